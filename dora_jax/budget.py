@@ -52,30 +52,71 @@ class Budget:
 
     @property
     def trainer(self) -> list[PlanLine]:
-        on_host = self.config.trainer.optimizer_memory == "host" and self.machines.trainer.platform != "cpu"
-        return [
-            *memory.trainer_state(self.model, self.config, self.mesh, on_host),
-            *memory.trainer_work(self.model, self.config, self.mesh),
-        ]
+        return [*self._trainer_alone, *([] if self._swaps or not self._lends else [self._lent_pages])]
+
+    @property
+    def lent(self) -> list[PlanLine]:
+        """The device of the trainer while it is an instance's (orchestrator.elastic); empty where it is lent to none."""
+        return [*self._lent_without_pages, self._lent_pages] if self._lends else []
 
     @property
     def instance(self) -> list[PlanLine]:
         """All instances of the device, without their pages."""
+        return [line._replace(bytes=self.crowd * line.bytes) for line in self._one_instance]
+
+    @property
+    def _one_instance(self) -> list[PlanLine]:
         aliased = self.aliased and not self.config.lora.on  # a base is an instance's own
         weights = [] if aliased else memory.instance_weights(self.model, self.config)
-        lines = [*weights, *memory.instance_work(self.model, self.config)]
-        return [line._replace(bytes=self.crowd * line.bytes) for line in lines]
+        return [*weights, *memory.instance_work(self.model, self.config)]
+
+    @property
+    def _lends(self) -> bool:
+        return self.config.orchestrator.elastic
+
+    @property
+    def _swaps(self) -> bool:
+        """The state leaves a device that is lent, and the pages of the KV leave one that is not."""
+        return self.config.trainer.lent_memory == "host"
+
+    @property
+    def _state(self) -> list[PlanLine]:
+        on_host = self.config.trainer.optimizer_memory == "host" and self.machines.trainer.platform != "cpu"
+        return memory.trainer_state(self.model, self.config, self.mesh, on_host)
+
+    @property
+    def _trainer_alone(self) -> list[PlanLine]:
+        """Without the pages of the instance that the device is while it is lent."""
+        base = [line for line in self._one_instance if self._lends and line.what == memory.BASE]
+        return [*self._state, *memory.trainer_work(self.model, self.config, self.mesh), *base]
+
+    @property
+    def _lent_without_pages(self) -> list[PlanLine]:
+        stays = [line for line in self._state if not self._swaps or line.what == memory.PUBLISHED]
+        return [*stays, *self._one_instance]
+
+    @property
+    def _lent_pages(self) -> PlanLine:
+        return PlanLine("KV pages", self._pages_bytes, "of the instance that the device is while it is lent")
 
     @property
     def pages_bytes(self) -> float:
-        return self.crowd * (self.config.rollout.pages + 1) * self._page_bytes  # one page takes what belongs to no row
+        return self.crowd * self._pages_bytes
+
+    @property
+    def _pages_bytes(self) -> float:
+        """Of one instance; one page takes what belongs to no row."""
+        return (self.config.rollout.pages + 1) * self._page_bytes
 
     @property
     def pages(self) -> int:
-        """KV pages of an instance: they take `memory_share` of the memory that is left."""
+        """KV pages of an instance: they take `memory_share` of the memory that is left, also on devices that are lent."""
         free = self.machines.instances.memory_bytes - memory.total(self.instance)
-        free -= memory.total(self.trainer) if self.shared else 0
-        return max(int(self.config.rollout.memory_share * free / self.crowd / self._page_bytes) - 1, 0)
+        free = (free - memory.total(self.trainer) if self.shared else free) / self.crowd
+        if self._lends:
+            held = [self._lent_without_pages, *([] if self._swaps else [self._trainer_alone])]
+            free = min(free, self.machines.trainer.memory_bytes - max(map(memory.total, held)))
+        return max(int(self.config.rollout.memory_share * free / self._page_bytes) - 1, 0)
 
     @property
     def needed_pages(self) -> int:
@@ -140,7 +181,7 @@ def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget 
 
 def problems(budget: Budget) -> list[str]:
     """One sentence for each reason why the plan does not fit, with the field that helps."""
-    return [*_trainer_problems(budget), *_instance_problems(budget)]
+    return [*_trainer_problems(budget), *_lent_problems(budget), *_instance_problems(budget)]
 
 
 def describe(budget: Budget) -> str:
@@ -154,6 +195,12 @@ def describe(budget: Budget) -> str:
         lines += [
             f"memory of a device of the {role}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB",
             *memory.table(parts),
+        ]
+    if budget.lent:
+        has = budget.machines.trainer.memory_bytes / GIB
+        lines += [
+            f"memory of a device of the trainer while it is lent: {memory.total(budget.lent) / GIB:.2f} of {has:.2f} GiB",
+            *memory.table(budget.lent),
         ]
     if budget.shared:
         lines.append("trainer and instances share devices: both sums together have to fit")
@@ -197,6 +244,17 @@ def _trainer_problems(budget: Budget) -> Iterator[str]:
         f"trainer.{_knob(budget)}: an update needs {needs / GIB:.1f} GiB a device of {budget.machines.trainer}, "
         f"which has {has / GIB:.1f}; {_help(budget)}"
     )
+
+
+def _lent_problems(budget: Budget) -> Iterator[str]:
+    has, needs = budget.machines.trainer.memory_bytes, memory.total(budget.lent)
+    if needs > has:
+        moved = budget.config.trainer.lent_memory == "host"
+        yield (
+            f"{'rollout.pages' if moved else 'trainer.lent_memory'}: while it is lent (orchestrator.elastic), a device of the "
+            f"trainer holds {needs / GIB:.1f} GiB, and {budget.machines.trainer} has {has / GIB:.1f}; "
+            f"{'fewer pages need less' if moved else 'trainer.lent_memory=host moves the state to host memory meanwhile'}"
+        )
 
 
 def _knobs(budget: Budget) -> Iterator[dict[str, Any]]:

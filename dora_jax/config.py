@@ -9,7 +9,7 @@ Every field of a run, with its default and its meaning. A config file reads
 
 Laws: no JAX here, so that a mistake is reported before a device is touched; `Config` never changes; a field that
 is not declared below does not exist, except inside the free-form dictionaries (`task.params`, ...).
-The sections of prompts and rewards are in config_task.py. Trees become a `Config` in config_tree.py, the rules between fields are in validate.py, the command line in flags.py.
+The sections of prompts and rewards are in config_task.py, that of a cluster in config_cluster.py. Trees become a `Config` in config_tree.py, the rules between fields are in validate.py, the command line in flags.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dora_jax import config_tree
+from dora_jax.config_cluster import ClusterSection
 from dora_jax.config_live import MonitorSection, ServingSection
 from dora_jax.config_task import EnvironmentSection, RewardModelSection, TaskSection
 from dora_jax.models.lora_config import Lora
@@ -153,6 +154,7 @@ class TrainerSection:
     overlong_filter: bool = False  # samples that hit the limit have no loss, but count in the group statistics
     moments: str = "float32"  # type of Adam's moments: float32 or bfloat16
     optimizer_memory: str = "device"  # device or host: where Adam's moments rest between updates
+    lent_memory: str = "device"  # device or host: where the state is while orchestrator.elastic lends the devices
     peak_tflops: float = 0.0  # of one device, for trainer/mfu; 0: known from its name, else there is no such metric
     expert_matmul: str = "auto"  # of a mixture: scan, ragged_dot, megablox; auto: by platform
     expert_dispatch: str = "gather"  # of tokens over trainer.expert: gather, or all_to_all, to their experts only
@@ -227,27 +229,6 @@ class SftSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSection:
-    """More than one process: the controller is this one, the trainer and each rollout instance are gangs of their own."""
-
-    launcher: str = ""  # process: children on this machine; ray: actors of a Ray cluster; empty: all in one process
-    trainer_hosts: int = 1  # processes of the trainer; its mesh spans their devices
-    hosts_per_instance: int = 1  # processes of each of the rollout.instances; rollout.tensor spans their devices
-    devices_per_host: int = 0  # virtual CPU devices of each process; 0: what its host has
-    trainer_slice: str = ""  # ray: the TPU slice type of the trainer, e.g. v5litepod-16; empty: any machine
-    instance_slice: str = ""  # ray: that of each instance; it may be another
-    wire: str = "storage"  # weights reach the instances by storage, or by transfer, to which storage is the fallback
-    silence_s: float = 10.0  # a process that is not heard for so long is taken for dead
-    stall_s: float = 300.0  # as is one that has work and does not move; longer than any step takes
-    start_s: float = 900.0  # from starting a gang until it is compiled
-    reattach_s: float = 120.0  # a gang whose controller died waits so long for the next one to take it over; 0: it ends
-    max_restarts: int = 3  # of a gang in a row that come to nothing, before the run ends
-    elastic: bool = (
-        False  # an instance without room waits for it; WORKDIR/wanted_instances says how many there are to be
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     seed: int = 0
     steps: int = 100
@@ -269,7 +250,7 @@ class Config:
     serving: ServingSection = dataclasses.field(default_factory=ServingSection)
     journal: JournalSection = JournalSection()
     sft: SftSection = SftSection()
-    cluster: ClusterSection = ClusterSection()
+    cluster: ClusterSection = dataclasses.field(default_factory=ClusterSection)
 
 
 RENAMED = {  # former name of a field -> its name; whatever reads a configuration refuses the former one with it

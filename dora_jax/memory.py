@@ -23,6 +23,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
 LAYERS_AT_ONCE = 3.15  # XLA overlaps what its layers do: fitted to updates of 8B at 4,096 to 32,768 tokens a device
+PUBLISHED, BASE = "published versions", "base weights"  # lines that others look for
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
 
 
@@ -101,9 +102,7 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
         value = (4 + 2 * BYTES[t.moments]) * weights
         lines.append(PlanLine("value model", value, "float32 and its moments, trainer.advantage"))
     copies = published_copies(config)
-    lines.append(
-        PlanLine("published versions", copies * BYTES[dtype] * trained, f"{copies} in {dtype}, until they are read")
-    )
+    lines.append(PlanLine(PUBLISHED, copies * BYTES[dtype] * trained, f"{copies} in {dtype}, until they are read"))
     return lines
 
 
@@ -218,7 +217,7 @@ def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
         stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
     kept, said, here = stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}", []
     if config.lora.on:
-        here = [PlanLine("base weights", stored, f"in {rollout.weights or config.model.dtype}")]
+        here = [PlanLine(BASE, stored, f"in {rollout.weights or config.model.dtype}")]
         kept = whole = BYTES[config.model.dtype] * adapter_params(model, config.lora, tensor=rollout.tensor)
         said = f"{rollout.residents} adapters in {config.model.dtype}"
     resident = PlanLine("resident versions", rollout.residents * kept, said)

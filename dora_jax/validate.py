@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from dora_jax import config_live, config_tree, hub, presets
+from dora_jax import config_cluster, config_live, config_tree, hub, presets
 from dora_jax.chips import CHIPS
 from dora_jax.config import RENAMED, Config, ConfigError
 from dora_jax.config_task import TaskPart, TaskSection
@@ -47,6 +47,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.expert_dispatch": ("gather", "all_to_all"),
     "trainer.routing_replay": ("none", "rollout"),
     "trainer.moments": ("float32", "bfloat16"),
+    "trainer.lent_memory": ("device", "host"),
     "cluster.launcher": ("", "process", "ray"),
     "cluster.wire": ("storage", "transfer"),
     "sft.family": tuple(family.model_type for family in FAMILIES),
@@ -134,7 +135,18 @@ def problems(config: Config, purpose: str = "train") -> list[str]:
         machines = presets.UNKNOWN
     config, _ = presets.resolve(config, machines)
     rules: tuple[Callable[[Config], Problems], ...]
-    rules = (_choices, _ranges, _task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, _cluster)
+    rules = (
+        _choices,
+        _ranges,
+        _task,
+        _reward_model,
+        _engine,
+        _orchestrator,
+        _trainer,
+        _lengths,
+        _sft,
+        config_cluster.problems,
+    )
     if purpose == "serve":  # an engine, and nothing else of a run
         rules = (_choices, _ranges, _engine)
     return [*found, *(problem for rule in rules for problem in rule(config))]
@@ -335,6 +347,8 @@ def _trainer(config: Config) -> Problems:
     ways = max(t.micro_batches, 1) * max(t.data, 1) * max(t.fsdp, 1)
     if t.rows % ways:
         yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"
+    if t.lent_memory == "host" and not config.orchestrator.elastic:
+        yield "trainer.lent_memory: host is of devices that are lent, and orchestrator.elastic lends none"
     yield from _checkpoint(config)
     yield from lora_config.problems(config)
 
@@ -372,27 +386,3 @@ def _sft(config: Config) -> Problems:
         yield f"sft.head_dim: {sft.head_dim} is odd, and rotary positions turn pairs"
     if sft.n_layers > MAX_LAYERS:
         yield f"sft.n_layers: {sft.n_layers} is more than {MAX_LAYERS}, ten times what any model has"
-
-
-def _cluster(config: Config) -> Problems:
-    """Rules of a run in several processes."""
-    cluster, rollout = config.cluster, config.rollout
-    if not cluster.launcher:
-        return
-    if not rollout.instances:
-        yield "rollout.instances: 0 derives their number from the devices of one process; a cluster wants a number"
-    devices = cluster.hosts_per_instance * cluster.devices_per_host
-    if devices and devices != rollout.tensor:
-        yield (
-            f"rollout.tensor: {rollout.tensor} is not what an instance has, cluster.hosts_per_instance * "
-            f"cluster.devices_per_host = {devices}"
-        )
-    for asked, cost in (("drafts", "draft_cost"), ("narrow_rows", "narrow_cost")):
-        if cluster.hosts_per_instance > 1 and getattr(rollout, asked) and not getattr(rollout, cost):
-            yield f"rollout.{cost}: 0 is measured by each process, and those of one instance must decide alike; set it"
-    if config.cpu_devices:
-        yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
-    alone = "slice pace journal.record orchestrator.colocated orchestrator.elastic reward_model.path"
-    for name in alone.split():
-        if get(config, name):
-            yield f"{name}: belongs to a run in one process"

@@ -17,7 +17,7 @@ STAGES = ("tasks", "rollout", "buffer", "trainer", "publish")
 # Every module belongs to one room: a package is a room of its own, a file directly in dora_jax/ is listed here.
 ROOMS = {
     "basics": "version exits spelling redaction digest fault_injection retrying_file console metrics chrome_trace prometheus chips helping callables intervals",
-    "settings": "config config_live config_task config_tree config_files arguments workdirs",
+    "settings": "config config_cluster config_live config_task config_tree config_files arguments workdirs",
     "costs": "costs update_costs recording",
     "tokenizer": "tokenizer",
     "types": "types",

@@ -146,6 +146,30 @@ def test_pages_are_their_share_of_what_is_left():
     assert 0.49 * left < planned.pages_bytes <= 0.5 * left
 
 
+@pytest.mark.parametrize("leaves", ["device", "host"])
+def test_a_device_that_is_lent_holds_what_stays_and_an_instance(leaves):
+    asked = Config(
+        slice="v5p-16",
+        placement="disjoint",
+        model=ModelSection(size="Qwen3-8B"),
+        orchestrator=OrchestratorSection(elastic=True),
+        rollout=RolloutSection(instances=2, tensor=2, max_prompt_tokens=1024, max_new_tokens=3072),
+        trainer=TrainerSection(pack_tokens=4096, remat="full", micro_batches=32, fsdp=4, lent_memory=leaves),
+    )
+    found = presets.machines(asked)
+    planned = budget.of(presets.resolve(asked, found, QWEN_8B)[0], found, QWEN_8B)
+    names, has = [line.what for line in planned.lent], found.trainer.memory_bytes
+    assert ("masters" in names, "moments" in names) == 2 * (leaves == "device",) and "published versions" in names
+    assert names[-5:-1] == ["resident versions", "incoming version", "logits and noise", "one layer"]
+    assert memory.total(planned.trainer) <= has and memory.total(planned.lent) <= has and not budget.problems(planned)
+    assert ("KV pages" in [line.what for line in planned.trainer]) == (leaves == "device")
+    more = dataclasses.replace(planned.config.rollout, pages=4 * planned.config.rollout.pages)
+    wrong = budget.problems(dataclasses.replace(planned, config=dataclasses.replace(planned.config, rollout=more)))
+    field = {"device": "trainer.lent_memory: while it is lent", "host": "rollout.pages: while it is lent"}[leaves]
+    assert any(line.startswith(field) for line in wrong), wrong
+    assert "memory of a device of the trainer while it is lent" in budget.describe(planned)
+
+
 def test_one_device_holds_a_version_once():
     asked = Config(slice="laptop", model=ModelSection(size="Qwen3-0.6B"), rollout=RolloutSection())
     found = presets.machines(asked)

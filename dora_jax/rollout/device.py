@@ -33,10 +33,16 @@ class Device:
         self._calls = calls
         self.pool, self.state = calls.empty()
 
+    def free(self) -> None:
+        """Frees the memory of the pool, none of whose pages is in use; the next call makes another."""
+        if self.pool is not None:
+            jax.tree.map(lambda x: x.delete(), (self.pool, self.state))
+            self.pool = self.state = None
+
     def prefill(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array | None:
         """Routes [prefill_rows, chunk, M, k], where they are asked for."""
         control_RxC = _put(control, self._calls.replicated)
-        self.pool, routes = self._calls.prefill(params, self.pool, control_RxC, blocks=blocks)
+        self.pool, routes = self._calls.prefill(params, self._whole_pool(), control_RxC, blocks=blocks)
         return _on_its_way(routes)
 
     def generate(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
@@ -50,20 +56,20 @@ class Device:
         elif self._calls.chooses:
             call = self._calls.decode_chosen
         control_BxC = _put(control, self._calls.replicated)
-        self.pool, self.state, result, routes = call(params, self.pool, self.state, control_BxC)
+        self.pool, self.state, result, routes = call(params, self._whole_pool(), self.state, control_BxC)
         result.copy_to_host_async()
         return result, _on_its_way(routes)
 
     def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
         """As `generate`, of drafts."""
         control_BxC = _put(control, self._calls.replicated)
-        self.pool, result, routes = self._calls.verify(params, self.pool, control_BxC, blocks=blocks)
+        self.pool, result, routes = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
         result.copy_to_host_async()
         return result, _on_its_way(routes)
 
     def copy_pages(self, pages: list[int]) -> PagesCopy:
         def read(ids: np.ndarray) -> dict[str, jax.Array]:
-            found = self._calls.read(self.pool, _put(ids, self._calls.replicated))
+            found = self._calls.read(self._whole_pool(), _put(ids, self._calls.replicated))
             return dict(zip(self._calls.kv.names, found, strict=True))
 
         return PagesCopy(read, pages, self.shapes.copy_call)
@@ -82,7 +88,9 @@ class Device:
             ids = _put(_ids(pages[start : start + size], size), self._calls.replicated)
             pieces = [_padded(arrays[name][:, start : start + size], size) for name in self._calls.kv.names]
             start += size
-            self.pool = self._calls.write(self.pool, ids, *(_put(x, self._calls.pages_sharding) for x in pieces))
+            self.pool = self._calls.write(
+                self._whole_pool(), ids, *(_put(x, self._calls.pages_sharding) for x in pieces)
+            )
 
     def warmup(self, params: Any) -> None:
         """Compiles every call by making it once with padding rows only."""
@@ -114,6 +122,11 @@ class Device:
                 costs.verify[blocks] = others_s.pop() / decode_s
             if narrow:
                 costs.narrow[blocks] = others_s.pop() / decode_s
+
+    def _whole_pool(self) -> Any:
+        if self.pool is None:
+            self.pool, self.state = self._calls.empty()
+        return self.pool
 
     def _takes_s(self, call: Callable[..., Any], shape: tuple[int, int], params: Any, blocks: int) -> float:
         s, control = self.shapes, np.zeros(shape, np.int32)

@@ -2,8 +2,9 @@
 
 `LentInstance` is a LocalInstance that begins no life by itself. Lend begins one: the engine, which keeps its programs, takes
 the newest weights. Return ends it: its samples leave with their KV, and the weights go. The trainer's state stays on its
-devices, which hold the memory of both sides. Laws: every Lend is answered by InstanceUp or InstanceDown, and every Return by
-InstanceDown; a life that dies gives the devices back.
+devices, which then hold the memory of both sides, or is in host memory meanwhile (lent_state.py), as `trainer.lent_memory`
+says; the pages of the KV go with the weights then. Laws: every Lend is answered by InstanceUp or InstanceDown, and every
+Return by InstanceDown; a life that dies gives the devices back.
 """
 
 from __future__ import annotations
@@ -16,18 +17,29 @@ from typing import Any
 
 from dora_jax.fault_injection import point
 from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.lent_state import LentState
 from dora_jax.runtime.seams import RolloutEngine, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.runtime.supervised_worker import EngineLife, LocalInstance
-from dora_jax.runtime.worker import HandedOver
+from dora_jax.runtime.worker import Crashed, HandedOver
 from dora_jax.types import Version
 
 RETURNED = "its devices are the trainer's again"
 
 
+@dataclasses.dataclass(frozen=True)
+class LentMemory:
+    """What leaves the devices with either side. free: frees the pages of an engine that holds no version."""
+
+    state: LentState
+    free: Callable[[RolloutEngine], None]
+
+
 class LentInstance(LocalInstance):
-    def __init__(self, up: ev.InstanceUp, engine: RolloutEngine, *args: Any):
+    def __init__(self, up: ev.InstanceUp, engine: RolloutEngine, *args: Any, memory: LentMemory | None = None):
+        """memory: what moves where the devices have no room for both sides; None: they have."""
         super().__init__(up, engine, *args)
+        self._memory = memory
         self._life = None
         self._ended: EngineLife | None = None  # the life before
         self._spare: RolloutEngine | None = engine  # None: the engine of the life that died is made again
@@ -57,10 +69,22 @@ class LentInstance(LocalInstance):
         if life := self._life:
             life.post(self._return, life)
 
+    def free(self) -> None:
+        """Gives the devices to the trainer: no life is on them."""
+        if self._memory is None:
+            return
+        try:
+            if self._spare is not None:
+                self._memory.free(self._spare)
+            self._memory.state.give_back(self.instance)
+        except Exception as error:  # without its state there is no trainer
+            self._outbox.put(Crashed(role=self.role, error=error))
+
     def stop(self, timeout_s: float = STAGE_END_S) -> None:
         super().stop(timeout_s)
         if self._ended is not None:
             self._ended.stop(timeout_s)
+        self.free()
 
     # ------------------------------------------------------------ private
 
@@ -70,6 +94,8 @@ class LentInstance(LocalInstance):
             try:
                 life = self._loaded(version)
             except Exception as error:  # whatever it is, the devices are the trainer's, and the others go on
+                if self._spare is not None:  # else its devices are freed when it is made again
+                    self.free()
                 self._outbox.put(ev.InstanceDown(instance=self.instance, reason=str(error), life=self._lives))
                 return
             self._event = dataclasses.replace(self._event, versions=(version,))
@@ -83,6 +109,8 @@ class LentInstance(LocalInstance):
         if self._ended is not None:
             self._ended.stop()  # its thread used the engine
         life = self._new_life(self.engine)
+        if self._memory is not None:
+            self._memory.state.lend(self.instance)
         for old in life.engine.versions:
             life.engine.drop(old)
         life.engine.load(version, self._weights.get(version, life.engine.param_shardings))
@@ -93,6 +121,7 @@ class LentInstance(LocalInstance):
         life.hand_over()
         for version in life.engine.versions:
             life.engine.drop(version)
+        self.free()
         point("chips.returned")
         with self._lock:
             if self._life is life:
@@ -127,3 +156,8 @@ class LentInstance(LocalInstance):
                 self._stay_away(error)
                 return
             self._ended, self._spare = None, engine
+            self.free()
+
+    def _stay_away(self, error: BaseException) -> None:
+        self.free()
+        super()._stay_away(error)

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -24,10 +25,12 @@ from dora_jax.models import sharding
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.publish import DeviceWeights
+from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.host_kv import HostKV
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
-from dora_jax.runtime.lent_instance import LentInstance
+from dora_jax.runtime.lent_instance import LentInstance, LentMemory
+from dora_jax.runtime.lent_state import LentState
 from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
 from dora_jax.runtime.run import (
     batch_layout,
@@ -47,6 +50,7 @@ from dora_jax.runtime.seams import (
     Notify,
     Outbox,
     Prompts,
+    RolloutEngine,
     RolloutWorker,
     Scorer,
     StageWorker,
@@ -224,6 +228,7 @@ class LocalBackend:
     def __init__(self, parts: RunContext, notify: Notify):
         self._parts, self._notify = parts, notify
         self._trainer: Trainer | None = None
+        self._lent_memory: LentMemory | None = None
         self._plan = devices.plan(len(jax.devices()), parts.config)
         self.weights = DeviceWeights(parts.config.model.dtype)
 
@@ -233,6 +238,8 @@ class LocalBackend:
         config, workdir = self._parts.config, self._parts.workdir
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = self._trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
+        if config.trainer.lent_memory == "host":
+            self._lent_memory = LentMemory(LentState(trainer), _free_pages)
         views = TokenViews(trainer, config.trainer.show_every)
         pack, probe = views.watching(packer(config, trainer)), prober(config, trainer)
         gaps = SampleGaps(trainer, probe, self._published) if config.trainer.max_instance_mismatch else None
@@ -244,6 +251,7 @@ class LocalBackend:
             probe=probe,
             views=views,
             gaps=gaps,
+            come_home=self._lent_memory.state.come_home if self._lent_memory else lambda: None,
         )
 
     def instances(self) -> list[LocalInstance]:
@@ -256,26 +264,25 @@ class LocalBackend:
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
             new = functools.partial(new_engine, config, parts.tokenizer, model, mesh, host)
             spare = RestartPolicy(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
-            owned = instance < len(self._plan.instances)
-            worker = (LocalInstance if owned else LentInstance)(
-                instance_up(instance, config),
-                new(),
-                self.weights,
-                parts.outbox,
-                partial_s(config),
-                spare,
-                pool,
-                self._notify,
-            )
+            common = self.weights, parts.outbox, partial_s(config), spare, pool, self._notify
+            up = instance_up(instance, config)
+            if instance < len(self._plan.instances):  # without these there is no run, whatever is lent
+                pool[instance] = worker = LocalInstance(up, new(), *common)
+            else:
+                if self._lent_memory:
+                    self._lent_memory.state.lend(instance)  # until it is compiled
+                worker = LentInstance(up, new(), *common, memory=self._lent_memory)
             workers.append(worker)
-            if owned:  # without these there is no run, whatever is lent
-                pool[instance] = worker
         return workers
 
     def ready(self, instances: Sequence[LocalInstance], trainer: StageWorker | None) -> list[InstanceUp]:
         """Compiles; all instances are up on return."""
         config = self._parts.config
-        warmups = [worker.engine.warmup for worker in instances]
+        lent = [worker for worker in instances if isinstance(worker, LentInstance) and self._lent_memory]
+        side_by_side([worker.engine.warmup for worker in lent])
+        for worker in lent:
+            worker.free()
+        warmups = [worker.engine.warmup for worker in instances if worker not in lent]
         if (compiled := self._trainer) is not None:
             shape = batch_layout(config, compiled.shards)
             warmups.append(lambda: compiled.warmup(shape.rows, shape.tokens))
@@ -292,20 +299,16 @@ class LocalBackend:
 def trainer_worker(
     config: Config, side: TrainerSide, groups: GroupStore, weights: WeightStore, max_lag: int | None, outbox: Outbox
 ) -> TrainerWorker:
+    common = side.trainer, side.pack, groups, weights, max_lag, outbox
+    also: dict[str, Any] = {"digest": side.digest, "probe": side.probe, "come_home": side.come_home}
     if updates_apart(config) > 1:
-        return StreamingTrainerWorker(
-            side.trainer,
-            side.pack,
-            groups,
-            weights,
-            max_lag,
-            outbox,
-            config.orchestrator.groups_per_step,
-            side.digest,
-            side.probe,
-            says_parts=config.orchestrator.elastic,
-        )
-    return TrainerWorker(side.trainer, side.pack, groups, weights, max_lag, outbox, side.digest, side.probe)
+        per_step, says = config.orchestrator.groups_per_step, config.orchestrator.elastic
+        return StreamingTrainerWorker(*common, groups_per_step=per_step, says_parts=says, **also)
+    return TrainerWorker(*common, **also)
+
+
+def _free_pages(engine: RolloutEngine) -> None:
+    cast(Engine, engine).device.free()
 
 
 def nonzero_variance(group: ScoredGroup) -> bool:

@@ -284,6 +284,7 @@ class TrainerSide:
     probe: MakeProbe | None = None  # see trainer_worker.MismatchProbe
     views: SeenTokens | None = None  # of the samples that a person reads
     gaps: SeenGaps | None = None  # by which instances are judged; None: they are not
+    come_home: Callable[[], None] = lambda: None  # returns when the trainer's state is on its devices
 
 
 class Backend(Protocol):

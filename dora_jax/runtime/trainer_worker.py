@@ -10,7 +10,7 @@ and the version follows the last one. `MismatchProbe` chooses what the engine-tr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dora_jax.fault_injection import point
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class TrainerWorker(Worker):
     """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it.
 
-    probe: see MismatchProbe.
+    probe: see MismatchProbe. come_home: see TrainerSide.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class TrainerWorker(Worker):
         outbox: Outbox,
         digest: Digest = lambda params: 0,
         probe: MakeProbe | None = None,
+        come_home: Callable[[], None] = lambda: None,
     ):
         super().__init__("trainer", outbox)
+        self._come_home = come_home
         self._digest = digest
         self._mismatch = MismatchProbe(probe if max_lag != 0 else None)
         self.trainer = trainer
@@ -71,6 +73,7 @@ class TrainerWorker(Worker):
         self._report(base, groups, metrics, wait_s, time.monotonic() - began)
 
     def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
+        self._come_home()
         groups = tuple(self._groups.take(group_ids))
         for group in groups:
             if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
@@ -110,10 +113,11 @@ class StreamingTrainerWorker(TrainerWorker):
         groups_per_step: int,
         digest: Digest = lambda params: 0,
         probe: MakeProbe | None = None,
+        come_home: Callable[[], None] = lambda: None,
         says_parts: bool = False,
     ):
         """says_parts: PartTrained is said when the trainer waits for another part."""
-        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe)
+        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe, come_home)
         self._groups_per_step = groups_per_step
         self._says_parts = says_parts
 

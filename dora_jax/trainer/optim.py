@@ -60,7 +60,7 @@ def state_shardings(
 ) -> Any:
     """Shardings of tx's state: what mirrors a parameter lives on its shards, in `memory` (device, host)."""
     if memory == "host":
-        _need_host_memory(replicated.mesh)
+        need_host_memory(replicated.mesh, "optimizer_memory")
         specs = jax.tree.map(lambda spec: spec.with_memory_kind(HOST), specs)
     state = jax.eval_shape(tx.init, params)
     return optax.tree_utils.tree_map_params(
@@ -80,6 +80,19 @@ def fetched(state: Any, shardings: Any, after: jax.Array) -> Any:
     return jax.tree.map(one, state, shardings)
 
 
+def moved(tree: Any, shardings: Any) -> Any:
+    """The arrays in the memory that these shardings name, on the same devices; where that is another one, the arrays that
+    they were are gone. Outside jit."""
+
+    def leave(old: jax.Array, new: jax.Array) -> None:
+        if old.sharding.memory_kind != new.sharding.memory_kind:
+            old.delete()
+
+    there = jax.block_until_ready(jax.device_put(tree, shardings))
+    jax.tree.map(leave, tree, there)
+    return there
+
+
 def updates_done(opt_state: Any) -> jax.Array:
     """i32[]: the count that the schedule reads; skipped updates do not count."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
@@ -89,11 +102,11 @@ def all_finite(*scalars: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(jnp.stack(scalars)))
 
 
-def _need_host_memory(mesh: jax.sharding.Mesh) -> None:
+def need_host_memory(mesh: jax.sharding.Mesh, field: str) -> None:
+    """ValueError: the devices have none for what `trainer.<field>` asks."""
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
         raise ValueError(
-            f"trainer.optimizer_memory='host': {device.device_kind} devices have no {HOST} memory, only "
-            f"{', '.join(kinds)}"
+            f"trainer.{field}='host': {device.device_kind} devices have no {HOST} memory, only {', '.join(kinds)}"
         )

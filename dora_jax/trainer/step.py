@@ -3,7 +3,7 @@
     TrainBatch -> micro-batches -> forward -> log-probs -> policy loss x correction x loss_weights -> sum -> Adam
 
 Consumes the packed step (buffer.pack), produces new f32 masters and host metrics. The moments of Adam may rest in host
-memory between updates. Several processes may share the mesh: each then holds the whole batch and takes its part of it.
+memory between updates, and all of the state while the devices are lent. Several processes may share the mesh: each then holds the whole batch and takes its part of it.
 Laws: the loss is a plain sum, because what it is divided by travels in the batch: so neither the number of
 micro-batches, nor the mesh, nor the packing moves it; empty micro-batches are not computed; a non-finite loss or
 gradient leaves the state as it was and is counted.
@@ -84,6 +84,8 @@ class Trainer:
             lora=lora,
             exact=replay is not None,
         )
+        if section.lent_memory == "host":
+            optim.need_host_memory(mesh, "lent_memory")
         self._model, self.routes = self.recipe.model, self.recipe.routes
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
         self.shardings = self.recipe.shardings()
@@ -155,6 +157,19 @@ class Trainer:
             jax.device_put(np.int32(step), self._replicated),
         )
         self._begun = {}, []
+
+    def to_host(self) -> None:
+        """Moves the state to host memory, also in the middle of a step; compiled programs stay. Until `to_devices` nothing
+        may be computed."""
+        held = self.state, self.base, self._reference
+        on_host = jax.tree.map(lambda x: x.sharding.with_memory_kind(optim.HOST), held)
+        self.state, self.base, self._reference = optim.moved(held, on_host)
+
+    def to_devices(self) -> None:
+        """Moves the state to where it was before `to_host`."""
+        beside = self.base, self._reference
+        on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), beside)
+        self.state, (self.base, self._reference) = optim.moved((self.state, beside), (self.shardings, on_device))
 
     def logprobs(self, batch: Any) -> np.ndarray:
         """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""

@@ -35,7 +35,8 @@ from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.episodes import EpisodePrompts
-from dora_jax.runtime.lent_instance import LentInstance
+from dora_jax.runtime.lent_instance import LentInstance, LentMemory
+from dora_jax.runtime.lent_state import LentState
 from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import StepDone, Worker
@@ -129,6 +130,28 @@ class SlowEnvironments(ScriptedEnvironments):
         return [answer]
 
 
+class MovableState(Trainer):
+    """A trainer whose state leaves the devices, or comes back, and is trained where it is."""
+
+    def __init__(self):
+        self.here, self.moves = True, 0
+
+    def to_host(self):
+        assert self.here
+        self.here, self.moves = False, self.moves + 1
+
+    def to_devices(self):
+        assert not self.here
+        self.here = True
+
+    def free(self, engine):
+        assert not engine.versions and not self.here, "pages go while nothing is on the devices"
+
+    def step(self, batch):
+        assert self.here, "the state is in host memory"
+        return super().step(batch)
+
+
 class Process:
     """One process of a run: its stages, its queues, its orchestrator."""
 
@@ -141,21 +164,19 @@ class Process:
         self.weights.held = set(found.debts.versions) if found else {0}
         self.brain = found.orchestrator if found else Orchestrator(config)
         self.pool: dict[int, LocalInstance] = {}
+        self.state = MovableState()
+        memory = LentMemory(LentState(self.state), self.state.free)
         for i in range(game.instances):
             spare = RestartPolicy(new_engine=game.new_engine, vocab_size=256, hung_s=0.0)
-            self.pool[i] = (LentInstance if i in config.lendable else LocalInstance)(
-                ev.InstanceUp(instance=i, **UP),
-                game.new_engine(),
-                self.weights,
-                self.pipes[i],
-                1e-9,
-                spare,
-                self.pool,
-                lambda sentence: None,
-            )
-        self.trainer = TrainerWorker(
-            Trainer(), lambda groups, base: None, groups, self.weights, config.decisions.max_lag, self.pipes[-1]
-        )
+            common = self.weights, self.pipes[i], 1e-9, spare, self.pool, lambda sentence: None
+            up, engine = ev.InstanceUp(instance=i, **UP), game.new_engine()
+            if i in config.lendable:
+                self.pool[i] = LentInstance(up, engine, *common, memory=memory)
+            else:
+                self.pool[i] = LocalInstance(up, engine, *common)
+        options = {"come_home": memory.state.come_home}
+        bound, pack = config.decisions.max_lag, lambda groups, base: None
+        self.trainer = TrainerWorker(self.state, pack, groups, self.weights, bound, self.pipes[-1], **options)
         self.world = Coordinator(
             instances=list(self.pool.values()),
             trainer=self.trainer,

@@ -75,3 +75,27 @@ def batch(trainer, scored=None, score=None, **layout):
     }
     shape = batch_layout.layout(**(sizes | layout))
     return pack.pack(scored, shape, prepare.Prepare(section, MAX_NEW), score)
+
+
+def kinds_of(trainer):
+    return {x.sharding.memory_kind for x in jax.tree.leaves((trainer.state, trainer.base))}
+
+
+def ends_of(trainer, first, batches, between):
+    """The state after a step of these updates, between which something happens; its metrics."""
+    trainer.load(*jax.tree.map(np.array, (first.params, first.opt_state)), 0)
+    for batch in batches:
+        trainer.learn([batch])
+        between(trainer)
+    metrics = trainer.finish()
+    return jax.tree.map(np.asarray, trainer.state), {
+        name: x for name, x in metrics.items() if "loss" in name or "grad" in name
+    }
+
+
+def to_host_and_back(trainer):
+    before = jax.tree.leaves((trainer.state, trainer.base))
+    trainer.to_host()
+    assert kinds_of(trainer) == {"pinned_host"}
+    assert all(x.is_deleted() for x in before if x.sharding.memory_kind != "pinned_host")
+    trainer.to_devices()

@@ -1,0 +1,116 @@
+"""Where the trainer's state is while its devices are lent: never in two minds, whatever becomes of those that have them."""
+
+import threading
+
+import pytest
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.lent_instance import LentInstance, LentMemory
+from dora_jax.runtime.lent_state import LentState
+from dora_jax.runtime.supervised_worker import RestartPolicy
+from dora_jax.runtime.worker import Crashed
+from tests.fakes.coordinator_adversary import UP, MovableState
+from tests.fakes.coordinator_world import SECTION, SlowEngine, Weights
+
+
+class Rig:
+    """One lent instance, whose restarts wait for `made`."""
+
+    def __init__(self, trainer):
+        self.trainer, self.state, self.made = trainer, LentState(trainer), threading.Event()
+        self.said, self.came = [], threading.Condition()
+        memory = LentMemory(self.state, trainer.free)
+        spare = RestartPolicy(new_engine=self._new_engine, vocab_size=256, hung_s=0.0)
+        common = Weights(), self, 0.0, spare, {}, lambda sentence: None
+        self.instance = LentInstance(ev.InstanceUp(instance=1, **UP), SlowEngine(SECTION), *common, memory=memory)
+
+    def _new_engine(self):
+        assert self.made.wait(20)
+        return SlowEngine(SECTION)
+
+    def put(self, item):
+        with self.came:
+            self.said.append(item)
+            if admit := getattr(item, "admit", None):
+                self.instance.post(admit)
+            self.came.notify_all()
+
+    def hears(self, kind, n=1):
+        with self.came:
+            assert self.came.wait_for(lambda: sum(type(item).__name__ == kind for item in self.said) == n, 20), (
+                self.said
+            )
+
+
+def test_the_state_is_in_host_memory_from_lend_to_return():
+    rig = Rig(MovableState())
+    for n in (1, 2):
+        rig.instance.lend(0)
+        rig.hears("InstanceReady", n)
+        assert not rig.trainer.here
+        rig.instance.give_back()
+        rig.hears("InstanceDown", n)
+        assert rig.trainer.here and rig.trainer.moves == n
+    rig.instance.stop()
+
+
+def test_the_trainer_waits_for_its_state_where_the_instance_that_has_its_devices_dies():
+    rig = Rig(MovableState())
+    rig.instance.lend(0)
+    rig.hears("InstanceReady")
+    rig.instance.lose("killed by the test")
+    rig.hears("InstanceDown")
+    begins = threading.Thread(target=rig.state.come_home)
+    begins.start()
+    begins.join(0.05)
+    assert begins.is_alive() and not rig.trainer.here, "the dead engine may hold memory"
+    rig.made.set()
+    begins.join(20)
+    assert rig.trainer.here
+    rig.instance.stop()
+
+
+def test_the_state_comes_back_with_the_last_of_several_instances():
+    trainer = MovableState()
+    state = LentState(trainer)
+    state.lend(3), state.lend(4)
+    state.give_back(3)
+    assert not trainer.here
+    state.give_back(4), state.give_back(4)
+    assert trainer.here and trainer.moves == 1
+
+
+class Full(MovableState):
+    """The host, or the device, has no memory left."""
+
+    def __init__(self, full):
+        super().__init__()
+        self.full = full
+
+    def to_host(self):
+        super().to_host() if self.full != "host" else self._raise()
+
+    def to_devices(self):
+        super().to_devices() if self.full != "device" else self._raise()
+
+    def _raise(self):
+        raise MemoryError("out of memory")
+
+    def free(self, engine):
+        assert not engine.versions
+
+
+@pytest.mark.parametrize("full", ["host", "device"])
+def test_a_state_that_cannot_move_stays_where_it_is_and_one_that_cannot_come_back_ends_the_run(full):
+    rig = Rig(Full(full))
+    rig.instance.lend(0)
+    if full == "device":
+        rig.hears("InstanceReady")
+        rig.instance.give_back()
+        rig.hears("Crashed")
+        with pytest.raises(MemoryError):
+            rig.state.come_home()
+    rig.hears("InstanceDown")
+    assert rig.trainer.here == (full == "host")
+    assert any(isinstance(item, Crashed) for item in rig.said) == (full == "device")
+    rig.instance.stop()
