@@ -51,7 +51,8 @@ def scored():
     )
 
 
-EXAMPLES = {int: 7, float: 0.5, str: "word", bool: True, SampleId: SampleId(4, 2)}
+DRAFTED = ev.Drafted(sampled=7, busy_s=0.5, row_s=1.5, guesses=4, held=3)
+EXAMPLES = {int: 7, float: 0.5, str: "word", bool: True, SampleId: SampleId(4, 2), ev.Drafted: DRAFTED}
 
 
 def field_types(cls):

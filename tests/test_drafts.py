@@ -119,16 +119,21 @@ def test_the_same_tokens_with_and_without(case):
         for engine in engines:
             engine.load(0, weights(engine))
         here, there = engines
-        done = {}
+        done, held = {}, 0  # tokens of drafts, by what ticks said
         for group in range(4):
             for id in ids((group,), size=4):
                 submit(here, id)
             for _ in range(5):
                 result = here.tick()
                 done |= {sample.id: sample for sample in result.finished}
+                held += result.held
+                assert result.drafted or not result.guesses
+                assert result.guesses >= result.held
             for id in ids((group,), size=4)[::2]:
                 if here.holds(id):
                     there.import_(here.export(id))
+            if most:
+                assert held <= here.scheduler.decoding.drafter.accepted
             done |= finish(here, there)
         found.append(done)
         drafters += [engine.scheduler.decoding.drafter for engine in engines]

@@ -152,14 +152,14 @@ def facts(disk):
 
 
 def older(record, format):
-    """As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two columns more in a table. As format 4 had it: no report
+    """As format 7 had it: no report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two columns more in a table. As format 4 had it: no report
     with what decoding took, and scores that were no group. As format 3 had it: every entry by itself, and decided on by
     itself, and no sample with a table."""
     match as_before(msgpack.unpackb(record), format):
         case ["Batch", entries, True] if format <= 3:
             return [msgpack.packb(entry) for entry in entries]
         case ["Head", _, epoch, config, *rest]:
-            config = {name: value for name, value in config.items() if name != "task_lead"}
+            config = {name: value for name, value in config.items() if name != "task_lead" or format > 5}
             return [msgpack.packb(["Head", format, epoch, config, *rest])]
         case row:
             return [msgpack.packb(row)]
@@ -167,10 +167,12 @@ def older(record, format):
 
 def as_before(row, format):
     match row:
-        case ["InstanceReported", *fields, _, _, _] if format <= 4:
-            return ["InstanceReported", *fields]
+        case ["InstanceReported", *fields, sampled, busy_s, row_s, None]:
+            return ["InstanceReported", *fields] + [sampled, busy_s, row_s] * (format > 4)
         case ["Fact", event, ["ScoredGroup", _, version, [], rewards, parts]] if format <= 4:
             return ["Fact", event, ["Scores", version, rewards, parts]]
+        case list(fields) if format > 5:
+            return [as_before(field, format) for field in fields]
         case ["Sample", *fields, ["TokenTable", routes], [], None]:
             return ["Sample", *fields] + [["TokenTable", routes, None, None]] * (format > 3)
         case ["Partial", *fields, "sampled", 0, ["TokenTable", None]]:
@@ -217,7 +219,7 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
         assert f"it is of format {format}, and this version reads 3 to {records.FORMAT}" in said[0]
     history.disk.content = dict(written)
     before = recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
-    for format in (5, 4, 3):
+    for format in (7, 5, 4, 3):
         history.disk.content = dict(written)
         rewritten(history.disk, format)
         assert (b"TokenTable" in b"".join(history.disk.content.values())) == (format > 3) and history.known

@@ -3,9 +3,12 @@
 import pytest
 
 from dora_jax.config import ConfigError
-from dora_jax.sim import config
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.sim import config, run
 from dora_jax.sim.drafts import DecodeTimes, DraftSection
 from dora_jax.sim.run import simulate
+from dora_jax.sim.world import SimWorld
+from tests.fakes import sim_runs
 
 
 class Steps:
@@ -48,3 +51,18 @@ def test_a_tail_of_few_samples_is_over_sooner():
         (row,) = [row for row in config.rows(config.from_config_dict(c)) if row.mode == "dora"]
         took.append(simulate(row).step_s)
     assert took[1] < 0.8 * took[0]
+
+
+def test_a_run_learns_what_the_model_says():
+    """Within a tenth, at every number of rows that drafts were tried with; decode calls of few rows are never seen."""
+    row = sim_runs.row("dora", draft__tokens=3, draft__rows=8, draft__acceptance=0.8, draft__cost=1.5)
+    told = run.orchestrator_config(row.config, row.mode)
+    brain = Orchestrator(told, evaluate_start=False)
+    world = SimWorld(row.config, told.decisions, until=5)
+    with pytest.raises(run.EndOfMeasurement):
+        run.run(brain, world)
+    learned, times = brain.state.fleet.measured.drafts, DecodeTimes(world.costs, row.config.draft)
+    for rows in (1, 2, 4, 8):
+        assert learned.gain(rows) == pytest.approx(world.costs.decode_base_s(rows) / times.token(rows)[0], rel=0.1)
+    assert learned.gain(1) > 1.8 and learned.gain(9) == 1.0
+    assert learned.acceptance == pytest.approx(0.8, abs=0.01)

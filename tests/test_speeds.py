@@ -1,5 +1,6 @@
 """How fast each instance decodes, measured: at equal load, against the fleet's median."""
 
+import dataclasses
 import json
 import queue
 import random
@@ -148,6 +149,34 @@ def test_an_instance_reports_what_ticks_took_that_only_decoded(monkeypatch):
         1.5,
         3.0,
     ) and report.sampled == 6 * SECTION.decode_steps  # the first tick began two samples
+    assert report.drafted is None
+
+
+def test_an_instance_reports_ticks_with_drafts_apart(monkeypatch):
+    now, outbox = [0.0], queue.SimpleQueue()
+    monkeypatch.setattr(rollout_worker.time, "monotonic", lambda: now[0])
+
+    class Engine(OracleEngine):
+        """Every second tick verifies a draft of 4 tokens for each of two samples, of which one holds."""
+
+        def tick(self) -> TickResult:
+            now[0] += 0.5
+            verifies = now[0] % 1.0 == 0.0
+            return dataclasses.replace(
+                super().tick(), rows=2, drafted=verifies, guesses=8 * verifies, held=4 * verifies
+            )
+
+    worker = EngineWorker(0, Engine(SECTION, length=lambda *_: 60), Weights(), outbox, report_s=1.9)
+    worker.load(0, None)
+    for i in range(2):
+        worker.submit(SampleId(0, i), Task().prompt_at(0), 0)
+    for _ in range(8):
+        worker.work()
+    said = [outbox.get() for _ in range(outbox.qsize())]
+    for report in [item for item in said if isinstance(item, ev.InstanceReported)]:
+        sampled, steps = report.sampled, SECTION.decode_steps
+        assert (sampled, report.busy_s, report.row_s) == (4 * steps, 1.0, 2.0)
+        assert report.drafted == ev.Drafted(sampled=4 * steps, busy_s=1.0, row_s=2.0, guesses=16, held=8)
 
 
 @pytest.mark.parametrize("declared", [(1.0,), (1.5, 0.5)])

@@ -170,6 +170,17 @@ class PartTrained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """Ticks that only decoded, and of which a call verified drafts from siblings (rollout/drafts.py)."""
+
+    sampled: int  # tokens
+    busy_s: float
+    row_s: float  # of each sample, summed
+    guesses: int  # tokens of the drafts, up to the first of each that did not hold
+    held: int  # those of them that held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReported:
     """How far an instance is, once a period: every sample that it runs and that has a token; or none of them, where none has
     grown since, or, in a large fleet, where it has listed them a short time ago. The tokens themselves stay in the engine. In columns: plain numbers cost journal and
@@ -181,10 +192,12 @@ class InstanceReported:
     indices: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     life: int = 0
-    # of the ticks since the last report that only decoded: tokens sampled, their time, and that of each sample, summed
+    # of the ticks since the last report that only decoded, without drafts: tokens sampled, their time, and that of each
+    # sample, summed
     sampled: int = 0
     busy_s: float = 0.0
     row_s: float = 0.0
+    drafted: Drafted | None = None  # of those since the last report
 
     @classmethod
     def of(
@@ -197,12 +210,13 @@ class InstanceReported:
         sampled: int = 0,
         busy_s: float = 0.0,
         row_s: float = 0.0,
+        drafted: Drafted | None = None,
     ) -> InstanceReported:
         """progress: sample -> tokens so far."""
         groups, indices = zip(*progress, strict=True) if progress else ((), ())
         return cls(
             instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()), life=life,
-            sampled=sampled, busy_s=busy_s, row_s=row_s,
+            sampled=sampled, busy_s=busy_s, row_s=row_s, drafted=drafted,
         )  # fmt: skip
 
 

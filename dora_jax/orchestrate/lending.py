@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 from dora_jax.orchestrate import admission, speeds
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.fleet import Group
 from dora_jax.orchestrate.ledger import READY, SCORING
 from dora_jax.orchestrate.roles import LENT, fleet_rate, worth_lending
 from dora_jax.orchestrate.state import State
-from dora_jax.types import is_training
+from dora_jax.types import InstanceId, is_training
 
 UNKNOWN = (1.0, 1.0)  # rates while nothing is known
 
@@ -73,23 +72,21 @@ def expected_idle_s(s: State) -> float:
     missing = ledger.part - ledger.counts[READY] - ledger.counts[SCORING]
     if missing <= 0:
         return 0.0
-    ends = heapq.nsmallest(missing, _tokens_left(s))
-    left = ends[-1] if len(ends) == missing else measured.left(0)
-    return left * measured.token_s
+    ends_s = heapq.nsmallest(missing, _seconds_left(s))
+    return ends_s[-1] if len(ends_s) == missing else measured.left(0) * measured.token_s()
 
 
-def _tokens_left(s: State) -> Iterator[float]:
+def _seconds_left(s: State) -> Iterator[float]:
     """Of each training group that runs."""
+    measured = s.fleet.measured
+    token_s: dict[InstanceId | None, float] = {None: measured.token_s()}  # by where a sample is
     for instance in s.fleet.instances.values():
         s.fleet.settle(instance)
+        token_s[instance.id] = measured.token_s(len(instance.units))
     for group in s.groups.values():
         if group.left and group.abandoned is None and is_training(group.id):
-            yield _group_left(s, group)
-
-
-def _group_left(s: State, group: Group) -> float:
-    left = s.fleet.measured.left
-    return max(left(unit.tokens) for unit in group.units if unit is not None)
+            units = (unit for unit in group.units if unit is not None)
+            yield max(measured.left(unit.tokens) * token_s[unit.instance] for unit in units)
 
 
 def _rates(s: State) -> tuple[float, float]:
@@ -106,7 +103,7 @@ def _rates(s: State) -> tuple[float, float]:
     slots = sum(instance.slots for instance in instances) / len(instances)
 
     def step_s(batch: float) -> float:
-        return max(line.step_s((1.0, batch, batch * context)), 1e-9)
+        return max(line.step_s((1.0, batch, batch * context)), 1e-9) / s.fleet.measured.drafts.gain(batch)
 
     own = len(instances)
     rate = fleet_rate(own, slots, samples, step_s)

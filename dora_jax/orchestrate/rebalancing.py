@@ -218,7 +218,7 @@ def _worth_moving(s: State, instance: Instance, units: list[Unit]) -> bool:
     return migration.worth_moving(
         [min(measured.new_bound - u.tokens, measured.lengths.left(u.tokens)) for u in units],
         slots=instance.slots,
-        token_s=measured.token_s / instance.speed,
+        token_s=measured.token_s(len(instance.units)) / instance.speed,
         move_s=measured.move_s,
     )
 

@@ -11,12 +11,13 @@ from collections import deque
 from operator import attrgetter
 from typing import Any
 
+from dora_jax.orchestrate.drafts import DraftGain
 from dora_jax.orchestrate.fleet import Fleet, Group, Instance, Unit
 from dora_jax.orchestrate.line import Line
 from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId
 
-FORMAT = 13
+FORMAT = 14
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
@@ -91,6 +92,9 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
     if data["format"] == 12:  # no chips were lent
         data |= {"format": 13, "instances": _fitted(data["instances"], {"returning": False}, set())}
         data |= {"roles": _encode(s.roles)}
+    if data["format"] == 13:  # nothing was known of drafts
+        measured = data["fleet"]["measured"] | {"drafts": _encode(DraftGain())}
+        data |= {"format": 14, "fleet": data["fleet"] | {"measured": measured}}
     return data
 
 

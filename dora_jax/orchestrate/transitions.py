@@ -78,6 +78,8 @@ def instance_reported(s: State, event: ev.InstanceReported) -> None:
         s.fleet.reported(instance, event)
     if event.sampled:
         speeds.observe(s.fleet, instance, event)
+    if event.drafted is not None:
+        speeds.observe_drafts(s.fleet, instance, event, event.drafted)
     instance.free_reported = event.free
     if s.short_of_pages(instance) and instance.units:
         instance.pressed = True

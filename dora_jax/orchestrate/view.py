@@ -23,7 +23,12 @@ def describe(item: ev.Event | ev.Command) -> str:
     fields = []
     for name in type(item).__slots__:
         value = getattr(item, name)
-        if value is None or value == () or name in ("attempt", "indices") or (name in UNSAID_ZEROS and not value):
+        if (
+            value is None
+            or value == ()
+            or name in ("attempt", "indices", "drafted")
+            or (name in UNSAID_ZEROS and not value)
+        ):
             continue
         if name == "groups":
             name, value = "ids", _ids(map(SampleId, value, getattr(item, "indices", ())))

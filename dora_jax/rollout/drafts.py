@@ -117,15 +117,17 @@ class Drafter:
         draft[: len(found)] = found
         return draft
 
-    def learn(self, seq: Seq, draft: np.ndarray | None, drawn: np.ndarray) -> None:
-        """What the sample draws next, before it takes it in. draft: the one that was verified; None: what it would have
-        been is made now, once in a while, so that acceptance is known without a call."""
+    def learn(self, seq: Seq, draft: np.ndarray | None, drawn: np.ndarray) -> tuple[int, int]:
+        """What the sample draws next, before it takes it in. draft: the one that was verified, of which the answer says
+        how many tokens were guessed, up to the first that does not hold, and how many of these hold. None: what it would
+        have been is made now, once in a while, so that acceptance is known without a call; the answer is 0, 0."""
+        verified = draft is not None
         if draft is None:
             if seq.id.group_id % WATCHED:
-                return
+                return 0, 0
             self._unwatched = (self._unwatched + 1) % EVERY
             if self._unwatched:
-                return
+                return 0, 0
             self._grow(seq, seq.sequence)
             draft = self.draft(seq)
         else:
@@ -134,13 +136,14 @@ class Drafter:
         known = draft[: len(drawn)]
         known = known[known != NONE]
         if not len(known):
-            return
+            return 0, 0
         wrong = np.flatnonzero(known != drawn[: len(known)])
         held, failed = (int(wrong[0]), 1) if len(wrong) else (len(known), 0)
         group = self._group(seq)
         group.held, group.failed = group.held + held, group.failed + failed
         keep = MEMORY ** (held + failed)
         self._share = keep * self._share + (1 - keep) * held / (held + failed)
+        return (held + failed, held) if verified else (0, 0)
 
     def end(self, seq: Seq) -> None:
         """The sample leaves this engine; its tokens go on to draft for its siblings, here now or later, until the tokens

@@ -240,7 +240,8 @@ class Engine:
     def tick(self) -> TickResult:
         """One plan, its calls, their tokens."""
         self._step()
-        return self._emit_all()
+        grown, self._emit = self._emit, GrowingResult()
+        return grown.result(self.free_pages)
 
     # ----------------------------------------------------------- private
 
@@ -256,8 +257,8 @@ class Engine:
                 self.host.put(parcel := self._parcel(preempt.seq, preempt.pages, preempt.kv_len))
                 preempt.seq.parcel = migrate.without_pages(parcel)
         self._run_uploads(plan.uploads)
-        verifies = any(call.drafts is not None for call in plan.decodes)  # its tokens do not tell a decode step's time
-        decodes_only = not (plan.swaps or plan.preempts or plan.uploads or plan.prefills or verifies)
+        verifies = any(call.drafts is not None for call in plan.decodes)
+        decodes_only = not (plan.swaps or plan.preempts or plan.uploads or plan.prefills)
         self._emit.decodes_only &= decodes_only and self._decoded_only
         self._decoded_only = decodes_only  # what is landed in the next step was started with this plan
         flights = [self._run_prefill(call) for call in plan.prefills]
@@ -326,7 +327,7 @@ class Engine:
         ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
         sound = np.all(np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None]), axis=1)
         said = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
-        emit.rows += rows
+        emit.drafted |= call.drafts is not None
         by_text = bool(self._stops)
         for row, ((seq, planned), count, stops, numbers) in enumerate(said):
             seq.inflight -= planned
@@ -338,7 +339,8 @@ class Engine:
             if routes is not None:
                 seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
             if (drafter := self.scheduler.decoding.drafter) is not None and rows <= self.shapes.draft_rows:
-                drafter.learn(seq, None if call.drafts is None else call.drafts[row], tokens[row, :count])
+                draft = None if call.drafts is None else call.drafts[row]
+                emit.guessed(*drafter.learn(seq, draft, tokens[row, :count]))
             seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
@@ -374,6 +376,7 @@ class Engine:
         if not copy.launch(self.scheduler.copy_room):
             return None
         while copy.more:
+            self._emit.decodes_only = False  # no tick that is timed
             self._step()
             copy.land()
             if seq.path is not path:
@@ -389,10 +392,6 @@ class Engine:
             return seq.parcel  # it waits or is uploaded, and has not changed since it came
         parcel = dataclasses.replace(seq.in_flight, kv_len=kv_len, page_size=self.shapes.page_size)
         return migrate.with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
-
-    def _emit_all(self) -> TickResult:
-        grown, self._emit = self._emit, GrowingResult()
-        return grown.result(self.free_pages)
 
 
 # a call; of a decode call its result; routes, where they are asked for

@@ -23,6 +23,9 @@ class TickResult:
     tokens: int  # sampled this tick, over all samples
     free_pages: int  # free now, evictable prefixes included
     rows: int = 0  # samples that were decoded, where the tick did nothing else; else 0
+    drafted: bool = False  # a call of it verified drafts: its tokens do not tell a decode step's time
+    guesses: int = 0  # tokens of these drafts, up to the first of each that did not hold
+    held: int = 0  # those of them that held
     # with rollout.keep_set, of each finished sample: i32[U, top_k], the ids each token was drawn from, -1 beyond them
     kept: Mapping[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
     waiting: tuple[InFlightSample, ...] = ()  # episodes whose turn ended: they are no longer in a slot
@@ -38,8 +41,13 @@ class GrowingResult:
     kept: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
     waiting: list[InFlightSample] = dataclasses.field(default_factory=list)
     tokens: int = 0
-    rows: int = 0
     decodes_only: bool = True
+    drafted: bool = False
+    guesses: int = 0
+    held: int = 0
+
+    def guessed(self, guesses: int, held: int) -> None:
+        self.guesses, self.held = self.guesses + guesses, self.held + held
 
     def result(self, free_pages: int) -> TickResult:
         return TickResult(
@@ -50,5 +58,8 @@ class GrowingResult:
             free_pages=free_pages,
             kept=self.kept,
             waiting=tuple(self.waiting),
-            rows=self.rows if self.decodes_only else 0,
+            rows=len(self.progress) if self.decodes_only else 0,
+            drafted=self.drafted,
+            guesses=self.guesses,
+            held=self.held,
         )

@@ -56,6 +56,7 @@ BUFFER_BYTES = (
 RECORDS = (
     *typing.get_args(ev.Event),
     *typing.get_args(ev.Command),
+    ev.Drafted,
     Prompt,
     Span,
     TokenTable,

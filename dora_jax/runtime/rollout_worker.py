@@ -62,18 +62,40 @@ class ResumeTarget(Protocol):
 
 
 @dataclasses.dataclass
-class _Decoding:
-    """The ticks since the last report that only decoded."""
-
+class _Took:
     sampled: int = 0  # tokens
     busy_s: float = 0.0
     row_s: float = 0.0  # of each sample, summed
+    guesses: int = 0
+    held: int = 0
+
+    def add(self, result: TickResult, seconds: float) -> None:
+        self.sampled += result.tokens
+        self.busy_s += seconds
+        self.row_s += result.rows * seconds
+        self.guesses += result.guesses
+        self.held += result.held
+
+
+class _Decoding:
+    """The ticks since the last report that only decoded, those with drafts apart."""
+
+    def __init__(self) -> None:
+        self._plain, self._drafted = _Took(), _Took()
 
     def add(self, result: TickResult, seconds: float) -> None:
         if result.rows:
-            self.sampled += result.tokens
-            self.busy_s += seconds
-            self.row_s += result.rows * seconds
+            (self._drafted if result.drafted else self._plain).add(result, seconds)
+
+    def said(self) -> dict[str, Any]:
+        """For InstanceReported."""
+        plain, drafted = self._plain, self._drafted
+        return {
+            "sampled": plain.sampled,
+            "busy_s": plain.busy_s,
+            "row_s": plain.row_s,
+            "drafted": ev.Drafted(**dataclasses.asdict(drafted)) if drafted.sampled else None,
+        }
 
 
 class EngineWorker(Worker):
@@ -240,7 +262,7 @@ class EngineWorker(Worker):
             self._progressed_s, self._grew = now, False
             progress = self._progress
             took, self._decoding = self._decoding, took
-        report = ev.InstanceReported.of(self.instance, free_pages, progress, self.life, **dataclasses.asdict(took))
+        report = ev.InstanceReported.of(self.instance, free_pages, progress, self.life, **took.said())
         self.outbox.put(report)
 
     def _import(self, in_flight: InFlightSample) -> None:

@@ -9,9 +9,12 @@ mean, in the time of a decode step of k + 1 times as many rows; KV is read once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from dora_jax.costs import Costs
+from dora_jax.orchestrate.events import Drafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,12 @@ class DecodeTimes:
         self._costs, self._draft = costs, draft
         self.token = functools.cache(self._token)
 
+    def drafts(self, batches: Iterable[int]) -> tuple[float, float]:
+        """(tokens guessed, up to the first of each draft that does not hold; those that hold) while each sample of these
+        batches draws a token; (0, 0): no call verifies."""
+        held = sum(batch * (1 - self.token(batch)[1]) for batch in batches) if self._draft.tokens else 0.0
+        return (held / self._draft.acceptance if held else 0.0), held
+
     def _token(self, batch: int) -> tuple[float, float]:
         """(seconds beside the reading of KV, times that the batch's KV is read)."""
         draft, step_s = self._draft, self._costs.decode_base_s
@@ -40,3 +49,30 @@ class DecodeTimes:
                 took_s = step_s(batch) * (1 + (draft.cost - 1) * k / draft.tokens)
             found.append((took_s / drawn, 1 / drawn))
         return min(found)
+
+
+class Decoding:
+    """What an instance's decoding took since its last report, as an engine says it: with drafts and without."""
+
+    def __init__(self) -> None:
+        self._plain, self._drafted = [0.0] * 3, [0.0] * 5
+
+    def add(self, ticks: float, rows: int, elapsed_s: float, drafts: tuple[float, float]) -> None:
+        """drafts: tokens guessed in a tick, and those that hold (`DecodeTimes.drafts`)."""
+        guesses, held = drafts
+        took = (ticks * rows, elapsed_s, elapsed_s * rows)
+        if guesses:
+            more = (*took, ticks * guesses, ticks * held)
+            self._drafted = [a + b for a, b in zip(self._drafted, more, strict=True)]
+        else:
+            self._plain = [a + b for a, b in zip(self._plain, took, strict=True)]
+
+    def said(self) -> dict[str, Any]:
+        """For InstanceReported; what it says is not said again."""
+        (sampled, busy_s, row_s), drafted = self._plain, self._drafted
+        self._plain, self._drafted = [0.0] * 3, [0.0] * 5
+        told: dict[str, Any] = {"sampled": round(sampled), "busy_s": busy_s, "row_s": row_s}
+        if drafted[0]:
+            tokens, guesses, held = (round(drafted[i]) for i in (0, 3, 4))
+            told["drafted"] = Drafted(sampled=tokens, busy_s=drafted[1], row_s=drafted[2], guesses=guesses, held=held)
+        return told

@@ -19,12 +19,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from dora_jax.costs import Costs, Hardware
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.sim.config import SimConfig
-from dora_jax.sim.drafts import DecodeTimes, DraftSection
+from dora_jax.sim.drafts import DecodeTimes, Decoding, DraftSection
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
 
@@ -131,7 +132,7 @@ class Instance:
         self._prefill_left_s = 0.0
         self._still_s = 0.0  # that it still stands still
         self._waiting: dict[SampleId, Job] = {}
-        self._reported = (0.0, 0.0, 0.0)  # tokens sampled, decoding, and each sample's part of that, at the last report
+        self.decoded = Decoding()
         self._report_ticks = report_ticks
         self._report_at = float(report_ticks)
 
@@ -167,7 +168,9 @@ class Instance:
             batch = len(self.decoding)
             a, b = self._tick_s(batch)
             work = elapsed * self.speed / self.slowed
-            self._grow(2 * work / (a + math.sqrt(a * a + 2 * b * work)))
+            ticks = 2 * work / (a + math.sqrt(a * a + 2 * b * work))
+            self._grow(ticks)
+            self.decoded.add(ticks, batch, elapsed, self._times.drafts(self._batches()))
             self.slot_s += batch * elapsed
 
     def next_time(self) -> float:
@@ -269,13 +272,6 @@ class Instance:
             job.cached = 0
         return jobs
 
-    def decoded(self) -> dict[str, Any]:
-        """What decoding has taken since the last call, as an engine reports it."""
-        now = (self.sampled, self.spent[DECODE], self.slot_s)
-        sampled, busy_s, row_s = (b - a for a, b in zip(self._reported, now, strict=True))
-        self._reported = now
-        return {"sampled": round(sampled), "busy_s": busy_s, "row_s": row_s}
-
     @property
     def free_tokens(self) -> int:
         return max(0, int(self.capacity - self._context - self._held))
@@ -285,11 +281,15 @@ class Instance:
     def _tick_s(self, batch: int) -> tuple[float, float]:
         """(seconds of a tick, seconds by which the next one takes longer). The context is taken to lie alike in all rows."""
         base_s = reads = 0.0
-        for rows in [batch] if self._costs.mixes else self.counts.values():
+        for rows in self._batches():
             token_s, read = self._times.token(rows)
             base_s, reads = base_s + token_s, reads + read * rows
         kv_s = self._costs.decode_kv_s * reads / batch
         return base_s + self._context * kv_s, batch * kv_s
+
+    def _batches(self) -> Collection[int]:
+        """Samples of each call."""
+        return [len(self.decoding)] if self._costs.mixes else self.counts.values()
 
     def _grow(self, ticks: float) -> None:
         self.ticks += ticks

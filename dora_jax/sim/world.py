@@ -258,7 +258,7 @@ class SimWorld:
     def _report(self, instance: Instance) -> None:
         progress = {id: instance.response_of(job) for id, job in instance.decoding.items()}
         free = instance.free_tokens // self._config.hardware.page_size
-        self._notify(ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded()))
+        self._notify(ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded.said()))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:

@@ -21,7 +21,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 7  # of the records that this version writes; the head of a segment says its own
+FORMAT = 8  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -110,7 +110,18 @@ def upgrade(row: Any, written: int) -> Any:
         row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
     if written <= 5:
         row = _with_lead(_with_episodes(row))
-    return _with_sessions(row) if written <= 6 else row
+    if written <= 6:
+        row = _with_sessions(row)
+    if written <= 7 and _is(row, Batch) and isinstance(row[1], list):
+        row = [row[0], [_with_drafts(entry) for entry in row[1]], *row[2:]]
+    return row
+
+
+def _with_drafts(row: Any) -> Any:
+    """A fact's row, as an instance reports what drafts did."""
+    if _is(row, Fact) and _is(row[1], ev.InstanceReported):
+        return [row[0], [*row[1], None], *row[2:]]
+    return row
 
 
 def _with_sessions(row: Any) -> Any:
