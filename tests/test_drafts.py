@@ -90,6 +90,21 @@ def test_samples_that_have_left_draft_until_newer_groups_take_their_room(monkeyp
     assert drafter.decide([other], 0.0, [other])[0, 0] == 6
 
 
+def test_samples_of_other_engines_draft_and_what_is_told_again_goes_on(monkeypatch):
+    drafter, fresh = Drafter(SHAPES), seq_of(0, [1, 2], [7, 8, 3, 4])
+    drafter.know(SampleId(0, 1), np.array([3, 4, 5, 6], np.int32))
+    drafter.know(SampleId(0, 2), np.array([7, 8, 3, 4, 9], np.int32))
+    assert drafter.draft(fresh).tolist()[:2] == [9, NONE]  # the longest suffix
+    drafter.know(SampleId(0, 2), np.array([7, 8, 3, 4, 9, 2, 2], np.int32))
+    assert drafter.draft(fresh).tolist() == [9, 2, 2, NONE, NONE]
+    for other in ([7, 8], [1, 1, 1, 1, 1, 1, 1, 1]):  # older, or of another branch
+        drafter.know(SampleId(0, 2), np.array(other, np.int32))
+        assert drafter.draft(fresh).tolist() == [9, 2, 2, NONE, NONE]
+    monkeypatch.setattr(drafts, "ENDED_TOKENS", 12)
+    drafter.know(SampleId(1, 0), np.arange(12, dtype=np.int32))
+    assert drafter.draft(fresh).tolist()[0] == NONE
+
+
 @pytest.mark.parametrize("wrong", [dict(drafts=-1), dict(draft_rows=0), dict(draft_cost=-0.1)])
 def test_sizes_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match="rollout.drafts and rollout.draft_cost are at least 0"):

@@ -141,3 +141,21 @@ def test_pages_run_short_while_drafts_wait_for_theirs():
         done = finish(few)
         assert_undisturbed(done, group)
     assert len(set(preempted)) > 1 and drafter.accepted  # between verifying calls
+
+
+def test_siblings_of_another_engine_draft_and_change_no_token():
+    """Half of a group ends on one engine before the others begin on another, as after a resume."""
+    here, there = engine("here"), engine("there")
+    drafter = there.scheduler.decoding.drafter
+    before = drafter.accepted
+    for group in (5, 6):
+        for id in ids((group,), size=4)[:2]:
+            submit(here, id)
+        done = finish(here)
+        for sample in done.values():
+            there.know(sample.id, sample.out_ids)
+        for id in ids((group,), size=4)[2:]:
+            submit(there, id)
+        assert_undisturbed(done | finish(there), group)
+    assert drafter.accepted > before
+    engine("plain").know(ids((5,))[0], np.arange(3, dtype=np.int32))  # without drafts it takes no notice

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+
 from dora_jax.rollout.drafts import Drafter
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq
 from dora_jax.rollout.shapes import Shapes
 from dora_jax.rollout.tick_plan import DecodeCall
+from dora_jax.types import SampleId
 
 PAYS = 0.95  # a narrow call that takes more of a decode call's time than this is not used
 
@@ -58,6 +61,11 @@ class Decoding:
             narrow = self.costs.is_narrow(len(slots), blocks)
             found.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, narrow), drafts))
         return found
+
+    def know(self, id: SampleId, tokens: np.ndarray) -> None:
+        """The response, so far, of a sample elsewhere."""
+        if self.drafter is not None:
+            self.drafter.know(id, tokens)
 
     @property
     def would_draft(self) -> bool:

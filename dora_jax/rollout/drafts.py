@@ -1,6 +1,6 @@
 """Stage 2, pure: drafts of a sample's next tokens from its group's other samples. numpy only.
 
-Consumes the samples of this engine as they grow and end; produces guesses at what a sample draws next: the tokens that
+Consumes the samples of this engine as they grow and end, and what is told of those of others; produces guesses at what a sample draws next: the tokens that
 followed the same last tokens in a sample of the same group, itself included. Any version may draft. One call verifies a
 guess: it draws at every position with that position's own key and keeps the draws up to the first that differs, so the
 tokens are those of decoding step by step (up to near-ties between batch shapes), and no version but the sample's own
@@ -17,7 +17,7 @@ import numpy as np
 
 from dora_jax.rollout.seq import Seq
 from dora_jax.rollout.shapes import Shapes
-from dora_jax.types import GroupId
+from dora_jax.types import GroupId, SampleId
 
 NONE = -1  # no guess: no token equals it
 SUFFIXES = (8, 4, 2)  # last tokens that must be alike, the longest match first
@@ -27,7 +27,7 @@ WATCHED = 8  # of so many groups that draw without drafts, one is compared with 
 EVERY = 5  # draw of it; coprime to usual row counts
 RESTS = 7  # calls that decode without being asked, after one whose drafts would not have been worth it
 MEMORY = 0.98  # of the run's share: what it keeps at each guess
-ENDED_TOKENS = 2**22  # of samples that have left: of as many groups as that is, the newest
+ENDED_TOKENS = 2**22  # of samples that are not here: of as many groups as that is, the newest
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class _Group:
     def __init__(self) -> None:
         self.sources: dict[int, _Source] = {}
         self.held = self.failed = 0.0
-        self.ended = 0  # tokens of samples that have left
+        self.ended = 0  # tokens of samples that have left or are elsewhere
         self.resting = 0  # calls until it is asked again
         self._after: dict[bytes, tuple[int, int]] = {}  # last tokens -> (sample, position of what followed)
 
@@ -80,8 +80,8 @@ class Drafter:
     def __init__(self, shapes: Shapes):
         self.verified = self.accepted = 0  # tokens of drafts that a call verified, and those of them that held
         self.tokens, self._steps, self._rows = shapes.drafts, shapes.steps, shapes.draft_rows
-        self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left
-        self._ended = 0  # tokens of samples that have left, of all groups
+        self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left or were told of
+        self._ended = 0  # tokens of samples that have left or are elsewhere, of all groups
         self._share = TYPICAL  # of guesses that hold, over all groups
         self._unwatched = 0  # draws since the last that was compared
 
@@ -145,17 +145,35 @@ class Drafter:
         self._share = keep * self._share + (1 - keep) * held / (held + failed)
         return (held + failed, held) if verified else (0, 0)
 
+    def know(self, id: SampleId, tokens: np.ndarray) -> None:
+        """The response, so far, of a sample that another engine has: it drafts for its siblings here. Of what is told of a
+        sample again, only what follows the same tokens counts."""
+        group, source = self._newest(id.group_id), -1 - id.index  # not that of the sample itself, which may come here
+        known = group.sources[source].sequence if source in group.sources else tokens[:0]
+        if len(tokens) > len(known) and np.array_equal(tokens[: len(known)], known):
+            group.grow(source, 0, tokens)
+            self._keep(group, len(tokens) - len(known))
+
     def end(self, seq: Seq) -> None:
         """The sample leaves this engine; its tokens go on to draft for its siblings, here now or later, until the tokens
         of newer groups take their room."""
-        group = self._groups[seq.id.group_id] = self._groups.pop(seq.id.group_id, _Group())
+        group = self._newest(seq.id.group_id)
         self._grow(seq, seq.sequence.copy())
-        group.ended += len(seq.sequence)
-        self._ended += len(seq.sequence)
-        while self._ended > ENDED_TOKENS and len(self._groups) > 1:
-            self._ended -= self._groups.pop(next(iter(self._groups))).ended
+        self._keep(group, len(seq.sequence))
 
     # ----------------------------------------------------------- private
+
+    def _newest(self, id: GroupId) -> _Group:
+        """The group, which is the last to be forgotten."""
+        group = self._groups[id] = self._groups.pop(id) if id in self._groups else _Group()
+        return group
+
+    def _keep(self, group: _Group, tokens: int) -> None:
+        """So many more tokens of samples that are not here; those of the oldest groups make room."""
+        group.ended += tokens
+        self._ended += tokens
+        while self._ended > ENDED_TOKENS and len(self._groups) > 1:
+            self._ended -= self._groups.pop(next(iter(self._groups))).ended
 
     def _worth(self, seqs: Sequence[Seq], guesses: Sequence[int], cost: float) -> bool:
         """Whether a verifying call of so many guesses a sample draws more tokens in its time than a decode call. Of k

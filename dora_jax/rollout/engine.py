@@ -201,6 +201,10 @@ class Engine:
             self.scheduler.release(id)
         self.host.forget(id)
 
+    def know(self, id: SampleId, tokens: np.ndarray) -> None:
+        """The response, so far, of a sample of another engine: drafts for its siblings are made of it."""
+        self.scheduler.decoding.know(id, tokens)
+
     def cancel(self, id: SampleId) -> bool:
         """True where the sample was here and had not ended its turn; KV that it has kept goes."""
         self.forget(id)
@@ -234,8 +238,6 @@ class Engine:
     def check(self) -> None:
         """Raises where a page, a prefix or a slot is lost or held twice."""
         self.scheduler.check()
-
-    # -------------------------------------------------------------- tick
 
     def tick(self) -> TickResult:
         """One plan, its calls, their tokens."""

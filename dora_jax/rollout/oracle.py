@@ -189,6 +189,9 @@ class OracleEngine:
     def forget(self, id: SampleId) -> None:
         """Nothing is kept."""
 
+    def know(self, id: SampleId, tokens: np.ndarray) -> None:
+        """Nothing is drafted."""
+
     def cancel(self, id: SampleId) -> bool:
         """True where the sample was here."""
         return self._samples.pop(id, None) is not None

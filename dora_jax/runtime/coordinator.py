@@ -41,6 +41,7 @@ from dora_jax.runtime.kept_kv import KeptKV
 from dora_jax.runtime.sample_registry import OpenGroup, SampleRegistry
 from dora_jax.runtime.seams import Environments, GroupStore, Prompts, RolloutWorker, Scorer, StageWorker, WeightStore
 from dora_jax.runtime.shutdown import STAGE_END_S
+from dora_jax.runtime.siblings import Siblings
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone, Waiting
 from dora_jax.tasks.pool import GroupFailure
@@ -78,9 +79,11 @@ class Coordinator:
         max_context: int = 0,
         record_tokens: bool = False,
         of_users: bool = False,
+        drafts: bool = False,
     ):
         """environments: of a run whose samples are episodes; max_context: tokens of prompt and response together;
-        record_tokens: the tokens of running samples are written down. of_users: the environments are users."""
+        record_tokens: the tokens of running samples are written down. of_users: the environments are users. drafts:
+        instances make drafts from the siblings that they know."""
         self._instances = {worker.instance: worker for worker in instances}
         self._gather_s = gather_s(len(instances))
         self._trainer = trainer
@@ -92,6 +95,7 @@ class Coordinator:
         self._trainable = trainable
         self._samples = SampleRegistry(task)
         self._kept = KeptKV(self._instances)
+        self._siblings = Siblings(self._instances, self._samples) if drafts else None
         self._episodes = (
             Episodes(environments, self._samples, self._kept, max_context, record_tokens, of_users)
             if environments is not None
@@ -165,6 +169,8 @@ class Coordinator:
             yield ev.TimePassed(now_s=now)
 
     def execute(self, command: ev.Command) -> None:
+        if self._siblings:
+            _follow(self._siblings, command)
         match command:
             case ev.Start(ids=ids, instance=instance, version=version):
                 for sample in ids:
@@ -290,6 +296,8 @@ class Coordinator:
                 if self._episodes and not is_served(sample.id.group_id):
                     item = dataclasses.replace(item, sample=(sample := self._episodes.finished(sample)))
                 self._tell(item)
+                if self._siblings:
+                    self._siblings.ended(sample)
                 if (group := self._samples.finished(sample, self._size(sample.id.group_id))) is not None:
                     if is_served(sample.id.group_id):
                         del self._samples.groups[sample.id.group_id]
@@ -344,3 +352,16 @@ class Coordinator:
     def _tell(self, record: Any) -> None:
         for listener in self._listeners:
             listener(record)
+
+
+def _follow(siblings: Siblings, command: ev.Command) -> None:
+    """Where samples are sent."""
+    match command:
+        case (
+            ev.Start(ids=ids, instance=instance)
+            | ev.Resume(ids=ids, instance=instance)
+            | ev.Move(ids=ids, dst=instance)
+        ):
+            siblings.sent(ids, instance)
+        case ev.Cancel(ids=ids):
+            siblings.forget(ids)

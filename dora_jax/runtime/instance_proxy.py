@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.seams import Outbox
@@ -63,6 +65,8 @@ class Life(Protocol):
         """dst: the ForwardTarget of the episode."""
 
     def forget(self, sample: SampleId) -> None: ...
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None: ...
 
     def pause(self) -> None: ...
 
@@ -155,6 +159,10 @@ class InstanceProxy(Generic[AnyLife]):
     def forget(self, sample: SampleId) -> None:
         if life := self._life:
             life.post(life.forget, sample)
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
+        if life := self._life:
+            life.post(life.know, sample, tokens)
 
     def pause(self) -> None:
         if life := self._life:

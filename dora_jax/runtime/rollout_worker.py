@@ -185,6 +185,10 @@ class EngineWorker(Worker):
         """An episode that waited has ended: its KV goes. There is no answer."""
         self.engine.forget(sample)
 
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
+        """The response, so far, of a sample elsewhere whose siblings run here. There is no answer."""
+        self.engine.know(sample, tokens)
+
     def hand_over(self) -> None:
         """The instance leaves: samples that have begun go on elsewhere from their last token, the others start
         again."""

@@ -104,6 +104,10 @@ class SampleRegistry:
         held = self._parked.pop(id, None) or self._from_journal(id, version)
         return held if isinstance(held, Sample) else retagged(held, version)
 
+    def recorded(self, id: SampleId) -> np.ndarray:
+        """i32[U]: the tokens of a running sample that the journal has."""
+        return self._payloads.tokens(id)[0]
+
     def waiting(self, id: SampleId) -> InFlightSample | None:
         """A sample that is parked here, and not asked for yet. None: it was cancelled."""
         held = self._parked.get(id) if id.group_id in self.groups else None

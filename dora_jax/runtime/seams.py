@@ -123,6 +123,9 @@ class RolloutEngine(Protocol):
     def forget(self, id: SampleId) -> None:
         """Drops KV that the engine has kept of an episode that waits."""
 
+    def know(self, id: SampleId, tokens: np.ndarray) -> None:
+        """i32[U]: the response, so far, of a sample elsewhere, of which drafts for its siblings may be made."""
+
     def tick(self) -> TickResult: ...
 
 
@@ -254,6 +257,9 @@ class RolloutWorker(StageWorker, Protocol):
 
     def forget(self, sample: SampleId) -> None:
         """An episode that waited has ended: KV that is here goes."""
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
+        """i32[U]: the response, so far, of a sample elsewhere whose siblings run here. There is no answer."""
 
     def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
         """dst: another worker of the same kind."""

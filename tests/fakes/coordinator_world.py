@@ -133,6 +133,7 @@ def make(
     users=None,
     residents=1,
     requests=None,
+    drafts=False,
     **options,
 ):
     """(orchestrator, world, [InstanceUp], weights); `options`: of config_of. environments: the samples are episodes.
@@ -169,6 +170,7 @@ def make(
         environments=environments,
         of_users=users is not None,
         max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
+        drafts=drafts,
     )
     if requests:
         world.listen(task.record)

@@ -16,6 +16,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.codec import Codec
 from dora_jax.runtime.durability.records import Partial
@@ -275,6 +277,15 @@ class ForgetKept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnowSibling:
+    """Rollout: the response, so far, of a sample elsewhere, of which drafts for its siblings are made. There is no
+    answer."""
+
+    id: SampleId
+    tokens: np.ndarray  # i32[U]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
     """Hand all samples over, then stop."""
 
@@ -288,6 +299,7 @@ GangCommand = (
     | ParkSample
     | ResumeSample
     | ForgetKept
+    | KnowSibling
     | HandOver
     | Rejoin
     | Call

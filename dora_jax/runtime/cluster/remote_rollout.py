@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.host_kv import worth_saying
@@ -148,6 +150,9 @@ class GangWorker:
 
     def forget(self, sample: SampleId) -> None:
         self.gang.post(messages.ForgetKept(id=sample))
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
+        self.gang.post(messages.KnowSibling(id=sample, tokens=tokens))
 
     def move(self, sample: SampleId, dst: Destination[GangWorker], attempt: int) -> None:
         epoch = dst.life.life if dst.life else 0

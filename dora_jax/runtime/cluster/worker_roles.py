@@ -349,6 +349,8 @@ class RolloutRole:
             case messages.ForgetKept(id=id):
                 worker.forget(id)
                 self._sender.forget_sample(id)
+            case messages.KnowSibling(id=id, tokens=tokens):
+                worker.know(id, tokens)
             case messages.Rejoin():
                 self._settle()
 
