@@ -45,9 +45,14 @@ def problems(config: Any) -> Iterator[str]:
     for asked, cost in (("drafts", "draft_cost"), ("narrow_rows", "narrow_cost")):
         if cluster.hosts_per_instance > 1 and getattr(rollout, asked) and not getattr(rollout, cost):
             yield f"rollout.{cost}: 0 is measured by each process, and those of one instance must decide alike; set it"
+    if config.orchestrator.elastic and cluster.trainer_hosts % max(1, cluster.hosts_per_instance):
+        yield (
+            f"orchestrator.elastic: the trainer's {cluster.trainer_hosts} processes make up no whole number of instances of "
+            f"cluster.hosts_per_instance = {cluster.hosts_per_instance}"
+        )
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"
-    alone = "slice pace journal.record orchestrator.colocated orchestrator.elastic reward_model.path"
+    alone = "slice pace journal.record orchestrator.colocated reward_model.path"
     for name in alone.split():
         if operator.attrgetter(name)(config):
             yield f"{name}: belongs to a run in one process"

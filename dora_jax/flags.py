@@ -156,9 +156,15 @@ def describe(asked: CommandLine) -> str:
 def _gangs(config: Config) -> str:
     cluster, rollout = config.cluster, config.rollout
     each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
+    lent = cluster.trainer_hosts // cluster.hosts_per_instance
+    also = (
+        f"; while the trainer waits, its processes are instances too: {lent} more"
+        if config.orchestrator.elastic
+        else ""
+    )
     return (
         f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
-        f"{rollout.instances} instances of {cluster.hosts_per_instance} processes; each has {each}"
+        f"{rollout.instances} instances of {cluster.hosts_per_instance} processes; each has {each}{also}"
     )
 
 

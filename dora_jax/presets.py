@@ -125,7 +125,7 @@ def problems(config: Config, found: Machines, model: ModelConfig | None = None) 
 
     ConfigError where the meshes do not fit the devices.
     """
-    said = [*_size(config, model), *_kernels(config, found)]
+    said = [*_size(config, model), *_kernels(config, found), *_lent(config, found)]
     planned = None if said else budget.of(config, found, model)
     return [*said, *(budget.problems(planned) if planned else ())]
 
@@ -346,6 +346,19 @@ def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
         yield (
             f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
             f"{config.model.size} has {expected.n_layers} of {expected.d_model}"
+        )
+
+
+def _lent(config: Config, found: Machines) -> Iterator[str]:
+    """Of a cluster: processes of the trainer's gang are an instance while they are lent."""
+    (trainer, instance), hosts = found, config.cluster.hosts_per_instance
+    if not (config.cluster.launcher and config.orchestrator.elastic and trainer.devices and instance.devices):
+        return
+    each = trainer.devices // config.cluster.trainer_hosts
+    if trainer.chip != instance.chip or hosts * each != config.rollout.tensor:
+        yield (
+            f"orchestrator.elastic: {hosts} of the trainer's processes have {hosts * each} devices of {trainer}, and an instance "
+            f"is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
         )
 
 

@@ -19,8 +19,8 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import Follower, Leader
 from dora_jax.runtime.cluster.gang import Gang, GangListener
+from dora_jax.runtime.cluster.heartbeat import HeartbeatSender
 from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
-from dora_jax.runtime.cluster.process_main import HeartbeatSender
 from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
@@ -218,7 +218,7 @@ class Half(TrainerRole):
     def __init__(self, host, turns, both):
         self._link, self._status, self._turns, self._both = host.link, HeartbeatSender(host.link), turns, both
         self._transfers = TransferThreads(WeightEndpoint(host.began.rank, None, HostWeights()), host.link)
-        self._checkpoints, self._cache = None, StepCache()
+        self._checkpoints, self._cache, self._lent = None, StepCache(), None
 
     def _answer(self, what):
         self._both.wait(20)

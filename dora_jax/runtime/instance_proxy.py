@@ -173,14 +173,10 @@ class InstanceProxy(Generic[AnyLife]):
             life.post(life.unpause)
 
     def lend(self, version: Version) -> None:
-        raise NotImplementedError(
-            "elastic roles are for a run in one process, and for instances of the trainer's devices"
-        )
+        raise NotImplementedError(f"{self.role} has devices of its own")
 
     def give_back(self) -> None:
-        raise NotImplementedError(
-            "elastic roles are for a run in one process, and for instances of the trainer's devices"
-        )
+        raise NotImplementedError(f"{self.role} has devices of its own")
 
     def move(self, sample: SampleId, dst: InstanceProxy[AnyLife], attempt: int) -> None:
         failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=LOST)

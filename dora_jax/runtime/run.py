@@ -233,6 +233,9 @@ def lendable(config: Config) -> tuple[InstanceId, ...]:
     """The instances that the trainer's devices make up while the trainer waits."""
     if not config.orchestrator.elastic:
         return ()
+    if config.cluster.launcher:
+        lent = config.cluster.trainer_hosts // config.cluster.hosts_per_instance
+        return tuple(range(config.rollout.instances, config.rollout.instances + lent))
     plan = devices.plan(len(jax.devices()), config)
     return tuple(range(len(plan.instances), len(plan.instances) + len(plan.lent)))
 

@@ -18,11 +18,12 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import Follower, Leader
 from dora_jax.runtime.cluster.gang import GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
+from dora_jax.runtime.cluster.lent_gang import LentRemoteInstance, LentSupervisor
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+from dora_jax.runtime.cluster.rollout_role import RolloutRole
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.cluster.worker_roles import RolloutRole
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import journal_audit
 from dora_jax.runtime.durability.event_log import EventLog
@@ -160,6 +161,7 @@ class World:
         partial_s=0.005,
         hosts=2,
         porter=lambda instance, host: KVEndpoint(instance, host, None, None),
+        lendable=(),
     ):
         self.config = OrchestratorConfig(
             mode=mode,
@@ -170,6 +172,7 @@ class World:
             total_steps=STEPS,
             max_prompt_tokens=8,
             max_new_tokens=64,
+            lendable=lendable,
         )
         self.folder, self.said = folder, []
         self.trusted = True  # what an earlier controller's storage holds
@@ -192,6 +195,10 @@ class World:
         for i in range(self._instances):
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
             self.remotes[i] = RemoteInstance(up, self.outbox, self.publisher, self._keeper(i), self.said.append)
+        for i in self.config.lendable:
+            up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
+            keeper = self._keeper(i, LentSupervisor)
+            self.remotes[i] = LentRemoteInstance(up, self.outbox, self.publisher, keeper, self.said.append)
         groups = MemoryGroupStore()
         self.orchestrator, self.payloads = (
             (found.orchestrator, found.payloads) if found else (Orchestrator(self.config), PayloadState())
@@ -233,13 +240,13 @@ class World:
         gangs = [name for name in list(self.launcher.gangs) if name[0] == f"rollout {instance}"]
         return self.launcher.gangs[max(gangs)]
 
-    def _keeper(self, instance):
+    def _keeper(self, instance, kind=GangSupervisor):
         def begin(rank, coordinator, leader):
             return messages.Begin(
                 config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="", leader=""
             )
 
-        return lambda name, **hooks: GangSupervisor(
+        return lambda name, **hooks: kind(
             self.hub,
             self.launcher,
             name,

@@ -23,6 +23,7 @@ from dora_jax.runtime.cluster.checkpoint_shards import steps_at
 from dora_jax.runtime.cluster.gang import GangLimits, GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.launch_process import Launcher, ProcessLauncher
+from dora_jax.runtime.cluster.lent_gang import LentLauncher, LentRemoteInstance, LentSupervisor
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
@@ -77,9 +78,9 @@ class ClusterBackend:
                 functools.partial(self._supervisor, instance),
                 notify,
             )
-        self._scaler = (
-            InstanceScaler(wish_at(self._place), self.instances(), notify) if config.cluster.elastic else None
-        )
+        own = list(self._instances.values())
+        self._instances |= {instance: self._lent(instance, parts) for instance in run.lendable(config)}
+        self._scaler = InstanceScaler(wish_at(self._place), own, notify) if config.cluster.elastic else None
         self._registry.announce(self._listener.address)
         self._closed = False
         self._trainer.open()
@@ -128,7 +129,23 @@ class ClusterBackend:
 
     # ------------------------------------------------------------ private
 
-    def _supervisor(self, instance: InstanceId | None, name: str, **hooks: Any) -> GangSupervisor:
+    def _lent(self, instance: InstanceId, parts: RunContext) -> LentRemoteInstance:
+        """An instance of the trainer's processes."""
+        config = parts.config
+        first = (instance - config.rollout.instances) * config.cluster.hosts_per_instance
+        launcher = LentLauncher(self._launcher.ip, lambda: self._trainer.gang, instance, first)
+        new = functools.partial(self._supervisor, instance, kind=LentSupervisor, launcher=launcher)
+        up = run.instance_up(instance, config)
+        return LentRemoteInstance(up, parts.outbox, self._publisher, new, self._notify)
+
+    def _supervisor(
+        self,
+        instance: InstanceId | None,
+        name: str,
+        kind: type[GangSupervisor] = GangSupervisor,
+        launcher: Launcher | None = None,
+        **hooks: Any,
+    ) -> GangSupervisor:
         section = self._parts.config.cluster
         hosts, slice_type = (
             (section.trainer_hosts, section.trainer_slice)
@@ -154,9 +171,9 @@ class ClusterBackend:
             restarts=section.max_restarts,
             elastic=section.elastic and instance is not None,
         )
-        return GangSupervisor(
+        return kind(
             self._listener,
-            self._launcher,
+            launcher or self._launcher,
             name,
             hosts,
             slice_type,

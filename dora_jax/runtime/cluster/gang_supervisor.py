@@ -104,6 +104,9 @@ class GangSupervisor:
             return self._gang
         if not self._wanted.wait(LOOK_S):
             return None
+        return self._new_gang()
+
+    def _new_gang(self) -> Gang:
         epoch = self._gang.epoch + 1 if self._gang else 1
         self._gang = Gang(self.name, epoch, self._hosts, self._heard, self._notify, self._limits)
         self._listener.expect(self._gang)
@@ -122,9 +125,7 @@ class GangSupervisor:
                     return False
                 self._up(gang)
                 gang.down = lambda: self._down(gang)
-            how = ", taken over" if gang.again else ""
-            after = f", {time.monotonic() - lost_s:.1f} s after the loss was seen" if lost_s else ""
-            self._notify(f"{self.name} (epoch {gang.epoch}) is up{how}{after}: pids {', '.join(map(str, gang.pids))}")
+            self._came_up(gang, lost_s)
             self._watch(gang, started, until=gang.dead)
             return True
         finally:
@@ -132,6 +133,11 @@ class GangSupervisor:
             if started is not None:
                 started.kill()
             self._registry.strike(gang.name)
+
+    def _came_up(self, gang: Gang, lost_s: float | None) -> None:
+        how = ", taken over" if gang.again else ""
+        after = f", {time.monotonic() - lost_s:.1f} s after the loss was seen" if lost_s else ""
+        self._notify(f"{self.name} (epoch {gang.epoch}) is up{how}{after}: pids {', '.join(map(str, gang.pids))}")
 
     def _started(self, gang: Gang) -> StartedGang | None:
         """The processes of the gang; None: there are none, and the gang is dead."""

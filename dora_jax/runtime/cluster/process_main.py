@@ -20,21 +20,19 @@ import queue
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, MutableMapping
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
+from dora_jax.runtime.cluster.heartbeat import HeartbeatSender
 from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
-from dora_jax.runtime.idle_time import IdleTimer
 
 if TYPE_CHECKING:
     from dora_jax.config import Config
     from dora_jax.runtime.cluster.connection import ControllerConnection
     from dora_jax.runtime.cluster.messages import Begin
 
-BEAT_S = 1.0
 LAST_WORDS_S = 5.0
 HEARTBEAT_S = 60  # of jax.distributed, which aborts in C++ where a busy machine delays it: the controller comes first
 SHUTDOWN_S = 5
@@ -108,26 +106,6 @@ def pass_on_notice(link: ControllerConnection) -> None:
     threading.Thread(target=wait, name="notice", daemon=True).start()
 
 
-class HeartbeatSender:
-    """Tells the controller every second that this process lives, and how far it is."""
-
-    def __init__(self, link: ControllerConnection):
-        self.progress = 0
-        self.busy = False
-        self.waits = IdleTimer()  # of the main thread
-        self._link = link
-
-    def start(self) -> None:
-        threading.Thread(target=self._beat, name="status", daemon=True).start()
-
-    def _beat(self) -> None:
-        from dora_jax.runtime.cluster.messages import Heartbeat
-
-        while True:
-            self._link.send(Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
-            time.sleep(BEAT_S)
-
-
 def _open(
     begin: Begin, link: ControllerConnection, status: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue
 ) -> Any:
@@ -138,7 +116,8 @@ def _open(
     link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
     _enter_world(begin, config)
     from dora_jax.runtime.cluster.connection import turns
-    from dora_jax.runtime.cluster.worker_roles import TrainerRole, open_rollout
+    from dora_jax.runtime.cluster.rollout_role import open_rollout
+    from dora_jax.runtime.cluster.worker_roles import TrainerRole
 
     open_role = TrainerRole if begin.instance is None else open_rollout
     return open_role(begin, config, link, status, turns(begin, token, arrivals))

@@ -265,7 +265,7 @@ class TransferThreads:
         self._own: queue.SimpleQueue = queue.SimpleQueue()
 
     def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
-        """What is left for the main thread."""
+        """What is left for the role's thread. None in the inbox ends the threads."""
         rest: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._sort, args=(inbox, rest), name="sorter", daemon=True).start()
         threading.Thread(target=self._run, name="transfers", daemon=True).start()
@@ -285,8 +285,8 @@ class TransferThreads:
         return self._weights.settle()
 
     def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
-        while True:
-            match item := inbox.get():
+        while (item := inbox.get()) is not None:
+            match item:
                 case Pull() | Read() | messages.FetchKV():  # they take their time, and an Abort may come meanwhile
                     threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
                 case Propose() | Offer() | Commit() | Abort() | Release():
@@ -301,10 +301,11 @@ class TransferThreads:
                     self._own.put(item)
                 case _:
                     rest.put(item)
+        self._own.put(None)
 
     def _run(self) -> None:
-        while True:
-            self._do(self._own.get())
+        while (item := self._own.get()) is not None:
+            self._do(item)
 
     def _do(self, item: Any) -> None:
         try:

@@ -1,10 +1,10 @@
-"""What a process of a gang does: one part of the trainer, or of a rollout instance.
+"""What a process of the trainer's gang does: one part of the trainer, and of an instance while its devices are lent.
 
-Consumes calls and posts of the controller; produces answers and facts. The stages are those of one machine, unchanged:
-`Trainer`, `Checkpoints`, `Engine`, `EngineWorker`. Laws: every process of a gang makes the same jitted calls in the
-same order (the first process decides what comes next, in a rollout before each tick, and tells the others); only the
-first process speaks for an instance; a process that hands over has then done its last; a role that is
-taken over by another controller has ended all that the earlier one asked for before it says so.
+Consumes calls of the controller; produces answers. The stages are those of one machine, unchanged: `Trainer`,
+`Checkpoints`. Laws: every process of a gang makes the same jitted calls in the same order (the first process decides
+what comes next and tells the others); nothing is computed while the devices are lent (lent_role.py); a process that
+hands over has then done its last; a role that is taken over by another controller has ended all that the earlier one
+asked for before it says so.
 """
 
 from __future__ import annotations
@@ -12,58 +12,35 @@ from __future__ import annotations
 import functools
 import queue
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from dora_jax import devices
-from dora_jax.config import Config, ConfigError
+from dora_jax.config import Config
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
 from dora_jax.publish import HostWeights, Slices
-from dora_jax.rollout.host_kv import HostKV
-from dora_jax.rollout.migrate import holders_alike
 from dora_jax.runtime import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import home
 from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader
+from dora_jax.runtime.cluster.heartbeat import ProcessStatus
+from dora_jax.runtime.cluster.lent_role import LentRole
 from dora_jax.runtime.cluster.messages import Begin
-from dora_jax.runtime.cluster.sample_transfer import (
-    KVEndpoint,
-    MoveBetweenProcesses,
-    MoveThroughController,
-    ResultSender,
-    TransferThreads,
-)
+from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
-from dora_jax.runtime.idle_time import IdleTimer
-from dora_jax.runtime.rollout_worker import (
-    REPORT_PERIOD_S,
-    EngineWorker,
-    MoveTarget,
-    progress_period_s,
-    report_period_s,
-)
 from dora_jax.runtime.sample_gaps import SampleGaps
 from dora_jax.runtime.sample_log import TokenViews
-from dora_jax.runtime.seams import RolloutEngine, Tree
+from dora_jax.runtime.seams import Tree
 from dora_jax.runtime.trainer_worker import MismatchProbe
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.device_transfer import Wire
-from dora_jax.runtime.transfer.kv_transfer import layout_of
-from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.types import InstanceId, ScoredGroup, Version
-
-
-class ProcessStatus(Protocol):
-    """What a role tells of its progress, once a second: process_main.HeartbeatSender."""
-
-    waits: IdleTimer  # of the main thread
-    busy: bool
-    progress: int
+from dora_jax.types import ScoredGroup, Version
 
 
 class TrainerRole:
@@ -92,6 +69,7 @@ class TrainerRole:
         self._transfers = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
         self._cache = StepCache()
+        self._lent = LentRole(begin, config, link, self._trainer) if config.orchestrator.elastic else None
         shape = build.batch_layout(config, self._trainer.shards)
         self._trainer.warmup(shape.rows, shape.tokens)
 
@@ -123,6 +101,7 @@ class TrainerRole:
 
     def _settle(self) -> None:
         """Another controller has come: it starts from a checkpoint, and asks for the steps since."""
+        self._come_home()
         holds = self._transfers.settle()
         if self._checkpoints is not None:
             self._checkpoints.wait()
@@ -130,8 +109,18 @@ class TrainerRole:
         self._link.rejoin()
         self._link.send(messages.Ready(holds=holds))
 
+    def _come_home(self) -> None:
+        if self._lent is not None:
+            self._lent.come_home()
+
     def _answer(self, what: messages.TrainerCall) -> messages.CallResult:
+        if not isinstance(what, messages.PollCheckpoint | messages.LendDevices):
+            self._come_home()
         match what:
+            case messages.LendDevices():
+                if self._lent is None:
+                    raise RuntimeError("devices are lent of a trainer without orchestrator.elastic")
+                self._lent.lend(what)
             case messages.TrainGroups(base=base) | messages.FinishStep(base=base) if base != self._version:
                 raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
             case messages.TrainGroups(base=base, groups=groups):
@@ -219,142 +208,3 @@ class TrainerRole:
 
             self._checkpoints = self._home.checkpoints(self._config.checkpoint, notify)
         return self._checkpoints
-
-
-def open_rollout(
-    begin: Begin, config: Config, link: ControllerConnection, status: ProcessStatus, turns: Leader | Follower
-) -> RolloutRole:
-    """Its engine is compiled on return."""
-    devices.check_slice("cluster.instance_slice", "" if config.cpu_devices else config.cluster.instance_slice)
-    n_devices = len(jax.devices())
-    if n_devices != config.rollout.tensor:
-        raise ConfigError(
-            f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of an instance of "
-            f"{begin.hosts} processes"
-        )
-    mesh = sharding.make_mesh(jax.devices(), 1, 1, n_devices)
-    model = hf.read_config(config.model.path)
-
-    def say(text: str) -> None:
-        if begin.rank == 0:  # it speaks for all
-            link.send(messages.Note(text=text))
-
-    host = HostKV(config.rollout.host_kv_bytes, say)
-    engine = build.new_engine(config, Tokenizer.load(config.model.path), model, mesh, host)
-    engine.warmup()
-    stored, versions = StoredWeights(begin.workdir), HostWeights()
-    wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
-    wanted = like(model, engine.param_shardings, build.published(config, model))
-    weights = WeightEndpoint(begin.rank, wire, versions, wanted, stored)
-    kv = KVEndpoint(_instance(begin), begin.rank, wire and Wire(link.own_ip, link.token), layout_of(engine.page()))
-    return RolloutRole(
-        begin,
-        engine,
-        weights,
-        link,
-        status,
-        turns,
-        build.partial_s(config),
-        kv,
-        holders_alike(begin.hosts, model.cache_heads),
-        report_period_s(config.rollout.instances),
-        progress_period_s(config.rollout.instances, config.rollout.slots),
-    )
-
-
-def _instance(begin: Begin) -> InstanceId:
-    if begin.instance is None:
-        raise ValueError("a process of the trainer's gang cannot be one of an instance")
-    return begin.instance
-
-
-class RolloutRole:
-    """Ticks on the main thread; weights and KV come in on others."""
-
-    def __init__(
-        self,
-        begin: Begin,
-        engine: RolloutEngine,
-        weights: WeightEndpoint,
-        link: ControllerConnection,
-        status: ProcessStatus,
-        turns: Leader | Follower,
-        partial_s: float,
-        kv: KVEndpoint,
-        alike: int = 1,
-        report_s: float = REPORT_PERIOD_S,
-        progress_s: float = 0.0,
-    ):
-        """alike: neighbouring processes that hold the same KV heads."""
-        self._engine, self._status, self._turns, self._weights, self._kv = engine, status, turns, weights, kv
-        self._transfers = TransferThreads(weights, link, kv=kv)
-        self._link = link
-        self._sender = sender = ResultSender(link, begin.rank, begin.hosts, alike)
-        self._worker = EngineWorker(
-            _instance(begin), engine, weights.weights, sender, partial_s, begin.epoch, report_s, progress_s
-        )
-        self._lends = kv.lends
-        self._rank, self._hosts = begin.rank, begin.hosts
-
-    def run(self, inbox: queue.SimpleQueue) -> None:
-        posts = self._transfers.sort(inbox)
-        while True:
-            with self._status.waits:
-                turn = self._turns.next(posts, wait=not self._worker.busy)
-            self._status.busy = True
-            for post in turn:
-                if isinstance(post, messages.HandOver):
-                    return self._leave()
-                self._do(post)
-            if self._worker.busy:
-                self._worker.work()
-            self._status.progress += 1
-            self._status.busy = self._worker.busy
-
-    def _leave(self) -> None:
-        self._sender.leave(self._worker.hand_over)
-        self._status.busy = False
-
-    def _settle(self) -> None:
-        """Another controller has come, and takes it for a new gang that has samples and weights from before."""
-        samples = self._sender.recall(self._worker.hand_over)  # the first process tells of all
-        for version in tuple(self._engine.versions):
-            self._engine.drop(version)
-        holds = self._transfers.settle()
-        self._link.rejoin()
-        for sample in samples:
-            self._link.send(sample)
-        self._link.send(messages.Ready(holds=holds))
-
-    def _do(self, post: messages.GangCommand) -> None:
-        worker = self._worker
-        match post:
-            case messages.UseWeights(version=version, drop=drop):
-                worker.load(version, drop)
-                if drop is not None:
-                    self._weights.weights.drop(drop)
-                    self._sender.forget(drop)
-            case messages.StartSample(id=id, prompt=prompt, version=version):
-                worker.submit(id, prompt, version)
-            case messages.CancelSample(id=id, reason=reason):
-                worker.cancel(id, reason)
-            case messages.MoveSample(id=id, attempt=attempt):
-                worker.move(id, self._target(post), attempt)
-            case messages.FinishMove(in_flight=in_flight, src=src, attempt=attempt, number=number):
-                worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
-            case messages.ParkSample(id=id):
-                worker.park(id)
-            case messages.ResumeSample(in_flight=in_flight, number=number):
-                worker.resume(self._kv.take(number) if number else self._sender.with_own_pages(in_flight))
-            case messages.ForgetKept(id=id):
-                worker.forget(id)
-                self._sender.forget_sample(id)
-            case messages.KnowSibling(id=id, tokens=tokens):
-                worker.know(id, tokens)
-            case messages.Rejoin():
-                self._settle()
-
-    def _target(self, move: messages.MoveSample) -> MoveTarget:
-        if self._lends:
-            return MoveBetweenProcesses(move, self._link, self._kv, self._rank, self._hosts)
-        return MoveThroughController(move, self._sender)

@@ -1,0 +1,178 @@
+"""An instance of the trainer's gang, as the controller sees it: it has a life only while the trainer's devices are lent.
+
+    Lend -> LendDevices to the trainer's gang -> its processes join as a gang of this instance -> the version is loaded
+    -> InstanceUp ... Return -> HandOver -> samples out, the state back -> InstanceDown
+
+`LentRemoteInstance` is a RemoteInstance whose gangs begin when they are asked for. Laws: every Lend is answered by InstanceUp
+or InstanceDown, every Return by InstanceDown; a life is never begun again by itself; a life ends with the trainer's gang,
+and with its controller: no other controller takes it over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dora_jax.config import RunError
+from dora_jax.fault_injection import point
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.gang import Gang, GangDied
+from dora_jax.runtime.cluster.gang_supervisor import LOOK_S, GangSupervisor
+from dora_jax.runtime.cluster.launch_process import StartedGang, Ticket
+from dora_jax.runtime.cluster.remote_rollout import GangWorker, RemoteInstance
+from dora_jax.runtime.idle_time import IdleTimer
+from dora_jax.runtime.lent_instance import RETURNED
+from dora_jax.runtime.worker import HandedOver
+from dora_jax.types import InstanceId, Version
+
+
+class LentProcesses:
+    """`StartedGang` of processes that the trainer's gang has already. They end with that gang."""
+
+    placed = True
+    pids: tuple[int, ...] = ()
+
+    def __init__(self, trainer: Gang):
+        self._trainer = trainer
+
+    def ended(self) -> str | None:
+        return f"the trainer's gang is lost: {self._trainer.reason}" if self._trainer.dead.is_set() else None
+
+    def notice(self) -> None:
+        """As ChildProcesses.notice."""
+
+    def kill(self) -> None:
+        """Their part in this life ends with its connections."""
+
+
+class LentLauncher:
+    """`Launcher` of the instances that the trainer's processes make up. trainer: its gang; None: it is not there now."""
+
+    def __init__(self, ip: str, trainer: Callable[[], Gang | None], instance: InstanceId, first: int):
+        """first: the first of the trainer's processes that are the instance."""
+        self.ip = ip
+        self._trainer, self._instance, self._first = trainer, instance, first
+
+    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
+        """RunError: there is no gang of the trainer to ask."""
+        call = messages.LendDevices(
+            instance=self._instance,
+            gang=ticket.gang,
+            epoch=ticket.epoch,
+            controller=ticket.controller,
+            first=self._first,
+            hosts=hosts,
+        )
+        try:
+            if (gang := self._trainer()) is None:
+                raise GangDied("it is being started")
+            gang.cast(call)
+        except GangDied as error:
+            raise RunError(f"the trainer's gang cannot lend its devices: {error}") from error
+        return LentProcesses(gang)
+
+    def find(
+        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
+    ) -> StartedGang | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+class LentSupervisor(GangSupervisor):
+    """One life for each `lend`."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def lend(self) -> None:
+        self._asked.put(None)
+
+    # ------------------------------------------------------------ private
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            if (gang := self._next()) is None:
+                continue
+            if not self._one_life(gang, None) and not self._closed.is_set():
+                self._down(gang)
+            if gang.leaving is None and not self._closed.is_set():
+                self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}")
+
+    def _next(self) -> Gang | None:
+        try:
+            self._asked.get(timeout=LOOK_S)
+        except queue.Empty:
+            return None
+        return self._new_gang()
+
+    def _came_up(self, gang: Gang, lost_s: float | None) -> None:
+        """Devices change sides every few seconds: of that the console says nothing."""
+
+    def _started(self, gang: Gang) -> StartedGang | None:
+        ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
+        try:
+            return self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
+        except RunError as error:
+            gang.die(str(error))
+            return None
+
+
+class LentRemoteInstance(RemoteInstance):
+    _supervisor: LentSupervisor
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._version: Version = 0  # that the next life begins with
+        self._coming: GangWorker | None = None  # the life that loads it
+        self._home = IdleTimer()
+        self._home.__enter__()
+
+    @property
+    def wait_s(self) -> float:
+        """An instance whose devices are the trainer's has nothing to do."""
+        return super().wait_s + self._home.total_s
+
+    def lend(self, version: Version) -> None:
+        self._version = version
+        self._supervisor.lend()
+
+    def give_back(self) -> None:
+        if life := self._life:
+            life.gang.leave(RETURNED)
+
+    # ------------------------------------------------------------ private
+
+    def _up(self, gang: Gang) -> None:
+        """The gang is there; the instance is up once it has loaded the version that was named."""
+        self._publisher.up(gang)
+        life, version = GangWorker(self, gang, self._publisher, self._notify), self._version
+        self._coming, self._event = life, dataclasses.replace(self._event, versions=(version,))
+        self._publisher.want(gang, version, lambda: gang.post(messages.UseWeights(version=version, drop=None)))
+
+    def _heard(self, item: Any) -> None:
+        if isinstance(item, ev.WeightsLoaded) and (life := self._coming) is not None and item.life == life.life:
+            self._coming = None
+            point("chips.lent")
+            return self._ready(life, lambda: self._admit(life))
+        super()._heard(item)
+
+    def _admit(self, life: GangWorker) -> Sequence[Any]:
+        found = super()._admit(life)
+        if self._life is life:
+            self._home.__exit__()
+        return found
+
+    def _gang_down(self, gang: Gang) -> None:
+        point("chips.returned")
+        self._coming = None
+        super()._gang_down(gang)
+
+    def _down(self, life: GangWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+        if life is not None:
+            self._home.__enter__()
+        super()._down(life, number, reason, last)

@@ -1,0 +1,128 @@
+"""What processes of the trainer's gang do while their devices are lent: they are an instance's gang, too.
+
+    LendDevices -> the state leaves the devices -> Hello -> Begin -> Ready -> RolloutRole ... HandOver -> samples out
+    -> weights and pages gone -> the state is back -> HandOverDone
+
+A life of the instance has a connection and a thread of its own, and ends with either. Consumes LendDevices; produces what a
+RolloutRole does. Laws: the trainer computes nothing before `come_home` returns; the engine is compiled once; where the
+controller is lost, the life ends and the trainer's role goes on; whatever goes wrong in a life ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from multiprocessing import connection
+
+import jax
+
+from dora_jax.config import Config, ConfigError
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.connection import ControllerConnection, turns
+from dora_jax.runtime.cluster.heartbeat import HeartbeatSender
+from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.cluster.rollout_role import InstanceParts
+from dora_jax.runtime.lent_state import LentState, MovableState
+from dora_jax.runtime.listener import Listener
+
+
+class Stays:
+    """The state of a trainer whose devices have room for both sides."""
+
+    def to_host(self) -> None: ...
+
+    def to_devices(self) -> None: ...
+
+
+class LentConnection(ControllerConnection):
+    """Where it is lost the life ends; the process does not."""
+
+    def __init__(self, address: str, token: bytes):
+        super().__init__(address, token, lambda: self.inbox.put(messages.HandOver()))
+
+
+class LentRole:
+    """The main thread of the process calls it."""
+
+    def __init__(self, begin: Begin, config: Config, link: ControllerConnection, trainer: MovableState):
+        """Compiles the engine of the instance that this process is a part of."""
+        own, tensor = jax.local_device_count(), config.rollout.tensor
+        hosts = tensor // own
+        if tensor % own or not hosts or begin.hosts % hosts:
+            raise ConfigError(
+                f"orchestrator.elastic: the trainer's {begin.hosts} processes have {own} devices each, which make up no whole "
+                f"number of instances of rollout.tensor = {tensor}"
+            )
+        self._rank, self._link = begin.rank, link
+        self._leaves = config.trainer.lent_memory == "host"
+        self._state = LentState(trainer if self._leaves else Stays())
+        self._instance = config.rollout.instances + begin.rank // hosts
+        self._thread: threading.Thread | None = None
+        first = begin.rank // hosts * hosts
+        here = [device for device in jax.devices() if first <= device.process_index < first + hosts]
+        self._state.lend(self._instance)
+        self._parts = InstanceParts(config, here, begin, link)
+        self._free()
+
+    def lend(self, call: messages.LendDevices) -> None:
+        """Begins a life of the instance, if this process is one of those that the call names."""
+        if call.first <= self._rank < call.first + call.hosts:
+            self.come_home()
+            self._thread = threading.Thread(target=self._live, args=(call,), name=call.gang, daemon=True)
+            self._thread.start()
+
+    def come_home(self) -> None:
+        """Returns when no life has the devices, and the state is on them."""
+        if self._thread is not None:
+            self._thread.join()
+        self._state.come_home()
+
+    # ------------------------------------------------------------ private
+
+    def _live(self, call: messages.LendDevices) -> None:
+        try:
+            self._state.lend(self._instance)
+            link = LentConnection(call.controller, self._link.token)
+        except (OSError, EOFError):  # that controller is gone
+            return self._free()
+        except BaseException as error:
+            return self._fail(error)
+        status = HeartbeatSender(link)
+        arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
+        listener = Listener(link.own_ip, link.token, arrivals.put)
+        try:
+            link.hello(
+                messages.Hello(
+                    gang=call.gang,
+                    epoch=call.epoch,
+                    pid=os.getpid(),
+                    worker=self._rank,
+                    coordinator="",
+                    leader=listener.address,
+                )
+            )
+            status.start()
+            if isinstance(begin := link.inbox.get(), Begin):
+                role = self._parts.role(begin, link, status, turns(begin, link.token, arrivals), self._free)
+                link.send(messages.Ready())
+                role.run(link.inbox)
+            self._free()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            status.stop()
+            listener.close()
+            link.inbox.put(None)  # its threads end
+
+    def _free(self) -> None:
+        """Gives the devices back: no sample is on them."""
+        engine = self._parts.engine
+        for version in engine.versions:
+            engine.drop(version)
+        if self._leaves:
+            engine.device.free()
+        self._state.give_back(self._instance)
+
+    def _fail(self, error: BaseException) -> None:
+        self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))

@@ -1,0 +1,218 @@
+"""What a process of a rollout gang does: one part of an instance.
+
+Consumes posts of the controller; produces facts. The stages are those of one machine, unchanged: `Engine`,
+`EngineWorker`. Laws: every process of a gang makes the same jitted calls in the same order (the first process decides
+before each tick what comes next, and tells the others); only the first process speaks for an instance; a process that
+hands over has then done its last; a role that is taken over by another controller has ended all that the earlier one
+asked for before it says so.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+
+import jax
+
+from dora_jax import devices
+from dora_jax.config import Config, ConfigError
+from dora_jax.models import hf, sharding
+from dora_jax.publish import HostWeights
+from dora_jax.rollout.host_kv import HostKV
+from dora_jax.rollout.migrate import holders_alike
+from dora_jax.runtime import run as build
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader
+from dora_jax.runtime.cluster.heartbeat import ProcessStatus
+from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.cluster.sample_transfer import (
+    KVEndpoint,
+    MoveBetweenProcesses,
+    MoveThroughController,
+    ResultSender,
+    TransferThreads,
+)
+from dora_jax.runtime.rollout_worker import (
+    REPORT_PERIOD_S,
+    EngineWorker,
+    MoveTarget,
+    progress_period_s,
+    report_period_s,
+)
+from dora_jax.runtime.seams import RolloutEngine
+from dora_jax.runtime.transfer.device_transfer import Wire
+from dora_jax.runtime.transfer.kv_transfer import layout_of
+from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
+from dora_jax.runtime.transfer.weight_storage import StoredWeights
+from dora_jax.tokenizer import Tokenizer
+from dora_jax.types import InstanceId
+
+
+def open_rollout(
+    begin: Begin, config: Config, link: ControllerConnection, status: ProcessStatus, turns: Leader | Follower
+) -> RolloutRole:
+    """Its engine is compiled on return."""
+    devices.check_slice("cluster.instance_slice", "" if config.cpu_devices else config.cluster.instance_slice)
+    n_devices = len(jax.devices())
+    if n_devices != config.rollout.tensor:
+        raise ConfigError(
+            f"rollout.tensor: {config.rollout.tensor} is not the {n_devices} devices of an instance of "
+            f"{begin.hosts} processes"
+        )
+    parts = InstanceParts(config, jax.devices(), begin, link)
+    return parts.role(begin, link, status, turns)
+
+
+class InstanceParts:
+    """What the lives of an instance have in this process: its engine, which is compiled, and the wires."""
+
+    def __init__(self, config: Config, own: Sequence[jax.Device], begin: Begin, link: ControllerConnection):
+        """own: the devices of the instance, of all its processes."""
+        self._config = config
+
+        def say(text: str) -> None:
+            if begin.rank == 0:  # it speaks for all
+                link.send(messages.Note(text=text))
+
+        mesh = sharding.make_mesh(own, 1, 1, len(own))
+        self._model = hf.read_config(config.model.path)
+        host = HostKV(config.rollout.host_kv_bytes, say)
+        self.engine = build.new_engine(config, Tokenizer.load(config.model.path), self._model, mesh, host)
+        self.engine.warmup()
+        self._wanted = like(self._model, self.engine.param_shardings, build.published(config, self._model))
+        self._layout = layout_of(self.engine.page())
+        self._stored = StoredWeights(begin.workdir)
+        self._weights_wire: Wire | None = None
+        self._kv_wire: Wire | None = None
+        if config.cluster.wire == "transfer":
+            self._weights_wire, self._kv_wire = Wire(link.own_ip, link.token), Wire(link.own_ip, link.token)
+
+    def role(
+        self,
+        begin: Begin,
+        link: ControllerConnection,
+        status: ProcessStatus,
+        turns: Leader | Follower,
+        free: Callable[[], None] = lambda: None,
+    ) -> RolloutRole:
+        """Of one life. free: see RolloutRole."""
+        rollout = self._config.rollout
+        return RolloutRole(
+            begin,
+            self.engine,
+            WeightEndpoint(begin.rank, self._weights_wire, HostWeights(), self._wanted, self._stored),
+            link,
+            status,
+            turns,
+            build.partial_s(self._config),
+            KVEndpoint(_instance(begin), begin.rank, self._kv_wire, self._layout),
+            holders_alike(begin.hosts, self._model.cache_heads),
+            report_period_s(rollout.instances),
+            progress_period_s(rollout.instances, rollout.slots),
+            free,
+        )
+
+
+def _instance(begin: Begin) -> InstanceId:
+    if begin.instance is None:
+        raise ValueError("a process of the trainer's gang cannot be one of an instance")
+    return begin.instance
+
+
+class RolloutRole:
+    """Ticks on the main thread; weights and KV come in on others."""
+
+    def __init__(
+        self,
+        begin: Begin,
+        engine: RolloutEngine,
+        weights: WeightEndpoint,
+        link: ControllerConnection,
+        status: ProcessStatus,
+        turns: Leader | Follower,
+        partial_s: float,
+        kv: KVEndpoint,
+        alike: int = 1,
+        report_s: float = REPORT_PERIOD_S,
+        progress_s: float = 0.0,
+        free: Callable[[], None] = lambda: None,
+    ):
+        """alike: neighbouring processes that hold the same KV heads. free: what is done when all samples are out, before it
+        is said that they are."""
+        self._engine, self._status, self._turns, self._weights, self._kv = engine, status, turns, weights, kv
+        self._transfers = TransferThreads(weights, link, kv=kv)
+        self._link = link
+        self._sender = sender = ResultSender(link, begin.rank, begin.hosts, alike)
+        self._worker = EngineWorker(
+            _instance(begin), engine, weights.weights, sender, partial_s, begin.epoch, report_s, progress_s
+        )
+        self._lends = kv.lends
+        self._free = free
+        self._rank, self._hosts = begin.rank, begin.hosts
+
+    def run(self, inbox: queue.SimpleQueue) -> None:
+        posts = self._transfers.sort(inbox)
+        while True:
+            with self._status.waits:
+                turn = self._turns.next(posts, wait=not self._worker.busy)
+            self._status.busy = True
+            for post in turn:
+                if isinstance(post, messages.HandOver):
+                    return self._leave()
+                self._do(post)
+            if self._worker.busy:
+                self._worker.work()
+            self._status.progress += 1
+            self._status.busy = self._worker.busy
+
+    def _leave(self) -> None:
+        self._sender.leave(self._hand_over)
+        self._status.busy = False
+
+    def _hand_over(self) -> None:
+        self._worker.hand_over()
+        self._free()
+
+    def _settle(self) -> None:
+        """Another controller has come, and takes it for a new gang that has samples and weights from before."""
+        samples = self._sender.recall(self._worker.hand_over)  # the first process tells of all
+        for version in tuple(self._engine.versions):
+            self._engine.drop(version)
+        holds = self._transfers.settle()
+        self._link.rejoin()
+        for sample in samples:
+            self._link.send(sample)
+        self._link.send(messages.Ready(holds=holds))
+
+    def _do(self, post: messages.GangCommand) -> None:
+        worker = self._worker
+        match post:
+            case messages.UseWeights(version=version, drop=drop):
+                worker.load(version, drop)
+                if drop is not None:
+                    self._weights.weights.drop(drop)
+                    self._sender.forget(drop)
+            case messages.StartSample(id=id, prompt=prompt, version=version):
+                worker.submit(id, prompt, version)
+            case messages.CancelSample(id=id, reason=reason):
+                worker.cancel(id, reason)
+            case messages.MoveSample(id=id, attempt=attempt):
+                worker.move(id, self._target(post), attempt)
+            case messages.FinishMove(in_flight=in_flight, src=src, attempt=attempt, number=number):
+                worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
+            case messages.ParkSample(id=id):
+                worker.park(id)
+            case messages.ResumeSample(in_flight=in_flight, number=number):
+                worker.resume(self._kv.take(number) if number else self._sender.with_own_pages(in_flight))
+            case messages.ForgetKept(id=id):
+                worker.forget(id)
+                self._sender.forget_sample(id)
+            case messages.KnowSibling(id=id, tokens=tokens):
+                worker.know(id, tokens)
+            case messages.Rejoin():
+                self._settle()
+
+    def _target(self, move: messages.MoveSample) -> MoveTarget:
+        if self._lends:
+            return MoveBetweenProcesses(move, self._link, self._kv, self._rank, self._hosts)
+        return MoveThroughController(move, self._sender)

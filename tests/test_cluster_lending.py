@@ -1,0 +1,153 @@
+"""The trainer's gang is an instance's gang while its devices are lent: the real thing, small, and what dies meanwhile."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dora_jax import presets, validate
+from dora_jax.config import ClusterSection, Config, ModelSection, OrchestratorSection, RolloutSection, RunError
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import lending
+from dora_jax.runtime import run
+from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.runtime.lent_instance import RETURNED
+from tests.fakes.cluster_world import World, check, events
+from tests.fakes.tiny_run import CONFIG
+
+LENT = 2  # the first instance of the trainer's devices
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """As the run itself: its journal is followed here."""
+    monkeypatch.setattr(lending, "worth_lending", lambda *expected: True)
+
+
+def start(folder, console, **env):
+    """On policy, so that the trainer waits before every step."""
+    flags = ["steps=6", "orchestrator.elastic", "orchestrator.max_versions=1", "trainer.lent_memory=host"]
+    flags += ["rollout.max_prompt_tokens=64", "rollout.max_new_tokens=96"]
+    with console.open("a") as log:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.fakes.eager_lender",
+                f"--config={folder}/config.py",
+                f"--workdir={folder}/run",
+                *(f"--config.{flag}" for flag in flags),
+            ],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **env, "DORA_COMPILE_CACHE": str(folder / "cache")},
+        )
+
+
+def lives(folder):
+    """InstanceUp and InstanceDown of the trainer's devices, as far as the journal knows."""
+    known = events(folder / "run" / "journal") if (folder / "run" / "journal").exists() else []
+    return [event for event in known if isinstance(event, ev.InstanceUp | ev.InstanceDown) and event.instance >= LENT]
+
+
+def lent(folder):
+    return any(isinstance(newest, ev.InstanceUp) for newest in {life.instance: life for life in lives(folder)}.values())
+
+
+def cut_short(folder):
+    """Lives that another end came to than a Return."""
+    return [life for life in lives(folder) if isinstance(life, ev.InstanceDown) and life.reason != RETURNED]
+
+
+def said(console, pattern):
+    return re.findall(f"^{pattern}.*$", console.read_text(), re.MULTILINE)
+
+
+def configured(hosts=1, trainer_hosts=1, tensor=1, launcher="ray", **slices):
+    return Config(
+        model=ModelSection(path="m", size="Qwen3-0.6B"),
+        orchestrator=OrchestratorSection(elastic=True),
+        rollout=RolloutSection(tensor=tensor, instances=3),
+        cluster=ClusterSection(launcher=launcher, hosts_per_instance=hosts, trainer_hosts=trainer_hosts, **slices),
+    )
+
+
+def test_processes_that_make_up_no_whole_instance_are_refused():
+    assert run.lendable(configured(2, 4)) == (3, 4) and run.lendable(configured(4, 4)) == (3,)
+    (problem,) = [line for line in validate.problems(configured(2, 3)) if "elastic" in line]
+    assert problem.startswith("orchestrator.elastic: the trainer's 3 processes make up no whole number of instances of")
+
+
+@pytest.mark.parametrize(
+    "instance, tensor, wrong", [("v5e-4", 4, ""), ("v5e-4", 2, "have 4 devices"), ("v6e-4", 4, "of v6e-4")]
+)
+def test_devices_that_are_no_instance_s_are_refused(instance, tensor, wrong):
+    config = configured(trainer_hosts=2, tensor=tensor, trainer_slice="v5e-8", instance_slice=instance)
+    found = presets.machines(config)
+    problems = presets.problems(presets.resolve(config, found, None)[0], found)
+    assert [wrong in line for line in problems if "elastic" in line] == ([True] if wrong else []), problems
+
+
+@pytest.mark.parametrize("dies", ["a process", "the trainer"])
+def test_instances_have_a_life_for_each_lend(tmp_path, monkeypatch, dies):
+    """Threads stand for processes; where the trainer's gang is not there, no process comes."""
+    world = World(tmp_path / "journal", max_versions=1, lendable=(3,))
+    blows, asked = [], []
+
+    def watch(event, commands):
+        asked.extend(command for command in commands if isinstance(command, ev.Lend | ev.Return))
+        if isinstance(event, ev.InstanceUp) and event.instance == 3 and dies == "a process" and len(blows) < 2:
+            blows.append(world.hosts(3)[1].die())
+
+    if dies == "the trainer":
+        start = world.launcher.start
+        monkeypatch.setattr(world.launcher, "start", lambda ticket, *args: begun(start, blows, ticket, *args))
+    check(world, world.run([watch]))
+    facts = [event for event in events(world.folder) if getattr(event, "instance", None) == 3]
+    ups, downs = ([event for event in facts if isinstance(event, kind)] for kind in (ev.InstanceUp, ev.InstanceDown))
+    lends = sum(isinstance(command, ev.Lend) for command in asked)
+    assert lends - 1 <= len(downs) <= lends and len(ups) >= 1 and all(len(up.versions) == 1 for up in ups)
+    assert len(blows) == 2 and len(downs) - len(ups) <= 2, (blows, world.said)
+    assert sum("rollout 3" in text and "is lost" in text for text in world.said) == 2, world.said
+
+
+def begun(start, blows, ticket, *args):
+    if ticket.gang == "rollout 3" and len(blows) < 2:
+        blows.append(ticket)
+        raise RunError("the trainer's gang cannot lend its devices: it is being started")
+    return start(ticket, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.alone  # a process that is not heard for ten seconds is taken for dead
+def test_the_trainer_s_gang_is_killed_while_it_is_lent_and_then_the_controller(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
+    console = tmp_path / "console.log"
+    process = start(tmp_path, console, DORA_FAULT="chips.lent:8")
+    try:
+        for epoch in range(1, 5):  # what is lent now may be back before the blow
+            while process.poll() is None and not (
+                lent(tmp_path) and (up := said(console, f"trainer .epoch {epoch}. is up"))
+            ):
+                time.sleep(0.01)
+            os.kill(int(up[0].rpartition(", ")[2]), signal.SIGKILL)
+            while process.poll() is None and not said(console, f"trainer .epoch {epoch}. is lost"):
+                time.sleep(0.01)
+            if cut_short(tmp_path):
+                break
+        assert process.wait(200) == -signal.SIGKILL, console.read_text()  # the controller alone
+        process = start(tmp_path, console)
+        assert process.wait(200) == 0, console.read_text()
+    finally:
+        process.kill()
+    text = console.read_text()
+    assert cut_short(tmp_path), lives(tmp_path)
+    assert "is up, taken over" in text and "version 6 is published" in text, text
+    sampled = [event for event in events(tmp_path / "run" / "journal") if isinstance(event, ev.SampleDone)]
+    assert any(event.instance is not None and event.instance >= LENT for event in sampled)
+    books = audit(tmp_path / "run" / "journal")
+    assert books.ok and books.trained == 12, books
