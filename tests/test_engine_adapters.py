@@ -1,6 +1,9 @@
 """Versions as adapters: one call serves rows of all of them, and what a row samples is as if it were alone."""
 
+import collections
+import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +14,55 @@ from dora_jax import presets
 from dora_jax.bench import adapters
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, lora, sharding
+from dora_jax.models.config import Experts, Latent
 from dora_jax.models.logits import target_logprobs
-from dora_jax.models.lora_config import Lora
+from dora_jax.models.lora_config import ADAPTED, Lora
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.rollout import quantize
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.shapes import ADAPTER, REMAINING
 from dora_jax.types import SampleId
+from tests.fakes import engine_rig
 from tests.fakes.engine_rig import CFG, EOS, SIZES, VOCAB, finish, ids, params, submit
 
 pytestmark = pytest.mark.slow  # it compiles an engine of its own
 LORA = Lora(rank=4, alpha=8.0)
 RESIDENTS = 4
+MIXTURE = decoder.new_config(
+    "deepseek_v3", vocab_size=64, d_model=32, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=12, d_ff=48,
+    latent=Latent(kv_rank=16, q_rank=16, rope_dim=4, nope_dim=8, v_dim=8),
+    experts=Experts(count=4, per_token=2, width=16, shared=1, router="sigmoid", corrected=True),
+)  # fmt: skip
+
+
+def lora_of(cfg):
+    return dataclasses.replace(LORA, targets=ADAPTED) if cfg.experts else LORA
 
 
 @functools.cache
-def adapter(version):
+def base(cfg):
+    return decoder.init_params(cfg, 0) if cfg.experts else params()
+
+
+@functools.cache
+def adapter(version, cfg=CFG):
     """Its first values from `init`; B random too, so that versions differ."""
-    found = lora.init(CFG, LORA, version)
+    found = lora.init(cfg, lora_of(cfg), version)
     keys = iter(jax.random.split(jax.random.key(version), len(jax.tree.leaves(found))))
     return jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape), found)
 
 
-def new_engine(device=0, tensor=1, **changes):
-    section = presets.on_cpu(RolloutSection(**{**SIZES, "residents": RESIDENTS, "tensor": tensor, **changes}))
-    mesh = sharding.make_mesh(jax.devices()[device : device + tensor], 1, 1, tensor)
-    engine = Engine(CFG, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB, lora=LORA)
-    engine.take_base(jax.device_put(decoder.serving_layout(params(), engine.shapes.layout), engine.base_shardings))
+def new_engine(device=0, cfg=CFG, **changes):
+    section = presets.on_cpu(RolloutSection(**{**SIZES, "residents": RESIDENTS, **changes}))
+    mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
+    engine = Engine(cfg, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB, lora=lora_of(cfg))
+    engine.take_base(jax.device_put(decoder.serving_layout(base(cfg), engine.shapes.layout), engine.base_shardings))
     return engine
 
 
 def load(engine, version, scale=1.0):
-    found = jax.tree.map(lambda x: scale * x, decoder.serving_layout(adapter(version), engine.shapes.layout))
-    engine.load(version, jax.device_put(found, engine.param_shardings))
+    one = decoder.serving_layout(adapter(version, engine.cfg), engine.shapes.layout)
+    engine.load(version, jax.device_put(jax.tree.map(lambda x: scale * x, one), engine.param_shardings))
 
 
 @functools.cache
@@ -83,45 +103,50 @@ def assert_as_alone(sample):
     np.testing.assert_array_equal(sample.logprobs.view(np.int32), same.logprobs.view(np.int32))
 
 
-@jax.jit
-def recompute(params, tokens, positions, segments):
-    hidden = decoder.forward(CFG, params, tokens, positions, segment_attention(segments, positions))
-    return target_logprobs(CFG, params, hidden[:, :-1], tokens[:, 1:], vocab_limit=VOCAB)[0]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def recompute(cfg, temperature, params, tokens, positions, segments):
+    hidden = decoder.forward(cfg, params, tokens, positions, segment_attention(segments, positions))
+    options = {"vocab_limit": VOCAB, "temperature": temperature}
+    return target_logprobs(cfg, params, hidden[:, :-1], tokens[:, 1:], **options)[0]
 
 
-def merged_logprobs(sample):
-    """The trainer's way, of the version's merged weights."""
+def merged(version, cfg=CFG, weights=None):
+    return lora.merge(weights or base(cfg), adapter(version, cfg), LORA.gain)
+
+
+def merged_logprobs(sample, cfg=CFG, weights=None, temperature=1.0):
+    """The trainer's way, of the version's merged weights. weights: of the base; None: those of `base`."""
     row = np.concatenate([sample.prompt_ids, sample.out_ids])
     tokens, positions = jnp.asarray(np.pad(row, (0, 48 - len(row))))[None], jnp.arange(48)[None]
-    merged = lora.merge(params(), adapter(sample.version), LORA.gain)
-    logprobs = recompute(merged, tokens, positions, (positions < len(row)).astype(jnp.int32))
+    params, segments = merged(sample.version, cfg, weights), (positions < len(row)).astype(jnp.int32)
+    logprobs = recompute(cfg, temperature, params, tokens, positions, segments)
     return np.asarray(logprobs)[0, len(sample.prompt_ids) - 1 : len(row) - 1]
 
 
-def mixed(engine, versions=(1, 2, 3, 4)):
-    """{id: sample} of samples of all versions, and how many versions shared a decode call at most."""
-    most, generate = 0, engine.device.generate
+def mixed(engine, versions=(1, 2, 3, 4), size=2):
+    """{id: sample} of samples of all versions, and of each kind of call how many versions shared one at most."""
+    most = collections.Counter()
 
-    def counted(params, control, blocks):
-        nonlocal most
-        rows = control[control[:, REMAINING] > 0]
-        most = max(most, len(set(rows[:, ADAPTER].tolist())))
-        return generate(params, control, blocks)
+    def counted(call, kind):
+        def run(params, control, blocks):
+            narrow = kind == "generate" and len(control) == engine.shapes.narrow_rows
+            rows = control[control[:, REMAINING] > 0]
+            name = "narrow" if narrow else kind
+            most[name] = max(most[name], len(set(rows[:, ADAPTER].tolist())))
+            return call(params, control, blocks)
 
-    engine.device.generate = counted
-    try:
-        for id in sorted(ids((0, 1, 2, -1)), key=lambda id: id.index):
+        return mock.patch.object(engine.device, kind, run)
+
+    with counted(engine.device.generate, "generate"), counted(engine.device.verify, "verify"):
+        for id in sorted(ids((0, 1, 2, -1), size), key=lambda id: id.index):
             submit(engine, id, versions[id.group_id % len(versions)])
-        done = finish(engine)
-    finally:
-        engine.device.generate = generate
-    return done, most
+        return finish(engine), most
 
 
 def test_rows_of_four_versions_share_calls_and_sample_as_alone():
     with holding(1, 2, 3, 4) as engine:
         done, most = mixed(engine)
-    assert most == 4 and {sample.version for sample in done.values()} == {1, 2, 3, 4}
+    assert most == {"generate": 4} and {sample.version for sample in done.values()} == {1, 2, 3, 4}
     for sample in done.values():
         assert_as_alone(sample)
         np.testing.assert_allclose(sample.logprobs, merged_logprobs(sample), rtol=0, atol=1e-5)
@@ -172,6 +197,62 @@ def test_no_program_is_compiled_for_another_version():
         engine.import_(engine.export(SampleId(0, 0)))
         finish(engine)
     assert engine.compiled == compiled
+
+
+DRAFTS = dict(drafts=5, draft_cost=0.3, narrow_rows=2, narrow_cost=0.5)
+
+
+def of_four(engine):
+    for version in (1, 2, 3, 4):
+        load(engine, version)
+    return mixed(engine, size=4)
+
+
+def assert_scored(done, atol=1e-4, **options):
+    assert len(done) == 16
+    for sample in done.values():
+        np.testing.assert_allclose(sample.logprobs, merged_logprobs(sample, **options), rtol=0, atol=atol)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_drafts_and_the_narrow_call_take_rows_of_several_versions():
+    """A cold policy, whose siblings are alike."""
+    (plain, _), (done, most) = (of_four(new_engine(device=2, temperature=0.1, **changes)) for changes in ({}, DRAFTS))
+    assert most["generate"] == 4 and most["verify"] > 1 and most["narrow"] == 2
+    assert_scored(done, temperature=0.1)
+    for id, sample in done.items():
+        np.testing.assert_array_equal(sample.out_ids, plain[id].out_ids)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_adapters_stand_beside_a_base_in_8_bits_over_two_devices():
+    done, most = of_four(new_engine(device=2, tensor=2, weights="int8"))
+    narrow = lambda x: isinstance(x, quantize.Narrow)
+    wide = lambda x: x.values.astype(jnp.float32) * x.scale if narrow(x) else x
+    base_of_8_bits = jax.tree.map(wide, quantize.stored(params(), jnp.int8), is_leaf=narrow)
+    assert most["generate"] == 4
+    assert_scored(done, weights=base_of_8_bits)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_adapters_over_kv_in_8_bits_sample_as_merged_weights_do():
+    done, most = of_four(new_engine(device=2, kv="float8"))
+    beside = engine_rig.new_engine(device=3, kv="float8", residents=RESIDENTS)
+    for version in (1, 2, 3, 4):
+        whole = decoder.serving_layout(merged(version), beside.shapes.layout)
+        beside.load(version, jax.device_put(whole, beside.param_shardings))
+    expected, _ = mixed(beside, size=4)
+    assert most["generate"] == 4
+    for id, sample in done.items():
+        np.testing.assert_array_equal(sample.out_ids, expected[id].out_ids)
+        np.testing.assert_allclose(sample.logprobs, expected[id].logprobs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_mixture_with_latents_takes_each_row_s_experts():
+    done, most = of_four(new_engine(cfg=MIXTURE))
+    assert most["generate"] == 4
+    assert_scored(done, cfg=MIXTURE)
 
 
 def test_the_bench_says_what_rows_of_several_versions_cost():
