@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dora_jax import aot, aot_roles, aot_slices, chips, config, flags, presets
 from dora_jax.models import expert_parallel, moe, sharding
 from dora_jax.models.grouped_experts import EVEN_LOAD
+from dora_jax.models.lora_config import OFF, Lora, adapter_params
 from dora_jax.trainer import flops, hlo
 from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
@@ -256,7 +257,7 @@ def test_the_flag_belongs_to_a_dry_run_and_names_what_is_missing(tmp_path, monke
 MODEL = dataclasses.replace(cases.MODEL, d_model=256, head_dim=128, d_ff=512, vocab_size=1024)
 
 
-def run_of(slice_name="v5e-4", rollout=None, **trainer):
+def run_of(slice_name="v5e-4", rollout=None, lora=OFF, **trainer):
     """A run on half of the slice for training, an instance on two chips of the other half."""
     c = config.Config()
     sizes = {"tensor": 2, "slots": 8, "max_prompt_tokens": 64, "max_new_tokens": 64} | (rollout or {})
@@ -264,6 +265,7 @@ def run_of(slice_name="v5e-4", rollout=None, **trainer):
     c = dataclasses.replace(
         c,
         slice=slice_name,
+        lora=lora,
         trainer=dataclasses.replace(c.trainer, **section),
         rollout=dataclasses.replace(c.rollout, instances=1, **sizes),
         orchestrator=dataclasses.replace(c.orchestrator, groups_per_step=2, group_size=2),
@@ -297,6 +299,21 @@ def test_a_run_is_compiled_for_a_slice_that_is_not_here():
     rollout = run_of().rollout
     assert instance.held["KV pool"] == pytest.approx((rollout.pages + 1) * rollout.page_size * 2 * 2 * 128 * 2 * 2 / 2)
     assert trainer.chip_bytes == sum(trainer.held.values()) + trainer.work_bytes < trainer.chip.hbm_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_adapters_are_compiled_as_they_are_stacked():
+    lora = Lora(rank=8)
+    trainer, instance = aot.compile_roles(run_of(lora=lora), MODEL, only=("publish", "decode"))
+    weights = sum(x.size for x in jax.tree.leaves(cases.decoder.abstract_params(MODEL)))
+    assert trainer.held["masters"] == 4 * adapter_params(MODEL, lora, fsdp=2)
+    assert trainer.held["the base, which stays as it is"] == pytest.approx(2 * weights / 2, rel=0.02)
+    assert instance.held["base weights"] == pytest.approx(2 * weights / 2, rel=0.02)
+    assert instance.held["the incoming one"] == 2 * adapter_params(MODEL, lora, tensor=2)
+    assert instance.held["4 resident versions"] == 4 * instance.held["the incoming one"]
+    sent, steps = instance.programs[0].sent, run_of().rollout.decode_steps
+    assert "all-to-all" not in sent and sent["collective-permute"].runs <= 2 * steps  # those of the draw
 
 
 @needs_libtpu

@@ -199,6 +199,7 @@ def test_no_program_is_compiled_for_another_version():
     assert engine.compiled == compiled
 
 
+ONE_SHAPE = dict(context_block=48)
 DRAFTS = dict(drafts=5, draft_cost=0.3, narrow_rows=2, narrow_cost=0.5)
 
 
@@ -217,7 +218,9 @@ def assert_scored(done, atol=1e-4, **options):
 @pytest.mark.usefixtures("quick_compile")
 def test_drafts_and_the_narrow_call_take_rows_of_several_versions():
     """A cold policy, whose siblings are alike."""
-    (plain, _), (done, most) = (of_four(new_engine(device=2, temperature=0.1, **changes)) for changes in ({}, DRAFTS))
+    (plain, _), (done, most) = (
+        of_four(new_engine(device=2, temperature=0.1, **ONE_SHAPE, **changes)) for changes in ({}, DRAFTS)
+    )
     assert most["generate"] == 4 and most["verify"] > 1 and most["narrow"] == 2
     assert_scored(done, temperature=0.1)
     for id, sample in done.items():
@@ -226,7 +229,7 @@ def test_drafts_and_the_narrow_call_take_rows_of_several_versions():
 
 @pytest.mark.usefixtures("quick_compile")
 def test_adapters_stand_beside_a_base_in_8_bits_over_two_devices():
-    done, most = of_four(new_engine(device=2, tensor=2, weights="int8"))
+    done, most = of_four(new_engine(device=2, tensor=2, weights="int8", **ONE_SHAPE))
     narrow = lambda x: isinstance(x, quantize.Narrow)
     wide = lambda x: x.values.astype(jnp.float32) * x.scale if narrow(x) else x
     base_of_8_bits = jax.tree.map(wide, quantize.stored(params(), jnp.int8), is_leaf=narrow)
@@ -236,8 +239,8 @@ def test_adapters_stand_beside_a_base_in_8_bits_over_two_devices():
 
 @pytest.mark.usefixtures("quick_compile")
 def test_adapters_over_kv_in_8_bits_sample_as_merged_weights_do():
-    done, most = of_four(new_engine(device=2, kv="float8"))
-    beside = engine_rig.new_engine(device=3, kv="float8", residents=RESIDENTS)
+    done, most = of_four(new_engine(device=2, kv="float8", **ONE_SHAPE))
+    beside = engine_rig.new_engine(device=3, kv="float8", residents=RESIDENTS, **ONE_SHAPE)
     for version in (1, 2, 3, 4):
         whole = decoder.serving_layout(merged(version), beside.shapes.layout)
         beside.load(version, jax.device_put(whole, beside.param_shardings))
@@ -250,7 +253,7 @@ def test_adapters_over_kv_in_8_bits_sample_as_merged_weights_do():
 
 @pytest.mark.usefixtures("quick_compile")
 def test_a_mixture_with_latents_takes_each_row_s_experts():
-    done, most = of_four(new_engine(cfg=MIXTURE))
+    done, most = of_four(new_engine(cfg=MIXTURE, **ONE_SHAPE))
     assert most["generate"] == 4
     assert_scored(done, cfg=MIXTURE)
 

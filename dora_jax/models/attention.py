@@ -76,12 +76,13 @@ class Products(NamedTuple):
         if rows_B is None:
             return self._times(self.gain * self._times(x_BxLxD, a), b)
 
-        def chosen(x: jax.Array, factor: jax.Array) -> jax.Array:
-            count, inner, outer = factor.shape
-            y = self._times(x, factor.transpose(1, 0, 2).reshape(inner, count * outer))
-            own, *others = jnp.split(y, count, axis=-1)
-            for i, other in enumerate(others, 1):
-                own = jnp.where(rows_B[:, None, None] == i, other, own)
+        def chosen(x_BxLxI: jax.Array, factor_AxIxO: jax.Array) -> jax.Array:
+            """The adapters have an axis of their own: one that is merged with O would not lie on a mesh as O does."""
+            x = x_BxLxI.reshape(-1, x_BxLxI.shape[-1]) if self.merge else x_BxLxI
+            y = jnp.einsum("...i,aio->...ao", x, factor_AxIxO).reshape(*x_BxLxI.shape[:-1], *factor_AxIxO.shape[::2])
+            own = y[..., 0, :]
+            for i in range(1, len(factor_AxIxO)):
+                own = jnp.where(rows_B[:, None, None] == i, y[..., i, :], own)
             return own
 
         return chosen(self.gain * chosen(x_BxLxD, a), b)
