@@ -60,6 +60,7 @@ class Hardware:
     chip: str = "h800"
     chips: int = 64
     rollout_chips: int = 0  # the trainer has the others; 0: colocated: both roles have all chips and take turns
+    prefill_chips: int = 0  # of the rollout chips, in instances that prefill and decode nothing; 0: each does both
     tensor: int = 4  # chips that split every matrix of an instance
     expert: int = 1  # groups of `tensor` chips that split the experts of an instance
     residents: int = 1  # R: versions an instance holds at once
@@ -81,7 +82,7 @@ class Hardware:
 
     @property
     def instances(self) -> int:
-        return (self.rollout_chips or self.chips) // self.instance_chips
+        return ((self.rollout_chips or self.chips) - self.prefill_chips) // self.instance_chips
 
     @property
     def trainer_chips(self) -> int:

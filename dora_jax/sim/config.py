@@ -81,7 +81,7 @@ class GridSection:
 
     rollout_shares: tuple[float, ...] = tuple(n / 32 for n in range(6, 30))  # of the chips; colocated is tried as well
     inflight: tuple[float, ...] = (0.5, 0.75, 1.0, 1.15, 1.25, 1.5, 2.0, 2.5, 3.0)
-    max_versions: tuple[int, ...] = (2, 3, 4, 6, 8)
+    max_versions: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +192,10 @@ def _row_problems(row: Row) -> Iterator[str]:
     elif hardware.instances < 1:
         yield (
             f"hardware.tensor: an instance of {hardware.instance_chips} chips does not fit on "
-            f"{hardware.rollout_chips or hardware.chips}"
+            f"{(hardware.rollout_chips or hardware.chips) - hardware.prefill_chips}"
         )
+    if 0 < hardware.prefill_chips < hardware.instance_chips or hardware.prefill_chips < 0:
+        yield f"hardware.prefill_chips: {hardware.prefill_chips} make no instance of {hardware.instance_chips} chips"
     if work.distribution not in ("lognormal", "heavy", "file", "journal"):
         yield f"workload.distribution: {work.distribution!r} is none of lognormal, heavy, file, journal"
     if work.distribution in ("file", "journal") and not work.path:

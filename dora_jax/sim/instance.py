@@ -24,7 +24,6 @@ from typing import Any
 
 from dora_jax.costs import Costs, Hardware
 from dora_jax.orchestrate.events import InstanceUp
-from dora_jax.sim.config import SimConfig
 from dora_jax.sim.drafts import DecodeTimes, Decoding, DraftSection
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
@@ -381,15 +380,6 @@ class Instance:
             self._entering.append(job)
             self._held += job.tokens - job.cached
             self._prefill_left_s += self._costs.prefill_s(job.tokens - job.cached, job.cached)
-
-
-def new_instance(config: SimConfig, id: InstanceId, life: int, costs: Costs, live: dict[Version, int]) -> Instance:
-    """An empty instance of the configuration's hardware."""
-    hardware = config.hardware
-    return Instance(
-        id, life, costs, live, slots=hardware.slots, page_size=hardware.page_size, speed=hardware.speed(id),
-        report_ticks=config.report_tokens, draft=config.draft,
-    )  # fmt: skip
 
 
 def came_up(hardware: Hardware, instance: Instance, pages: int, versions: tuple[Version, ...]) -> InstanceUp:

@@ -17,6 +17,7 @@ from dora_jax.costs import Costs, open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim import instance as inst
+from dora_jax.sim import prefill
 from dora_jax.sim import workload as work
 from dora_jax.sim.agenda import Agenda
 from dora_jax.sim.chips import TrainerChips
@@ -65,6 +66,7 @@ class SimWorld:
             self._agenda, self.meter, self._away, self._notify, self._schedule, config.orchestrator.hold_slots
         )
         self._trainer = SimTrainer(config.orchestrator, self.costs)
+        self._new_instance = prefill.maker(config, self.costs, self._live)
         self._chips = TrainerChips(hardware, self.costs, self.meter, self._agenda, self._up, self._ends)
         self._outbox: list[ev.Event] = []
         self._quiet = 0
@@ -339,7 +341,7 @@ class SimWorld:
 
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
         self._lives[id] += 1
-        instance = inst.new_instance(self._config, id, self._lives[id], self.costs, self._live)
+        instance = self._new_instance(id, self._lives[id])
         instance.time = self.now
         instance.slowed = self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = instance
