@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dora_jax.runtime import idle_time, metrics_log
-from dora_jax.runtime.cluster import process_main
+from dora_jax.runtime.cluster import heartbeat
 from dora_jax.runtime.idle_time import IdleTimer
 from dora_jax.runtime.metrics_log import RunLog
 from dora_jax.runtime.worker import StepDone
@@ -43,7 +43,7 @@ def test_a_wait_that_goes_on_counts_up_to_now(clock):
 
 
 def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
-    monkeypatch.setattr(process_main, "BEAT_S", 0.005)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.005)
     beats = []
 
     def send(beat):
@@ -51,7 +51,7 @@ def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
         if len(beats) == 4:
             threading.Event().wait()  # it has said enough
 
-    pulse = process_main.HeartbeatSender(types.SimpleNamespace(send=send))
+    pulse = heartbeat.HeartbeatSender(types.SimpleNamespace(send=send))
     with pulse.waits:
         pulse.start()
         eventually(lambda: len(beats) == 4)
@@ -74,7 +74,7 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
     instance = types.SimpleNamespace(wait_s=0.0)
     writer = types.SimpleNamespace(note=print, phase=lambda *_: None, write=lambda *_, **__: None)
     brain = types.SimpleNamespace(
-        summary=lambda: {"versions": {}, "moves": 0, "reloads": 0},
+        summary=lambda: {"versions": {}, "moves": 0, "reloads": 0, "lends": {}},
         waiting=dict,
         state=types.SimpleNamespace(config=types.SimpleNamespace(task_cycle=())),
     )

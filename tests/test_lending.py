@@ -11,7 +11,9 @@ from dora_jax.config import Config, ConfigError, OrchestratorSection, RolloutSec
 from dora_jax.config_files import load_file
 from dora_jax.costs import open_costs
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import lending
 from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.fleet import MOVING
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import restart
 from dora_jax.orchestrate.roles import fleet_rate, worth_lending
@@ -128,6 +130,17 @@ def test_a_snapshot_knows_what_is_lent_and_an_older_one_is_read():
     older.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
     data = written(older)
     assert written(Orchestrator.restore(CONFIG, before_lending(data))) == data
+
+
+def test_no_chips_are_lent_by_a_body_that_is_over(monkeypatch):
+    """What is decided while it is taken down asks nobody for anything."""
+    monkeypatch.setattr(lending, "worth_lending", lambda *expected: True)
+    brain, _ = waiting()
+    brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP), ev.TimePassed(now_s=83.0))
+    moved = [unit for group in brain.state.groups.values() for unit in group.units if unit and unit.state == MOVING]
+    assert moved
+    restart(brain)
+    assert not brain.state.roles.lent
 
 
 # ------------------------------------------------------------------ of a configuration

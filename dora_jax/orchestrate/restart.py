@@ -42,10 +42,10 @@ def restart(orchestrator: Orchestrator) -> Debts:
     for instance in list(s.fleet.instances.values()):
         _commit(orchestrator, ev.InstanceDown(instance=instance.id, life=instance.life, reason=LOST))
     s.fleet.lives.clear()  # the next body counts anew
-    s.roles.all_home()
     for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
+    s.roles.all_home()  # also what was asked for meanwhile: nobody hears that
     for unit in (u for u in _units(orchestrator) if u.state == fl.WAITING):
         unit.tokens = 0  # whatever is left of it may go on: no answer to an earlier wait can come any more
     s.halted = False

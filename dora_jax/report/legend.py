@@ -102,6 +102,11 @@ METRICS: dict[str, Meaning] = SHARED | {
     "moves/total": ("moves of running samples so far", ""),
     "moves/finished": ("moved samples that have finished", ""),
     "reloads/total": ("loads of weights so far", "about instances times steps"),
+    "lends/total": ("times that an instance of the trainer's devices was lent so far", ""),
+    "lends/switch_s": (
+        "expected of a switch to the rollouts and back, from those that were, s",
+        "far below trainer/wait_s",
+    ),
     "time/replay_s": ("the samples of a step scored by the engine's calls (rollout.exact), s", ""),
     "time/step_s": ("from one published version to the next, s", "steady"),
     "time/run_s": ("since this process began, s", ""),

@@ -296,6 +296,7 @@ class RunLog:
             "versions/live": len(facts["versions"]),
             "moves/total": facts["moves"],
             "reloads/total": facts["reloads"],
+            **{f"lends/{name}": value for name, value in facts["lends"].items()},
         }
         self._tokens = 0
         self.metrics = metrics

@@ -26,6 +26,8 @@ from dora_jax.runtime.cluster.rollout_role import InstanceParts
 from dora_jax.runtime.lent_state import LentState, MovableState
 from dora_jax.runtime.listener import Listener
 
+LAST_WORDS_S = 5.0
+
 
 class Stays:
     """The state of a trainer whose devices have room for both sides."""
@@ -54,7 +56,8 @@ class LentRole:
                 f"orchestrator.elastic: the trainer's {begin.hosts} processes have {own} devices each, which make up no whole "
                 f"number of instances of rollout.tensor = {tensor}"
             )
-        self._rank, self._link = begin.rank, link
+        self._rank, self._hosts, self._link = begin.rank, begin.hosts, link
+        self._life: LentConnection | None = None
         self._leaves = config.trainer.lent_memory == "host"
         self._state = LentState(trainer if self._leaves else Stays())
         self._instance = config.rollout.instances + begin.rank // hosts
@@ -78,12 +81,19 @@ class LentRole:
             self._thread.join()
         self._state.come_home()
 
+    def leave(self) -> int:
+        """The process is about to end: a life hands its samples over. Returns how many processes do so."""
+        if (life := self._life) is not None:
+            life.inbox.put(messages.HandOver())
+        self.come_home()
+        return self._hosts
+
     # ------------------------------------------------------------ private
 
     def _live(self, call: messages.LendDevices) -> None:
         try:
             self._state.lend(self._instance)
-            link = LentConnection(call.controller, self._link.token)
+            link = self._life = LentConnection(call.controller, self._link.token)
         except (OSError, EOFError):  # that controller is gone
             return self._free()
         except BaseException as error:
@@ -107,10 +117,12 @@ class LentRole:
                 role = self._parts.role(begin, link, status, turns(begin, link.token, arrivals), self._free)
                 link.send(messages.Ready())
                 role.run(link.inbox)
+                link.flush(LAST_WORDS_S)  # what is handed over is sent before the process may end
             self._free()
         except BaseException as error:
             self._fail(error)
         finally:
+            self._life = None
             status.stop()
             listener.close()
             link.inbox.put(None)  # its threads end

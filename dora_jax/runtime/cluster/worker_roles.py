@@ -91,13 +91,17 @@ class TrainerRole:
             for call in turn:
                 match call:
                     case messages.HandOver():  # what waits for a later call asks the next gang
-                        return self._link.send(messages.HandOverDone(hosts=1))
+                        return self._link.send(messages.HandOverDone(hosts=self._leave()))
                     case messages.Rejoin():
                         self._settle()
                     case messages.Call(number=number, what=what):
                         self._link.send(messages.Answer(number=number, what=self._answer(what)))
                 self._status.progress += 1
             self._status.busy = False
+
+    def _leave(self) -> int:
+        """Hands over what samples it has; how many processes say so."""
+        return 1 if self._lent is None else self._lent.leave()
 
     def _settle(self) -> None:
         """Another controller has come: it starts from a checkpoint, and asks for the steps since."""
