@@ -162,6 +162,7 @@ class World:
         hosts=2,
         porter=lambda instance, host: KVEndpoint(instance, host, None, None),
         lendable=(),
+        restarts=20,
     ):
         self.config = OrchestratorConfig(
             mode=mode,
@@ -176,7 +177,7 @@ class World:
         )
         self.folder, self.said = folder, []
         self.trusted = True  # what an earlier controller's storage holds
-        self._hosts, self._instances, self._mode = hosts, instances, mode
+        self._hosts, self._instances, self._mode, self._restarts = hosts, instances, mode, restarts
         length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
         self.launcher = Oracles(length, partial_s, porter)
         self.open()
@@ -254,7 +255,7 @@ class World:
             "",
             begin=begin,
             notify=self.said.append,
-            limits=dataclasses.replace(LIMITS, restarts=20),
+            limits=dataclasses.replace(LIMITS, restarts=self._restarts),
             **hooks,
         )
 

@@ -4,7 +4,8 @@
     -> InstanceUp ... Return -> HandOver -> samples out, the state back -> InstanceDown
 
 `LentRemoteInstance` is a RemoteInstance whose gangs begin when they are asked for. Laws: every Lend is answered by InstanceUp
-or InstanceDown, every Return by InstanceDown; a life is never begun again by itself; a life ends with the trainer's gang,
+or InstanceDown, every Return by InstanceDown; a life is never begun again by itself, lives that come to nothing are
+counted; a life ends with the trainer's gang,
 and with its controller: no other controller takes it over.
 """
 
@@ -83,11 +84,14 @@ class LentLauncher:
 
 
 class LentSupervisor(GangSupervisor):
-    """One life for each `lend`."""
+    """One life for each `lend`. After so many lives in a row that began and were lost as may come to nothing, no other
+    begins: each may have cost the trainer its gang."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._begun = False  # the present life
+        self._lost = 0  # lives in a row
 
     def lend(self) -> None:
         self._asked.put(None)
@@ -98,10 +102,22 @@ class LentSupervisor(GangSupervisor):
         while not self._closed.is_set():
             if (gang := self._next()) is None:
                 continue
-            if not self._one_life(gang, None) and not self._closed.is_set():
+            self._begun = False
+            came = self._one_life(gang, None)
+            if self._closed.is_set():
+                return
+            if not came:
                 self._down(gang)
-            if gang.leaving is None and not self._closed.is_set():
-                self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}")
+            if gang.leaving is not None:
+                self._lost = 0
+            elif self._begun:
+                self._lost += 1
+                stays = ", and it stays away" if self._away else ""
+                self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}{stays}")
+
+    @property
+    def _away(self) -> bool:
+        return self._lost > self._limits.restarts
 
     def _next(self) -> Gang | None:
         try:
@@ -116,10 +132,14 @@ class LentSupervisor(GangSupervisor):
     def _started(self, gang: Gang) -> StartedGang | None:
         ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
         try:
-            return self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
+            if self._away:
+                raise RunError(f"{self._lost} lives in a row were lost")
+            started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
         except RunError as error:
             gang.die(str(error))
             return None
+        self._begun = True
+        return started
 
 
 class LentRemoteInstance(RemoteInstance):
