@@ -328,7 +328,8 @@ class Gang:
                 case HandOverDone(hosts=hosts):
                     self._left += 1
                     if self._left == hosts:
-                        self.die(self.leaving or "it has handed over")
+                        self.leaving = self.leaving or "it has handed over"
+                        self.die(self.leaving)
                 case Note(text=text):
                     self._notify(f"{self.name}: {text}")
                 case _:

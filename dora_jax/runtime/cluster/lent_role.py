@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from multiprocessing import connection
+from multiprocessing import AuthenticationError, connection
 
 import jax
 
@@ -94,7 +94,7 @@ class LentRole:
         try:
             self._state.lend(self._instance)
             link = self._life = LentConnection(call.controller, self._link.token)
-        except (OSError, EOFError):  # that controller is gone
+        except (OSError, EOFError, AuthenticationError):  # that controller is gone
             return self._free()
         except BaseException as error:
             return self._fail(error)
