@@ -20,7 +20,7 @@ ADAPTED = ("attention", "mlp", "experts")  # mlp: dense feed-forwards, and the e
 class Lora:
     """Low-rank adapters as what is trained and published, y = x W + (alpha / rank) (x A) B; the weights W stay as they are."""
 
-    rank: int = 0  # numbers between A and B; 0: no adapters, all weights are trained
+    rank: int = 0  # numbers between A and B; 0: all weights are trained, at about a third of the learning rate
     alpha: float = 32.0  # the product with A and B is multiplied by alpha / rank
     targets: tuple[str, ...] = ("attention", "mlp")  # whose matrices have adapters: attention, mlp, experts
     path: str = ""  # a Hugging Face PEFT folder to start from; empty: a fresh adapter, which changes nothing
