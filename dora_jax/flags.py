@@ -27,7 +27,7 @@ from dora_jax import arguments, budget, config_files, devices, exits, helping, h
 from dora_jax import config as configs
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.models import config as models
-from dora_jax.models.hf_config import read_config
+from dora_jax.models.hf_config import not_a_model, read_config
 from dora_jax.trainer import objective
 
 CONFIG_HELP = (
@@ -264,7 +264,7 @@ def _folder(path: str, coming: bool) -> ml_collections.ConfigDict:
     tree.model.path = path
     there = (Path(path) / "config.json").is_file()
     if not there and not coming:
-        raise ConfigError(f"model: {path} holds no config.json, so it is no Hugging Face folder{hub.advice(path)}")
+        raise ConfigError(f"model: {not_a_model(path)}{hub.advice(path)}")
     with configs.blame("model"):
         positions = read_config(path).max_position if there else 2 * SERVED_TOKENS
     tree.rollout.max_prompt_tokens = tree.rollout.max_new_tokens = min(SERVED_TOKENS, positions // 2)

@@ -21,7 +21,7 @@ from dora_jax.devices import MIN_AUTO_INSTANCES
 from dora_jax.models import lora_config
 from dora_jax.models.config import MAX_LAYERS, ModelConfig
 from dora_jax.models.families import FAMILIES, KNOWN
-from dora_jax.models.hf_config import read_config
+from dora_jax.models.hf_config import not_a_model, read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.tasks import environment, mixture, solved
@@ -148,7 +148,7 @@ def problems(config: Config, purpose: str = "train") -> list[str]:
         config_cluster.problems,
     )
     if purpose == "serve":  # an engine, and nothing else of a run
-        rules = (_choices, _ranges, _engine)
+        rules = (_choices, _ranges, _engine, lora_config.problems)
     return [*found, *(problem for rule in rules for problem in rule(config))]
 
 
@@ -189,7 +189,7 @@ def model_problems(config: Config) -> list[str]:
             return [f"sft.out: {path} exists and is not an empty folder; a model is never written over another"]
         field, path = "sft.init", config.sft.init
     if path and Path(path).exists() and not (Path(path) / "config.json").is_file():
-        return [f"{field}: {path} holds no config.json, so it is no Hugging Face folder"]
+        return [f"{field}: {not_a_model(path)}"]
     try:
         known = read_config(path) if path and Path(path).exists() else KNOWN.get(config.model.size)
     except ValueError as error:

@@ -185,6 +185,19 @@ def test_nothing_of_a_poisoned_version_reaches_another():
         assert_as_alone(sample)
 
 
+def test_an_engine_whose_devices_were_given_back_samples_beside_the_same_base():
+    """As a lent instance ends and begins again: no version, no pages, then the newest version."""
+    id = SampleId(1, 0)
+    with holding(1, 2) as engine:
+        for version in engine.versions:
+            engine.drop(version)
+        engine.device.free()
+        load(engine, 3)
+        submit(engine, id, 3)
+        done = finish(engine)[id]
+    assert_as_alone(done)
+
+
 def test_no_program_is_compiled_for_another_version():
     engine = shared()
     engine.warmup()

@@ -92,6 +92,10 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
         ),
         (["--config.model.path=gone"], "model.path: gone does not exist"),
         (["--config.model.path=."], "model.path: . holds no config.json, so it is no Hugging Face folder"),
+        (
+            ["--config.model.path=adapter"],
+            "model.path: adapter is a PEFT folder, an adapter without its base: lora.path takes it",
+        ),
         (["--config.model.path=.", "--config.sft.out=."], "sft.out: . exists and is not an empty folder"),
         (
             ["--config.model.path=new", "--config.sft.out=new/", "--config.sft.init=."],

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from dora_jax import config as configs
-from dora_jax.config import CheckpointSection, Config, ConfigError
-from dora_jax.models import sharding
+from dora_jax.config import CheckpointSection, Config, ConfigError, ModelSection
+from dora_jax.models import hf, lora, peft, sharding
+from dora_jax.models.lora_config import Lora
 from dora_jax.serving import server
 from dora_jax.serving.service import Options
 from dora_jax.trainer.checkpoint import Checkpoints
@@ -65,3 +66,18 @@ def test_a_run_offers_its_newest_checkpoint_and_those_that_follow(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, following.read(version), expected)
     with pytest.raises(ConfigError, match=r"step: .* holds no checkpoint of step 3; it holds \[2, 4\]"):
         server.RunSource(Config(model=section), hf_folder.QWEN3, mesh, tmp_path / "run", 3)
+
+
+@pytest.mark.slow
+def test_a_folder_is_served_with_the_adapter_that_is_named(tmp_path):
+    shape = Lora(rank=2, alpha=4.0, path=str(tmp_path / "adapter"))
+    base, cfg = hf_folder.folder(tmp_path / "base"), hf_folder.QWEN3
+    adapter = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), lora.abstract(cfg, shape))
+    peft.save(tmp_path / "adapter", cfg, shape, adapter, "base")
+    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+    asked = Config(model=ModelSection(path=str(base)), lora=shape)
+    served = server.FolderSource(asked, mesh).read(0)
+    jax.tree.map(np.testing.assert_array_equal, served, lora.merge(hf.load(base)[1], adapter, shape.gain))
+    wrong = dataclasses.replace(asked, lora=dataclasses.replace(shape, rank=3))
+    with pytest.raises(ConfigError, match=r"lora\.path: .* has r=2, and lora\.rank is 3: they must be equal"):
+        server.FolderSource(wrong, mesh).read(0)

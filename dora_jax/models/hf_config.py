@@ -30,6 +30,15 @@ YARN_NUMBERS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention
 SCORER = "ForSequenceClassification"  # ends the class name of a model whose head is a score, not a vocabulary
 MAX_TEXT_BYTES = 128 << 20  # of a JSON file, a tokenizer, a template; the largest tokenizer.json in use has 33 MB
 
+ADAPTER = "adapter_config.json"  # of a PEFT folder
+
+
+def not_a_model(path: str | Path) -> str:
+    """What is wrong with a folder that has no config.json."""
+    if (Path(path) / ADAPTER).is_file():
+        return f"{path} is a PEFT folder, an adapter without its base: lora.path takes it, and model.path its base"
+    return f"{path} holds no config.json, so it is no Hugging Face folder"
+
 
 def read_text(file: Path) -> str:
     """All of it; ValueError names the file when it is missing, larger than such a file ever is, or no text."""

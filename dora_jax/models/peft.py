@@ -21,10 +21,10 @@ from dora_jax.models import decoder, lora
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import family
 from dora_jax.models.hf import check_vacant
-from dora_jax.models.hf_config import read_json
+from dora_jax.models.hf_config import ADAPTER, read_json
 from dora_jax.models.lora_config import Lora
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS = ADAPTER, "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PLAIN: dict[str, tuple[Any, ...]] = {  # switches of an adapter, and what the decoder computes of them
     "peft_type": ("LORA",),

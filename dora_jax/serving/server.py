@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import signal
 import socket
@@ -22,7 +23,7 @@ import uvicorn
 from dora_jax import devices, presets
 from dora_jax.config import Config, ConfigError, RunError, blame
 from dora_jax.exits import SIGNALS
-from dora_jax.models import hf, sharding
+from dora_jax.models import hf, lora, peft, sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.lora_config import OFF
 from dora_jax.publish import DeviceWeights
@@ -85,7 +86,7 @@ def limits_of(config: Config, tokenizer: Tokenizer) -> Limits:
 
 
 class FolderSource:
-    """A Hugging Face folder: version 0, and no other."""
+    """A Hugging Face folder: version 0, and no other. The adapter of lora.path is added up into its weights."""
 
     first = 0
 
@@ -96,7 +97,12 @@ class FolderSource:
         return None
 
     def read(self, version: Version) -> Tree:
-        return hf.load(self._config.model.path, self._mesh)[1]
+        model, params = hf.load(self._config.model.path, self._mesh)
+        if not self._config.lora.path:
+            return params
+        with blame("lora.path"):
+            adapter = peft.load(self._config.lora.path, model, self._config.lora, self._config.seed)
+        return jax.jit(functools.partial(lora.merge, gain=self._config.lora.gain))(params, adapter)
 
 
 class RunSource:

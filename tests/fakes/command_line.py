@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_workspace():
-    """A folder with a config file, a model folder without weights and a program that says what it got."""
-    Path("model").mkdir()
+    """A folder with a config file, a model folder without weights, an adapter's and a program that says what it got."""
+    for name in ("model", "adapter"):
+        Path(name).mkdir()
+    Path("adapter/adapter_config.json").touch()
     Path("model/config.json").write_text(json.dumps(MODEL))
     Path("c.py").write_text(
         textwrap.dedent("""
