@@ -36,6 +36,19 @@ cost of a call, whatever its batch; configs/sim/drafts.py says where the share o
 much it matters. Their points, and those of "adapters and drafts", are the fastest of two to four at an instance fewer each;
 at 4,096 chips 2,048 are the fewest that were tried.
 
+Minutes a step of `dora` against `partial` with the same machinery, three seeds (at 4,096 chips with drafts or adapters
+fewer). Where both are limited by the trainer alone, a difference of 2 % is one of the tokens that the measured steps hold:
+
+                                      64                 128               4,096
+    neither                    12.35 : 11.47         7.41 : 7.18         4.55 : 4.72
+    adapters                   11.41 : 11.50         7.10 : 7.14         4.25 : 4.35
+    drafts                     10.64 : 10.63         6.72 : 6.82         3.77 : 3.82
+    adapters and drafts        10.68 : 10.66         6.84 : 6.71         3.76 : 3.77
+    so, an instance fewer      12.64 : 13.21         6.93 : 7.36                      (one seed)
+
+In the fourth line the trainer works for 99 % of the time in all; at 128 chips `dora` trains 54,179 tokens/s there and
+`partial` 53,617. In the fifth sampling is the limit, and what `partial` prefills again at each version makes it slower.
+
 The order of samples has no row, because it gains nothing. Longest expected first, in what resumes, moves and is put aside,
 takes 12.39 minutes for 12.38 at 64 chips, 7.38 for 7.40 at 128 and 5.95 for 6.05 at 4,096 (8 steps, K = 8) where the group's
 finished siblings say what is left, and 12.39, 7.38 and 5.98 where the true lengths do (three seeds, which differ by 0.2).
