@@ -101,6 +101,52 @@ def test_chips_on_their_way_to_the_rollouts_are_asked_back_when_they_are_there()
     assert kinds(brain.step(ev.InstanceDown(instance=1, reason="returned", life=1))) == ["Train"]
 
 
+def waiting_for_a_deadline():
+    """(an orchestrator whose trainer has a whole batch of version 1 ready and waits for the last groups of version 0, the
+    commands of that moment)"""
+    brain = Orchestrator(dataclasses.replace(CONFIG, max_versions=2))
+    said = list(brain.step(ev.InstanceUp(instance=0, versions=(0,), residents=2, **UP | {"slots": 16})))
+    started, tokens = set(), {}
+
+    def play(*events):
+        said.extend(brain.step(*events))
+        for command in [c for c in said if isinstance(c, ev.Start | ev.LoadWeights)]:
+            said.remove(command)
+            if isinstance(command, ev.LoadWeights):
+                play(ev.WeightsLoaded(instance=0, version=command.version))
+            else:
+                started.update(command.ids)
+                play(*(ev.SampleStarted(id=id, instance=0, version=command.version) for id in command.ids))
+
+    play()
+    for n in range(8):
+        tokens = dict.fromkeys(started, 1)
+        play(ev.TimePassed(now_s=10.0 * n), ev.InstanceReported.of(0, 60, tokens, sampled=2 + n, busy_s=2.0 + n,
+                                                                   row_s=(2.0 + n) ** 2))  # fmt: skip
+    for group in (0, 1, 4, 5):
+        if group == 4:
+            play(ev.StepPublished(version=1))
+        play(*(ev.SampleDone(id=SampleId(group, i), instance=0, tokens=16, finish="stop") for i in range(2)))
+        play(ev.GroupScored(group_id=group, trainable=True))
+    said.clear()
+    play(ev.TimePassed(now_s=81.0))
+    return brain, said
+
+
+def test_chips_are_lent_to_the_old_version_that_the_trainer_waits_for():
+    brain, said = waiting_for_a_deadline()
+    assert brain.state.ledger.awaited() == (0, 2)
+    assert [command for command in said if isinstance(command, ev.Lend)] == [ev.Lend(instance=1, version=0)]
+
+
+def test_a_version_that_an_instance_on_its_way_will_hold_does_not_retire():
+    brain, _ = waiting_for_a_deadline()
+    said = [command for group in (2, 3) for command in end(brain, group)]
+    assert not any(isinstance(command, ev.Retire) for command in said)
+    said = brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
+    assert kinds(said) == ["Return"] and ev.Retire(version=0) in said
+
+
 @pytest.mark.parametrize("came_up", [False, True])
 def test_a_lent_instance_that_dies_gives_its_chips_back(came_up):
     brain, _ = waiting()

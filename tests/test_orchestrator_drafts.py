@@ -9,7 +9,7 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.drafts import KNOWN_TOKENS, DraftGain
-from dora_jax.orchestrate.lending import expected_idle_s
+from dora_jax.orchestrate.lending import expected_wait
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from tests.fakes.older_snapshots import before_drafts
 
@@ -73,13 +73,13 @@ def test_what_is_left_of_few_samples_is_expected_sooner():
     plain, sooner = learned(1.0).state, learned(2.5).state
     for state in (plain, sooner):
         assert state.fleet.measured.token_s() == pytest.approx(STEP_S, rel=0.02)
-    assert expected_idle_s(sooner) == pytest.approx(expected_idle_s(plain) / 2.5, rel=0.05)
+    assert expected_wait(sooner).seconds == pytest.approx(expected_wait(plain).seconds / 2.5, rel=0.05)
 
 
 @pytest.mark.parametrize(("gain", "lent"), [(1.0, [1]), (2.5, [])])
 def test_chips_are_not_lent_for_a_wait_that_drafts_make_short(gain, lent):
     brain = learned(gain, dataclasses.replace(CONFIG, lendable=(1,), switch_s=0.0))
-    brain.state.roles.back_s = 0.2 * expected_idle_s(learned(1.0).state)
+    brain.state.roles.back_s = 0.2 * expected_wait(learned(1.0).state).seconds
     said = brain.step(ev.TimePassed(now_s=1000.0))
     assert [command.instance for command in said if isinstance(command, ev.Lend)] == lent
 

@@ -27,6 +27,7 @@ from collections.abc import Set as AbstractSet
 from dora_jax.orchestrate import admission, lending, placement, rebalancing, rounds, snapshot, verdict, view
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.roles import ASKED
 from dora_jax.orchestrate.state import State
 from dora_jax.orchestrate.transitions import COMMIT
 from dora_jax.types import RENEWAL, GroupId, Version, is_served
@@ -171,6 +172,8 @@ class Orchestrator:
 
     def _retire(self) -> None:
         s = self.state
+        if ASKED in s.roles.lent.values():  # an instance is on its way that loads one of the versions
+            return
         base, unfinished = s.ledger.base, s.queue.unfinished
         idle = [v for v in s.alive if v < base and v not in unfinished]  # oldest first
         held = s.held if idle and s.asked_s else ()

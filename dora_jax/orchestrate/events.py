@@ -339,8 +339,8 @@ class Unpause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lend:
-    """The trainer's state leaves these chips, and they decode as an instance that holds `version`, the newest. The answer is
-    InstanceUp, or InstanceDown of a life that never came up."""
+    """The trainer's state leaves these chips, and they decode as an instance that holds `version`, which does not retire
+    meanwhile. The answer is InstanceUp, or InstanceDown of a life that never came up."""
 
     instance: InstanceId
     version: Version

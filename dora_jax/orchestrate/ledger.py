@@ -158,6 +158,21 @@ class Ledger:
         members = self.oldest_ready(self.missing)
         return bool(members) and self.may_take(members)
 
+    def awaited(self) -> tuple[Version, int]:
+        """(u, n): before the next part may be taken, n groups of versions up to u must end that run. Of the oldest versions,
+        where the part's groups are ready and the rule forbids it; else of any."""
+        members = self.oldest_ready(self.part)
+        blocking = self.blocking_version(members) if members else None
+        if blocking is None:
+            return self.base, self.part - self.counts[READY] - self.counts[SCORING]
+        assert self.max_lag is not None  # else nothing blocks
+        room = (blocking + self.max_lag - self.base) * self.groups_per_step + self.missing - self.part
+        return blocking, self.unended(blocking) - room
+
+    def unended(self, version: Version) -> int:
+        """Groups of versions up to this one of which samples have not ended."""
+        return sum(v <= version and state in (WAITING, RUNNING) for state, v in self.live.values())
+
     def _take(self, members: dict[Version, int]) -> list[GroupId]:
         part: list[GroupId] = []
         for version, groups in members.items():

@@ -3,33 +3,43 @@
 The cost model is in roles.py. Laws: the trainer takes no batch before its chips are back; chips are asked back as soon as
 all that the step still lacks may be taken, so that the trainer is late by one switch at most, and a step costs one switch: a
 part of it would be trained at the price of a switch of its own. A lent instance that is lost gives its chips back.
+
+The trainer waits for groups, or, where these are ready, for the last ones of an old version (the deadline rule): the chips
+go to the version that is waited for. They are not lent for groups where some that must be in this step take longer than the
+rollouts to sample what it lacks: the step lasts until those have ended, and what is ready before is trained meanwhile.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from dora_jax.orchestrate import admission, speeds
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.ledger import READY, SCORING
 from dora_jax.orchestrate.roles import LENT, fleet_rate, worth_lending
 from dora_jax.orchestrate.state import State
-from dora_jax.types import InstanceId, is_training
+from dora_jax.types import InstanceId, Version, is_training
 
 UNKNOWN = (1.0, 1.0)  # rates while nothing is known
 
 
 def lend(s: State) -> None:
-    """Lends the trainer's chips, if the trainer waits and the wait is expected to be long enough."""
-    roles = s.roles
+    """Lends the trainer's chips, if the trainer waits and the wait is expected to be long enough: to what it waits for."""
+    roles, ledger = s.roles, s.ledger
     if roles.lent or not roles.lendable or not trainer_waits(s):
         return
-    if not worth_lending(expected_idle_s(s), *_rates(s), roles.switch_s):
+    wait = expected_wait(s)
+    rate, lent_rate = _rates(s, wait.version)
+    if wait.version == ledger.base and _oldest_s(s) > ledger.missing * _group_tokens(s) / rate:
         return
+    if not worth_lending(wait.seconds, rate, lent_rate, roles.switch_s):
+        return
+    running = [v for v in s.queue.unfinished if v <= wait.version < ledger.base]
+    version = max(running, default=ledger.base)
     for instance in roles.lendable:
         roles.ask(instance, s.now_s)
-        s.out.append(ev.Lend(instance=instance, version=s.ledger.base))
+        s.out.append(ev.Lend(instance=instance, version=version))
 
 
 def call_back(s: State) -> None:
@@ -64,40 +74,61 @@ def trainer_waits(s: State) -> bool:
     return ledger.base < s.config.total_steps and ledger.missing > 0 and s.roles.trained == len(ledger.batch)
 
 
-def expected_idle_s(s: State) -> float:
-    """Time until the trainer has its next groups: until so many of those that run have ended. A group ends with the sample
-    that has most tokens left. Groups that are ready and may not be taken wait for an older version: the lent instances, which
-    hold the newest, do not help it, so that this is no idle time."""
-    ledger, measured = s.ledger, s.fleet.measured
-    missing = ledger.part - ledger.counts[READY] - ledger.counts[SCORING]
-    if missing <= 0:
-        return 0.0
-    ends_s = heapq.nsmallest(missing, _seconds_left(s))
-    return ends_s[-1] if len(ends_s) == missing else measured.left(0) * measured.token_s()
+def _oldest_s(s: State) -> float:
+    """Time until the last group has ended of those that must be in this step."""
+    lag = s.ledger.max_lag
+    return 0.0 if not lag else max(_seconds_left(s, s.ledger.base - lag), default=0.0)
 
 
-def _seconds_left(s: State) -> Iterator[float]:
-    """Of each training group that runs."""
+def _group_tokens(s: State) -> float:
+    return s.config.group_size * s.fleet.measured.mean_tokens
+
+
+class Wait(NamedTuple):
+    """What the trainer waits for before it may have the rest of the step."""
+
+    seconds: float
+    version: Version  # groups of versions up to this one
+
+
+def expected_wait(s: State) -> Wait:
+    """Until so many of the groups that run have ended. A group ends with the sample that takes longest."""
+    measured = s.fleet.measured
+    version, groups = s.ledger.awaited()
+    if groups <= 0:
+        return Wait(0.0, version)
+    ends_s = heapq.nsmallest(groups, _seconds_left(s, version))
+    return Wait(ends_s[-1] if len(ends_s) == groups else measured.left(0) * measured.token_s(), version)
+
+
+def _seconds_left(s: State, version: Version) -> Iterator[float]:
+    """Of each training group of versions up to this one that runs."""
     measured = s.fleet.measured
     token_s: dict[InstanceId | None, float] = {None: measured.token_s()}  # by where a sample is
     for instance in s.fleet.instances.values():
         s.fleet.settle(instance)
         token_s[instance.id] = measured.token_s(len(instance.units))
     for group in s.groups.values():
-        if group.left and group.abandoned is None and is_training(group.id):
+        if group.left and group.version <= version and group.abandoned is None and is_training(group.id):
             units = (unit for unit in group.units if unit is not None)
             yield max(measured.left(unit.tokens) * token_s[unit.instance] for unit in units)
 
 
-def _rates(s: State) -> tuple[float, float]:
-    """Tokens/s of the instances without and with the lent ones; equal while nothing is known of their speed."""
+def _rates(s: State, version: Version) -> tuple[float, float]:
+    """Tokens/s at versions up to this one, of the instances that hold them without and with the lent ones; equal while
+    nothing is known of their speed."""
     line, instances = s.fleet.measured.line, s.fleet.instances.values()
+    if version < s.ledger.base:
+        instances = [i for i in instances if any(v <= version for v in i.versions)]
     if line.reports < speeds.LINE_REPORTS or not instances or not s.fleet.measured.finished_tokens:
         return UNKNOWN
     rows = sum(len(instance.units) for instance in instances)
     context = sum(max(0, i.pages - i.free_reported) * i.page_size for i in instances) / max(1, rows)
-    credit = admission.credit(s.decisions, s.ledger, s.ledger.base, s.config.total_steps, s.budget)
-    samples = sum(map(s.queue.wanting, s.queue.unfinished)) + credit * s.config.group_size
+    samples = sum(s.queue.wanting(v) for v in s.queue.unfinished if v <= version)
+    if version == s.ledger.base:
+        samples += (
+            admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) * s.config.group_size
+        )
     if not samples:
         return UNKNOWN
     slots = sum(instance.slots for instance in instances) / len(instances)

@@ -59,8 +59,10 @@ class Measured:
     def left(self, tokens: int) -> float:
         """Tokens that a sample which has `tokens` is expected to add."""
         if self.lengths.ended < LENGTHS_KNOWN:
-            return max(self.mean_tokens - tokens, tokens)
-        return self.lengths.left(tokens)
+            expected = max(self.mean_tokens - tokens, tokens)
+        else:
+            expected = self.lengths.left(tokens)
+        return max(1.0, min(expected, self.new_bound - tokens))
 
     def moved(self, elapsed_s: float) -> None:
         self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)

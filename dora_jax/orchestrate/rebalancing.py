@@ -29,7 +29,9 @@ def may_rebalance(s: State) -> bool:
 
 def rebalance(s: State) -> None:
     s.rebalanced_s = s.now_s
-    instances = [instance for instance in s.fleet.instances.values() if not instance.returning]
+    present = [instance for instance in s.fleet.instances.values() if not instance.returning]
+    # lent ones keep the version that they were lent for, where there are others
+    instances = [instance for instance in present if instance.id not in s.roles.lent] or present
     if not instances:
         return
     speeds.renew(s.fleet)
@@ -216,7 +218,7 @@ def _movable(unit: Unit) -> bool:
 def _worth_moving(s: State, instance: Instance, units: list[Unit]) -> bool:
     measured = s.fleet.measured
     return migration.worth_moving(
-        [min(measured.new_bound - u.tokens, measured.lengths.left(u.tokens)) for u in units],
+        [measured.left(u.tokens) for u in units],
         slots=instance.slots,
         token_s=measured.token_s(len(instance.units)) / instance.speed,
         move_s=measured.move_s,

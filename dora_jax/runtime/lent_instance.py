@@ -1,10 +1,11 @@
 """An instance of the trainer's devices: it has a life only while they are lent.
 
-`LentInstance` is a LocalInstance that begins no life by itself. Lend begins one: the engine, which keeps its programs, takes
-the newest weights. Return ends it: its samples leave with their KV, and the weights go. The trainer's state stays on its
-devices, which then hold the memory of both sides, or is in host memory meanwhile (lent_state.py), as `trainer.lent_memory`
-says; the pages of the KV go with the weights then. Laws: every Lend is answered by InstanceUp or InstanceDown, and every
-Return by InstanceDown; a life that dies gives the devices back.
+`LentInstance` is a LocalInstance that begins no life by itself. Lend begins one: the engine, which keeps its
+programs, takes the weights of the version that is named. Return ends it: its samples leave with their KV, and the
+weights go. The trainer's state stays on its devices, which then hold the memory of both sides, or is in host memory
+meanwhile (lent_state.py), as `trainer.lent_memory` says; the pages of the KV go with the weights then. Laws: every
+Lend is answered by InstanceUp or InstanceDown, and every Return by InstanceDown; a life that dies gives the devices
+back.
 """
 
 from __future__ import annotations

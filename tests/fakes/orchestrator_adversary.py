@@ -311,6 +311,7 @@ class Adversary(OtherSources):
     def do_retire(self, command: ev.Retire) -> None:
         assert not any(command.version in life.runs.values() for life in self.lives.values())
         assert self.config.decisions.mixes_versions or command.version not in self.environments.asked.values()
+        self.chips.retire(command.version)
         self.retired.add(command.version)
 
     def do_lend(self, command: ev.Lend) -> None:

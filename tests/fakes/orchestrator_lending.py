@@ -18,8 +18,8 @@ class Chips:
         """The trainer has nothing to do, and its chips are its own."""
         body, i = self._body, command.instance
         assert i in body.config.lendable and i not in body.lives, f"{command}: its chips are lent"
-        assert command.version == body.published, f"{command}: version {body.published} is the newest"
-        assert len(body.batches[command.version]) < body.config.groups_per_step, f"{command}: the trainer works"
+        assert command.version <= body.published and command.version not in body.retired, f"{command}"
+        assert len(body.batches[body.published]) < body.config.groups_per_step, f"{command}: the trainer works"
         self.lent += 1
         if body.moves <= body.calm_after and body.draw.random() < STILLBORN:
             body.born[i] += 1
@@ -31,6 +31,13 @@ class Chips:
         """The trainer has its chips."""
         lent = [i for i in self._body.config.lendable if i in self._body.lives]
         assert not lent, f"the trainer begins while instances {lent} have its chips"
+
+    def retire(self, version: int) -> None:
+        """An instance on its way has its weights yet to load."""
+        body = self._body
+        for i in body.config.lendable:
+            unheard = i in body.lives and body.known(i) is None
+            assert not unheard or version not in body.lives[i].versions, f"version {version} retires, but {i} loads it"
 
     def decoded(self, rows: int) -> dict[str, Any]:
         """Of a report: a decode step takes a second for each of its rows, so that more instances decode faster."""
