@@ -117,7 +117,7 @@ def _seconds_left(s: State, version: Version) -> Iterator[float]:
 def _rates(s: State, version: Version) -> tuple[float, float]:
     """Tokens/s at versions up to this one, of the instances that hold them without and with the lent ones; equal while
     nothing is known of their speed."""
-    line, instances = s.fleet.measured.line, s.fleet.instances.values()
+    line, instances = s.fleet.measured.line, list(s.fleet.instances.values())
     if version < s.ledger.base:
         instances = [i for i in instances if any(v <= version for v in i.versions)]
     if line.reports < speeds.LINE_REPORTS or not instances or not s.fleet.measured.finished_tokens:
