@@ -15,6 +15,7 @@ POINTS = (
     "journal.after_commit",  # facts are durable, the orchestrator has not seen them
     "journal.half_segment",  # a new segment is written under its temporary name
     "journal.after_segment",  # a new segment stands, older ones are not dropped
+    "rollout.verifying",  # drafts are on the device, and nothing of them has come back
     "trainer.before_step",  # a batch was taken
     "trainer.in_step",  # a part of a step is trained, the next has not come
     "trainer.after_step",  # the weights have changed, and nothing has been told

@@ -191,7 +191,9 @@ class ChaosRun:
 def main() -> None:
     args = _arguments()
     draw = random.Random(args.seed)
-    passed = [point for point in POINTS if not point.startswith("chips.")]  # this run lends no chips
+    passed = [
+        point for point in POINTS if not point.startswith(("chips.", "rollout."))
+    ]  # no chips are lent, no drafts made
     points = passed if args.points == "all" else [p for p in args.points.split(",") if p != "none"]
     kills = [(RANDOM, 0)] * args.kills + [(name, draw.randint(1, 2)) for name in points]
     draw.shuffle(kills)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dora_jax.fault_injection import point
 from dora_jax.rollout.decoding import CallCosts
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes
@@ -64,6 +65,7 @@ class Device:
         """As `generate`, of drafts."""
         control_BxC = _put(control, self._calls.replicated)
         self.pool, result, routes = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
+        point("rollout.verifying")
         result.copy_to_host_async()
         return result, _on_its_way(routes)
 
