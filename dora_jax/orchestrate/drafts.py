@@ -38,6 +38,10 @@ class DraftGain:
                 return self.plain_s[octave] / self.took_s[octave]
         return 1.0
 
+    def facts(self) -> dict[str, float]:
+        """For a person; nothing where no token was guessed."""
+        return {"acceptance": self.acceptance, "gain": self.gain(1)} if self.guesses else {}
+
     def guessed(self, guesses: int, held: int) -> None:
         self.guesses, self.held = KEPT * self.guesses + guesses, KEPT * self.held + held
 

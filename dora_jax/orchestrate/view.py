@@ -78,6 +78,7 @@ def summary(s: State) -> dict[str, Any]:
         "waits": waits(s),
         "moves": s.moves_total,
         "reloads": s.reloads_total,
+        "drafts": s.fleet.measured.drafts.facts(),
         "lends": {"total": s.roles.lends_total, "switch_s": s.roles.switch_s} if s.roles.lendable else {},
         "dropped": dict(s.dropped),
         "instances": {h.id: h.serving for h in s.fleet.instances.values()},

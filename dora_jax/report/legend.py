@@ -102,6 +102,11 @@ METRICS: dict[str, Meaning] = SHARED | {
     "moves/total": ("moves of running samples so far", ""),
     "moves/finished": ("moved samples that have finished", ""),
     "reloads/total": ("loads of weights so far", "about instances times steps"),
+    "drafts/acceptance": ("share of guessed tokens that hold, of late (`rollout.drafts`)", ""),
+    "drafts/gain": (
+        "by how much sooner a sample alone on its instance has its tokens with drafts; 1: not known, or no gain",
+        "above 1",
+    ),
     "lends/total": ("times that an instance of the trainer's devices was lent so far", ""),
     "lends/switch_s": (
         "expected of a switch to the rollouts and back, from those that were, s",

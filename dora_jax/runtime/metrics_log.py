@@ -297,6 +297,7 @@ class RunLog:
             "moves/total": facts["moves"],
             "reloads/total": facts["reloads"],
             **{f"lends/{name}": value for name, value in facts["lends"].items()},
+            **{f"drafts/{name}": value for name, value in facts["drafts"].items()},
         }
         self._tokens = 0
         self.metrics = metrics
