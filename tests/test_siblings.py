@@ -108,8 +108,7 @@ def test_a_run_tells_its_instances_what_siblings_elsewhere_sampled():
             engines.append(self)
 
         def know(self, id, tokens):
-            assert id not in self.told
-            self.told[id] = tokens
+            self.told.setdefault(id, tokens)  # again, where the instance ran none of the group in between
 
     halt, records = play(*make(engine=Engine, instances=3, drafts=True)[:3])
     assert halt.ok and sum(len(engine.told) for engine in engines) > 0

@@ -4,7 +4,7 @@ A group's samples are often on several instances, and drafts are made of the sib
 (rollout/drafts.py). Consumes where the coordinator sends samples, and the samples that end; tells the instances that still
 run samples of the group the tokens of those that have ended, and, where a sample comes to an instance that ran none of its
 group, also those that running siblings elsewhere have in the journal. The coordinator uses it, on the main thread. Laws:
-tokens go out once to each life of an instance as far as it knows them; what is not told, or comes late, changes speed alone.
+what is said of a sample is bounded (MOST_TOKENS); what is not told, told twice or comes late changes speed alone.
 """
 
 from __future__ import annotations
