@@ -36,13 +36,13 @@ cost of a call, whatever its batch; configs/sim/drafts.py says where the share o
 much it matters. Their points, and those of "adapters and drafts", are the fastest of two to four at an instance fewer each;
 at 4,096 chips 2,048 are the fewest that were tried.
 
-Minutes a step of `dora` against `partial` with the same machinery, three seeds (at 4,096 chips with drafts or adapters
-fewer). Where both are limited by the trainer alone, a difference of 2 % is one of the tokens that the measured steps hold:
+Minutes a step of `dora` against `partial` with the same machinery, three seeds (one with both at 4,096
+chips). Where both are limited by the trainer alone, a difference of 2 % is one of the tokens that the measured steps hold:
 
                                       64                 128               4,096
     neither                    12.35 : 11.47         7.41 : 7.18         4.55 : 4.72
     adapters                   11.41 : 11.50         7.10 : 7.14         4.25 : 4.35
-    drafts                     10.64 : 10.63         6.72 : 6.82         3.77 : 3.82
+    drafts                     10.64 : 10.63         6.72 : 6.82         3.78 : 3.83
     adapters and drafts        10.68 : 10.66         6.84 : 6.71         3.76 : 3.77
     so, an instance fewer      12.64 : 13.21         6.93 : 7.36                      (one seed)
 
