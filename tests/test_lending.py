@@ -35,6 +35,7 @@ UP = {"slots": 8, "pages": 64, "page_size": 16}
         (60.0, 100.0, 200.0, 2.0, True),
         (3.0, 100.0, 200.0, 2.0, False),  # half of three seconds does not pay for two
         (60.0, 100.0, 102.0, 2.0, False),  # the tail decodes no faster on more chips
+        (600.0, 100.0, 115.0, 2.0, False),  # and little faster: held chips would delay the training of what is ready
         (60.0, 100.0, 100.0, 0.0, False),
         (0.1, 100.0, 200.0, 0.0, True),  # colocated: a switch that costs nothing
         (1e9, 100.0, 1e9, float("inf"), False),  # split

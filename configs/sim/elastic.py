@@ -8,15 +8,16 @@ it can use, as a run does whose answers have grown longer since its split was ch
 At 4,096 chips the first version's deadline falls due at the eighth step, and steps before it are short: ten are left out.
 There little can be gained. A group of the longest answers runs through all K steps, K * step_s >= longest * token_s, and a
 token takes 21 ms in a batch of one and 37 in one of 256 (sim/bound.py: 152 s a step at least, alone on the fastest
-instance). More chips make batches smaller and these tokens hardly faster, so that chips which are held for groups delay the
-training of what is ready: lending.py lends for the oldest version where that is what the step waits for. What shortens the
-step is a larger K or drafts (configs/sim/drafts.py).
+instance). More chips make batches smaller and these tokens hardly faster, and chips that are held delay the training of what
+is ready: lent whenever the trainer waited, they took 5.88 minutes a step for 5.45 of the split (one seed). So the gain must be
+a fifth at least (roles.LEAST_GAIN), which it is not there, and is at 64 and 128 chips. What
+shortens the step is a larger K or drafts (configs/sim/drafts.py).
 
 Rollout chips do not train, because a split with more chips for the trainer, which lends them, gives what that could. Minutes a
 step at 64 chips, one seed, by the mean length of an answer; of the best split both sides work all the time:
 
     rollout chips     16 lent  20 lent  24 lent     20     24     28     36     44
-    2,400 tokens        13.55    13.04    12.76      -      -  12.55  15.35  20.17
+    2,400 tokens        13.62    13.04    12.76      -      -  12.55  15.35  20.17
     1,200 tokens         7.97        -        -   7.37   7.39   7.93      -      -
 
 Where answers become half as long, chips of 28 + 36 that changed sides for nothing would gain 7 %; 24 + 40 has it without.

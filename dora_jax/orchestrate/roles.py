@@ -19,13 +19,16 @@ from collections.abc import Callable
 
 from dora_jax.types import InstanceId
 
+# Chips that are held delay the training of what becomes ready meanwhile: more instances must be so much faster, at least.
+LEAST_GAIN = 1.2
+
 ASKED, LENT, RETURNING = "asked", "lent", "returning"
 
 
 def worth_lending(idle_s: float, rate: float, lent_rate: float, switch_s: float) -> bool:
     """Whether the trainer begins earlier by lending its chips. Rates: tokens/s of all instances, without and with the lent
     ones; switch_s: to the rollouts and back."""
-    return idle_s > switch_s and idle_s * (1 - rate / lent_rate) > switch_s
+    return lent_rate >= LEAST_GAIN * rate and idle_s > switch_s and idle_s * (1 - rate / lent_rate) > switch_s
 
 
 def fleet_rate(instances: int, slots: float, samples: float, step_s: Callable[[float], float]) -> float:
