@@ -12,7 +12,7 @@ import pytest
 
 from dora_jax import config, publish, update_costs
 from dora_jax.buffer.store import MemoryGroupStore
-from dora_jax.models import grouped_experts, sharding
+from dora_jax.models import grouped_experts
 from dora_jax.runtime import run
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.trainer import flops, objective, optim, step
@@ -27,14 +27,10 @@ def fast_compile():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def mesh(data=1, fsdp=1, tensor=1, context=1):
-    return sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
-
-
 @pytest.fixture(scope="module")
 def shared():
     section = cases.section(peak_tflops=1e-3)
-    trainer = step.Trainer(cases.MODEL, section, mesh(), cases.params(), total_steps=20)
+    trainer = step.Trainer(cases.MODEL, section, cases.mesh(), cases.params(), total_steps=20)
     return trainer, jax.tree.map(np.array, trainer.state)
 
 
@@ -191,7 +187,7 @@ def test_traced_flops_count_loops_shards_and_recomputation():
     times = jax.make_jaxpr(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: x @ w, x))(x, 3)
     assert flops.traced_flops(times.jaxpr, loops=7) == 7 * 2 * 8 * 16 * 16
     rows = jax.sharding.PartitionSpec("fsdp")
-    sharded = jax.shard_map(lambda x: x @ w, mesh=mesh(fsdp=4), in_specs=rows, out_specs=rows)
+    sharded = jax.shard_map(lambda x: x @ w, mesh=cases.mesh(fsdp=4), in_specs=rows, out_specs=rows)
     assert flops.traced_flops(jax.make_jaxpr(sharded)(x).jaxpr) == 2 * 8 * 16 * 16
     again = jax.make_jaxpr(jax.grad(lambda x: jax.checkpoint(lambda x: ((x @ w) ** 2).sum())(x)))(x)
     assert flops.traced_flops(again.jaxpr) == 3 * 2 * 8 * 16 * 16  # forward, again, backward to x
@@ -311,7 +307,7 @@ def test_minimum_variance_baseline_on_a_sharded_packed_batch():
     section = cases.section(advantage="vcpo", policy_loss="reinforce", loss_params={})
     advantages = []
     for shape in ({}, {"data": 2, "fsdp": 2, "context": 2}):
-        trainer = step.Trainer(model, section, mesh(**shape), cases.params(3, model), total_steps=5)
+        trainer = step.Trainer(model, section, cases.mesh(**shape), cases.params(3, model), total_steps=5)
         batch = cases.batch(trainer, cases.groups(2, 3), score=trainer.score, rows=8, shards=1)
         advantages.append(batch.advantages)
     assert np.abs(advantages[0]).max() > 0.1

@@ -6,22 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from dora_jax.models import sharding
 from dora_jax.models.lora_config import Lora
 from dora_jax.trainer import objective, optim, step
 from tests.fakes import trainer_cases as cases
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compiling is what these tests spend their time on."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def mesh(data=1, fsdp=1, tensor=1, context=1):
-    return sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.slow
@@ -32,7 +21,7 @@ def test_moments_in_host_memory_give_the_same_step():
         trainer = step.Trainer(
             dataclasses.replace(cases.MODEL, n_layers=1),
             section,
-            mesh(fsdp=2, tensor=2),
+            cases.mesh(fsdp=2, tensor=2),
             cases.params(3, dataclasses.replace(cases.MODEL, n_layers=1)),
             total_steps=5,
         )
@@ -64,7 +53,11 @@ def test_moments_in_bfloat16_are_half_as_large_and_the_trainer_learns_as_well():
     sizes, gained = [], []
     for moments in ("float32", "bfloat16"):
         trainer = step.Trainer(
-            model, cases.section(moments=moments, max_grad_norm=0.0), mesh(), cases.params(3, model), total_steps=20
+            model,
+            cases.section(moments=moments, max_grad_norm=0.0),
+            cases.mesh(),
+            cases.params(3, model),
+            total_steps=20,
         )
         batch = cases.batch(trainer)
         before = trainer.logprobs(batch)
@@ -88,7 +81,7 @@ def test_bfloat16_moments_refuse_a_decay_that_they_would_round_away():
 def test_a_backend_without_host_memory_is_named(monkeypatch, field):
     monkeypatch.setattr(optim, "HOST", "pinned_elsewhere")
     with pytest.raises(ValueError, match=f"trainer.{field}='host': cpu devices have no pinned_elsewhere memory, only"):
-        step.Trainer(cases.MODEL, cases.section(**{field: "host"}), mesh(), cases.params(), total_steps=5)
+        step.Trainer(cases.MODEL, cases.section(**{field: "host"}), cases.mesh(), cases.params(), total_steps=5)
 
 
 @pytest.mark.slow
@@ -97,7 +90,7 @@ def test_all_that_is_not_decoded_with_leaves_the_devices():
     model = dataclasses.replace(cases.MODEL, n_layers=1)
     section = cases.section(optimizer_memory="host", lent_memory="host", advantage="gae", value_learning_rate=1e-2)
     options = {"total_steps": 5, "lora": Lora(rank=2)}
-    trainer = step.Trainer(model, section, mesh(fsdp=2, tensor=2), cases.params(3, model), **options)
+    trainer = step.Trainer(model, section, cases.mesh(fsdp=2, tensor=2), cases.params(3, model), **options)
     first = jax.tree.map(np.array, trainer.state)
     batches = [cases.batch(trainer, score=trainer.score)] * 2
     ends = [

@@ -8,13 +8,17 @@ import numpy as np
 from dora_jax import config, presets
 from dora_jax.buffer import layout as batch_layout
 from dora_jax.buffer import pack
-from dora_jax.models import decoder
+from dora_jax.models import decoder, sharding
 from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 MODEL = decoder.new_config("qwen3", vocab_size=48, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=32)
 SECTION = presets.on_cpu(config.TrainerSection(pack_tokens=32, warmup_steps=0, learning_rate=1e-2, share_prompts="off"))
 MAX_PROMPT, MAX_NEW = 8, 12
+
+
+def mesh(data=1, fsdp=1, tensor=1, context=1):
+    return sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
 
 
 def params(seed=3, model=MODEL):
