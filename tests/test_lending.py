@@ -250,12 +250,7 @@ def test_each_split_of_the_table_has_a_row_with_chips_lent(size):
 @pytest.mark.alone  # whether the trainer waits long enough is for the clock to say
 def test_a_paced_run_lends_and_mixes_no_versions():
     """The one-process world in real threads; that it comes close to its prediction is the bench's to say."""
-    setting = end_to_end.setting(steps=3, warmup=2)
-    kv_bytes = (
-        16 * setting.model.kv_bytes_per_token
-    )  # a decode step takes as long as its rows: more instances are faster
-    faster = {"model.kv_bytes_per_token": kv_bytes, "cost.decode_overhead_s": 0.1, "cost.train_fixed_s": 5.0}
-    config = sims.replace(setting, end_to_end.SMALL | faster)
+    config = sims.replace(end_to_end.setting(steps=3, warmup=2), end_to_end.SMALL)
     _, lent = end_to_end.lent_rows(config)
     ran = paced_run.run(lent, pace=1 / 100)
     assert ran.lends > 0 and ran.mixed == 0 and ran.step_s > 0

@@ -12,7 +12,7 @@ a tick lasts 64 times as long. Prediction and run share lengths (a function of s
 orchestrator's configuration, and nothing else. Each mode runs at the split of the chips that the simulator finds best
 for it; `partial` and `evict` also colocated, as `partial` was published. --small is a fraction of that, for a machine of
 few cores or one with other work: 64 samples a step of at most 200 tokens. --lent holds lending of the trainer's chips
-against its prediction instead.
+against its prediction instead, where a decode step takes longer the more rows it has.
 
 A step of `dora` or `staleflow` waits for the longest sample of the version whose deadline is due, so that its time varies:
 in the small setting between 67 and 197 s, 107 s in the mean. Of few steps the mean depends on which of these they are, and
@@ -38,6 +38,9 @@ TOKEN = 64  # tokens of the published experiment that one token here stands for
 CHIPS = 16
 COLOCATED = "colocated"
 LENT = {"orchestrator.elastic": True}
+# Chips are lent where more instances are faster: a decode step of --lent takes as long as its rows' KV, and training is short.
+KV_READS = 32
+BY_ROWS = {"cost.decode_overhead_s": 0.05, "cost.train_fixed_s": 20.0}
 SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orchestrator.updates": 4,
          "workload.max_new_tokens": 200, "cost.train_fixed_s": 60.0, "hardware.rollout_chips": 4}  # fmt: skip
 # What the run is held against: tokens/s of `dora` over those of other modes, and its rollout-only share over sync's.
@@ -87,6 +90,7 @@ def rows(config: SimConfig, modes: list[str], split: str) -> list[Row]:
 
 def lent_rows(config: SimConfig) -> list[Row]:
     """`dora` where a quarter of the chips is the rollouts', and with the trainer's chips lent to them."""
+    config = sims.replace(config, BY_ROWS | {"model.kv_bytes_per_token": KV_READS * config.model.kv_bytes_per_token})
     split = _row(config, "dora", CHIPS // 4)
     return [split, dataclasses.replace(split, label=f"{split.label} lent", config=sims.replace(split.config, LENT))]
 
