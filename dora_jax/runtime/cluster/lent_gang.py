@@ -4,9 +4,8 @@
     -> InstanceUp ... Return -> HandOver -> samples out, the state back -> InstanceDown
 
 `LentRemoteInstance` is a RemoteInstance whose gangs begin when they are asked for. Laws: every Lend is answered by InstanceUp
-or InstanceDown, every Return by InstanceDown; a life is never begun again by itself, lives that come to nothing are
-counted; a life ends with the trainer's gang,
-and with its controller: no other controller takes it over.
+or InstanceDown, every Return by InstanceDown; a life is never begun again by itself, and lives that come to nothing are
+counted; a life ends with the trainer's gang, and with its controller: no other controller takes it over.
 """
 
 from __future__ import annotations
