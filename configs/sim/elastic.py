@@ -10,7 +10,8 @@ There little can be gained. A group of the longest answers runs through all K st
 token takes 21 ms in a batch of one and 37 in one of 256 (sim/bound.py: 152 s a step at least, alone on the fastest
 instance). More chips make batches smaller and these tokens hardly faster, and chips that are held delay the training of what
 is ready: lent whenever the trainer waited, they took 5.88 minutes a step for 5.45 of the split (one seed). So chips are lent
-only where they make the rollouts faster by a fifth (roles.LEAST_GAIN). What shortens the step there is a larger K, or
+only where they make the rollouts faster by a fifth (roles.LEAST_GAIN): 5.65 minutes, and 5.76 where no chip was lent in the
+steps that are measured, so that nothing is left between these but chance. What shortens the step there is a larger K, or
 drafts: with these the same 2,048 + 2,048 chips take 3.78 minutes, 0.9 % of it rollout only (the row "dora, drafts" of fair.py).
 
 Rollout chips do not train, because a split with more chips for the trainer, which lends them, gives what that could. Minutes a
