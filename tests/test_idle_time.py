@@ -74,7 +74,7 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
     instance = types.SimpleNamespace(wait_s=0.0)
     writer = types.SimpleNamespace(note=print, phase=lambda *_: None, write=lambda *_, **__: None)
     brain = types.SimpleNamespace(
-        summary=lambda: {"versions": {}, "moves": 0, "reloads": 0, "lends": {}},
+        summary=lambda: {"versions": {}, "moves": 0, "reloads": 0, "lends": {}, "drafts": {}},
         waiting=dict,
         state=types.SimpleNamespace(config=types.SimpleNamespace(task_cycle=())),
     )
