@@ -18,7 +18,7 @@ def test_a_run_killed_again_and_again_trains_every_group_once(tmp_path, mode):
     lives, halt = 0, None
     while halt is None:
         lives += 1
-        halt = job.life(kill_at=60 + 37 * lives if lives < 12 else None)
+        halt = job.life(kill_at=60 + 12 * lives if lives < 12 else None)
     assert halt.ok and lives > 2
     job.audit()
     assert job.went_on or mode == "sync"
