@@ -31,9 +31,9 @@ def lend(s: State) -> None:
         return
     wait = expected_wait(s)
     rate, lent_rate = _rates(s, wait.version)
-    if wait.version == ledger.base and _oldest_s(s) > ledger.missing * _group_tokens(s) / rate:
-        return
     if not worth_lending(wait.seconds, rate, lent_rate, roles.switch_s):
+        return
+    if wait.version == ledger.base and _oldest_s(s) > ledger.missing * _group_tokens(s) / rate:
         return
     running = [v for v in s.queue.unfinished if v <= wait.version < ledger.base]
     version = max(running, default=ledger.base)

@@ -1,10 +1,10 @@
 """Stage 2, pure: drafts of a sample's next tokens from its group's other samples. numpy only.
 
-Consumes the samples of this engine as they grow and end, and what is told of those of others; produces guesses at what a sample draws next: the tokens that
-followed the same last tokens in a sample of the same group, itself included. Any version may draft. One call verifies a
-guess: it draws at every position with that position's own key and keeps the draws up to the first that differs, so the
-tokens are those of decoding step by step (up to near-ties between batch shapes), and no version but the sample's own
-decides. Suffixes of siblings: Seer (OSDI 26) and DAS draft from them; the rule that keeps a draw is exact here because
+Consumes the samples of this engine as they grow and end, and what is told of those of others; produces guesses at what a
+sample draws next: the tokens that followed the same last tokens in a sample of the same group, itself included. Any version
+may draft. One call verifies a guess: it draws at every position with that position's own key and keeps the draws up to the
+first that differs, so the tokens are those of decoding step by step (up to near-ties between batch shapes), and no version
+but the sample's own decides. Suffixes of siblings: Seer (OSDI 26) and DAS draft from them; the rule that keeps a draw is exact here because
 rollout/sample.py keys every draw by its position.
 """
 
