@@ -6,26 +6,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dora_jax.config_tree import field
+
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSection:
-    """What else hears of a run: see runtime/monitoring.py."""
+    """What else hears of a run (runtime/monitoring.py), and how much its logs may hold."""
 
-    port: int = 0  # of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none
-    wandb: str = ""  # project of Weights & Biases that gets each record of metrics.jsonl (extra wandb); empty: none
+    port: int = field(0, "of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none", ge=0, le=65535)
+    wandb: str = field("", "Weights & Biases project that gets each record of metrics.jsonl (extra wandb); empty: none")
+    log_bytes: int = field(
+        2**27,
+        "samples.jsonl, trajectories.txt, timeline.jsonl, trace.json, each: the oldest go; 0: no limit",
+        ge=0,
+        tuning=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSection:
     """The endpoint of a run: what `python -m dora_jax.serve` answers, sampled by the run's own fleet while it trains."""
 
-    port: int = 0  # where it answers; 0: none
-    host: str = "127.0.0.1"  # its address; others than loopback want DORA_SERVE_TOKEN
-    name: str = "policy"  # what requests call the model; NAME@41 is its version 41
-    train: bool = False  # a session is an episode: task.rewards score each answer by what the user said next
-    session_idle_s: float = 60.0  # train: a session that is silent for so long has ended
-    hold_versions: int = 0  # versions kept for sessions that began with them, when training needs them no more
-    hold_s: float = 600.0  # so long after a newer one is published, at most; then their requests get 410
+    port: int = field(0, "where it answers; 0: none", ge=0, le=65535)
+    host: str = field("127.0.0.1", "its address; others than loopback want DORA_SERVE_TOKEN")
+    name: str = field("policy", "what requests call the model; NAME@41 is its version 41")
+    train: bool = field(False, "a session is an episode: task.rewards score each answer by what the user said next")
+    session_idle_s: float = field(60.0, "train: a session that is silent for so long has ended", gt=0)
+    hold_versions: int = field(0, "older versions kept for the sessions that began with them", ge=0)
+    hold_s: float = field(600.0, "so long after a newer one is published, at most; then their requests get 410", ge=0)
 
 
 def problems(config: Any) -> Iterator[str]:

@@ -2,84 +2,87 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from dora_jax.config_tree import field
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPart:
     """One of several tasks; templates and rewards are those of the section."""
 
-    name: str = ""  # as in the section, and so the next four
-    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = field("", "as in the section, and so the next four")
+    params: dict[str, Any] = field({})
     path: str = ""
     heldout_path: str = ""
     extract: str = ""
-    weight: int = 1  # prompts of it in each turn through the mix
-    limit: float = 1.0  # its outstanding groups at most, in units of its share of inflight; all 1: no limits
+    weight: int = field(1, "prompts of it in each turn through the mix", ge=1)
+    limit: float = field(1.0, "most outstanding groups, in units of its share of inflight; all 1: no limits", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    name: str = ""  # "reasoning_gym:<dataset>" or "rows"
-    params: dict[str, Any] = dataclasses.field(default_factory=dict)  # handed to the reasoning-gym dataset
-    path: str = ""  # rows: a .jsonl or .parquet file
-    heldout_path: str = ""  # rows: held-out file; empty: a share of `path` by uid
-    mix: dict[str, TaskPart] = dataclasses.field(default_factory=dict)  # several tasks in place of `name`, each named
-    lead: float = 0.0  # mix with limits: steps of prompts by which a task may be ahead of another; 0: any number
-    adaptive: bool = False  # mix: a task with many filtered groups gets more of the load, up to 4 times its share
-    heldout: int = 256  # distinct held-out prompts; in a mix an equal part of each task's
-    template: str = "{prompt}"  # "{prompt}" is the question; "chat" applies the tokenizer's chat template
-    extract: str = ""  # regex; its first group in the question replaces the question
-    rewards: tuple[str, ...] = ("dora_jax.tasks.rewards.exact",)  # import paths; values add up
-    answer_pattern: str = ""  # regex; its first group in the response is what rewards see
-    reward_workers: int = 1  # processes
-    reward_timeout_s: float = 10.0
-    reward_retries: int = 2
-    reward_walls: str = "auto"  # full: rewards see no other process; weak: they could; auto: full for shipped rewards
-    sandbox: bool = False  # rewards of yours may run programs (tasks/programs.py); those of tasks/code.py always may
-    reward_env: tuple[str, ...] = ()  # names of environment variables that rewards may read, beside PATH and the like
-    max_failed_share: float = 0.01  # above this the run stops
-    max_bad_rows_share: float = 0.01
-    shuffle_rewards: bool = False  # control experiment: rewards permuted among a step's samples
+    name: str = field("", '"reasoning_gym:<dataset>" or "rows"')
+    params: dict[str, Any] = field({}, "handed to the reasoning-gym dataset")
+    path: str = field("", "rows: a .jsonl or .parquet file")
+    heldout_path: str = field("", "rows: held-out file; empty: a share of `path` by uid")
+    mix: dict[str, TaskPart] = field({}, "several tasks in place of `name`, each named")
+    lead: float = field(0.0, "mix with limits: steps of prompts by which a task may be ahead; 0: any number", ge=0)
+    adaptive: bool = field(False, "mix: tasks with many filtered groups get up to 4 times their share of the load")
+    heldout: int = field(256, "distinct held-out prompts; in a mix an equal part of each task's", ge=1)
+    template: str = field("{prompt}", 'text around {prompt}; "chat" applies the tokenizer\'s chat template')
+    extract: str = field("", "regex; its first group in the question replaces the question")
+    rewards: tuple[str, ...] = field(("dora_jax.tasks.rewards.exact",), "import paths; values add up")
+    answer_pattern: str = field("", "regex; its first group in the response is what rewards see")
+    reward_workers: int = field(1, "processes", ge=1)
+    reward_timeout_s: float = field(10.0, "for one sample", gt=0)
+    reward_retries: int = field(2, "of a sample whose reward failed", ge=0, tuning=True)
+    reward_walls: Literal["auto", "full", "weak"] = field(
+        "auto", "full: rewards see no other process; weak: they could; auto: full for shipped rewards"
+    )
+    sandbox: bool = field(False, "your rewards may run programs (tasks/programs.py); those of tasks/code.py always do")
+    reward_env: tuple[str, ...] = field((), "environment variables that rewards may read, beside PATH and the like")
+    max_failed_share: float = field(0.01, "of groups whose scoring failed; above this the run stops", ge=0, le=1)
+    max_bad_rows_share: float = field(0.01, "of rows that cannot be read, else the run stops", ge=0, le=1, tuning=True)
+    shuffle_rewards: bool = field(False, "control experiment: rewards permuted among a step's samples")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSection:
     """A trained judge of finished samples: weight * score is a term of the reward, beside task.rewards if any."""
 
-    path: str = ""  # a Hugging Face folder with a head `score.weight` [1, D] and the policy's token ids; empty: none
-    weight: float = 1.0
-    placement: str = "own"  # own: devices of its own; trainer: the first of the trainer's
-    data: int = 1  # mesh axis: batch rows, parameters replicated
-    fsdp: int = 1  # mesh axis: batch rows and parameters
-    tensor: int = 1  # mesh axis: heads, d_ff
-    pack_tokens: int = 512  # L: packed row length
-    rows: int = 0  # B: packed rows a batch; 0: one a shard of data and fsdp
+    path: str = field("", "Hugging Face folder with a head `score.weight` [1, D] and the policy's token ids")
+    weight: float = field(1.0, "of its score in the reward")
+    placement: Literal["own", "trainer"] = field("own", "own: devices of its own; trainer: the first of the trainer's")
+    data: int = field(1, "mesh axis: batch rows, parameters replicated", ge=1)
+    fsdp: int = field(1, "mesh axis: batch rows and parameters", ge=1)
+    tensor: int = field(1, "mesh axis: heads, d_ff", ge=1)
+    pack_tokens: int = field(512, "L: packed row length", ge=1)
+    rows: int = field(0, "B: packed rows a batch; 0: one a shard of data and fsdp", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSection:
     """What answers a policy of several turns, and rewards it in the place of task.rewards."""
 
-    name: str = ""  # import path of an environment (tasks/environment.py); empty: a sample is one answer
-    params: dict[str, Any] = dataclasses.field(default_factory=dict)  # keywords of its constructor
-    observation: str = "\n{content}\n"  # what stands around a message of it, where task.template is not "chat"
-    renderer: str = ""  # of the package renderers, such as qwen3, where task.template is "chat"; empty: the tokenizer's
-    max_turns: int = 8  # of an episode; the policy's last message is still answered
-    turn_tokens: int = 0  # that the policy may sample in one turn; 0: rollout.max_new_tokens, which holds all turns
-    branches: int = 0  # times that the chat template may rewrite earlier turns of an episode; one more fails its group
-    step_timeout_s: float = 60.0  # for one answer; later ones fail the group
-    episode_timeout_s: float = 3600.0  # from its beginning until its last answer is asked for
-    retries: int = 2  # of an answer, where the environment says that a retry can help
-    workers: int = 1  # processes; each holds thousands of episodes
-    python: str = ""  # their interpreter, where the environment's packages are installed apart; empty: the run's
-    sandbox: bool = False  # it may run programs (tasks/programs.py); the PythonTool of tasks/code.py always may
-    env: tuple[str, ...] = ()  # names of environment variables that they may read, beside PATH and the like
-    noise_failed: float = 0.0  # share of the observations that say in their place that the tool failed
-    noise_truncated: float = 0.0  # that end after half
-    noise_late: float = 0.0  # that come noise_late_s later
-    noise_irrelevant: float = 0.0  # that say something else
-    noise_late_s: float = 1.0
-    noise_ramp_groups: int = 0  # groups over which the shares rise from 0; held-out samples: every second one, in full
+    name: str = field("", "import path of an environment (tasks/environment.py); empty: a sample is one answer")
+    params: dict[str, Any] = field({}, "keywords of its constructor")
+    observation: str = field("\n{content}\n", 'what stands around a message of it, where task.template is not "chat"')
+    renderer: str = field("", "of the package renderers, such as qwen3, for the template chat; empty: the tokenizer's")
+    max_turns: int = field(8, "of an episode; the policy's last message is still answered", ge=1)
+    turn_tokens: int = field(0, "most tokens that one turn samples; 0: rollout.max_new_tokens, that of all turns", ge=0)
+    branches: int = field(0, "most times that the chat template may rewrite an episode's earlier turns", ge=0)
+    step_timeout_s: float = field(60.0, "for one answer; later ones fail the group", gt=0)
+    episode_timeout_s: float = field(3600.0, "from its beginning until its last answer is asked for", gt=0, tuning=True)
+    retries: int = field(2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True)
+    workers: int = field(1, "processes; each holds thousands of episodes", ge=1)
+    python: str = field("", "their interpreter, where the environment's packages are installed apart; empty: the run's")
+    sandbox: bool = field(False, "it may run programs (tasks/programs.py); the PythonTool of tasks/code.py always may")
+    env: tuple[str, ...] = field((), "environment variables that they may read, beside PATH and the like")
+    noise_failed: float = field(0.0, "share of observations that say instead that the tool failed", ge=0, le=1)
+    noise_truncated: float = field(0.0, "share that end after half", ge=0, le=1)
+    noise_late: float = field(0.0, "share that come noise_late_s later", ge=0, le=1)
+    noise_irrelevant: float = field(0.0, "share that say something else", ge=0, le=1)
+    noise_late_s: float = field(1.0, ge=0, tuning=True)
+    noise_ramp_groups: int = field(0, "groups over which the shares rise from 0; held-out: every second in full", ge=0)

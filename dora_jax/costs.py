@@ -31,6 +31,7 @@ from typing import Protocol
 
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
+from dora_jax.config_tree import field
 from dora_jax.models import families
 
 FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token
@@ -38,20 +39,20 @@ FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    size: str = ""  # a model that is known by name, such as DeepSeek-V3: its numbers take the place of the following
-    params: float = 32.8e9  # all weights
-    active_params: float = 0.0  # used by one token; 0: all of them (dense)
-    experts: int = 0  # routed experts a layer; 0: dense
+    size: str = field("", "a known model, such as DeepSeek-V3, whose numbers take the place of the following")
+    params: float = field(32.8e9, "all weights")
+    active_params: float = field(0.0, "used by one token; 0: all of them (dense)")
+    experts: int = field(0, "routed experts a layer; 0: dense")
     experts_per_token: int = 0
     n_layers: int = 64
     d_model: int = 5120
     n_heads: int = 40
     head_dim: int = 128
-    kv_bytes_per_token: float = 262144.0  # all layers
-    kv_copies: float = 1.0  # chips of an instance that hold the same keys and values, or latents
+    kv_bytes_per_token: float = field(262144.0, "all layers")
+    kv_copies: float = field(1.0, "chips of an instance that hold the same keys and values, or latents")
     weight_bytes_per_param: float = 2.0
-    adapter_bytes: float = (
-        0.0  # versions are adapters of so many bytes over one base, which one call serves; 0: full weights
+    adapter_bytes: float = field(
+        0.0, "of a version that is an adapter of one base, served by one call; 0: full weights"
     )
 
 
@@ -59,15 +60,15 @@ class ModelSizes:
 class Hardware:
     chip: str = "h800"
     chips: int = 64
-    rollout_chips: int = 0  # the trainer has the others; 0: colocated: both roles have all chips and take turns
-    prefill_chips: int = 0  # of the rollout chips, in instances that prefill and decode nothing; 0: each does both
-    tensor: int = 4  # chips that split every matrix of an instance
-    expert: int = 1  # groups of `tensor` chips that split the experts of an instance
-    residents: int = 1  # R: versions an instance holds at once
-    slots: int = 512  # samples that decode at once, per instance
-    hbm_share: float = 0.9  # of HBM that weights and KV may fill
+    rollout_chips: int = field(0, "the trainer has the others; 0: colocated: both roles have all chips and take turns")
+    prefill_chips: int = field(0, "of the rollout chips, in instances that only prefill; 0: each does both")
+    tensor: int = field(4, "chips that split every matrix of an instance")
+    expert: int = field(1, "groups of `tensor` chips that split the experts of an instance")
+    residents: int = field(1, "R: versions an instance holds at once")
+    slots: int = field(512, "samples that decode at once, per instance")
+    hbm_share: float = field(0.9, "of HBM that weights and KV may fill")
     page_size: int = 16
-    speeds: tuple[float, ...] = (1.0,)  # relative speeds of the instances, repeated
+    speeds: tuple[float, ...] = field((1.0,), "relative speeds of the instances, repeated")
 
     @property
     def instance_chips(self) -> int:
@@ -97,23 +98,23 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class CostOptions:
-    path: str = ""  # measured costs (JSON, see below) in place of the roofline
-    decode_overhead_s: float = 0.005  # of one tick, whatever its batch
-    hbm_efficiency: float = 0.8  # share of the chip's bandwidth that decode reaches
-    flops_efficiency: float = 0.5  # share of the chip's FLOP/s that prefill and a full decode batch reach
-    train_utilisation: float = 0.35  # share of the trainer's FLOP/s, preparation included
-    train_fixed_s: float = 0.0  # of a step, however many chips
-    train_row_tokens: int = 0  # of a sample as the trainer computes it, padding included; 0: its own
-    train_recomputed: float = 0.0  # forward passes that the backward pass repeats (rematerialisation)
-    score_s: float = 1.0  # from the last sample of a group to its rewards
+    path: str = field("", "measured costs (JSON, see below) in place of the roofline")
+    decode_overhead_s: float = field(0.005, "of one tick, whatever its batch")
+    hbm_efficiency: float = field(0.8, "share of the chip's bandwidth that decode reaches")
+    flops_efficiency: float = field(0.5, "share of the chip's FLOP/s that prefill and a full decode batch reach")
+    train_utilisation: float = field(0.35, "share of the trainer's FLOP/s, preparation included")
+    train_fixed_s: float = field(0.0, "of a step, however many chips")
+    train_row_tokens: int = field(0, "of a sample as the trainer computes it, padding included; 0: its own")
+    train_recomputed: float = field(0.0, "forward passes that the backward pass repeats (rematerialisation)")
+    score_s: float = field(1.0, "from the last sample of a group to its rewards")
     link_efficiency: float = 0.7
-    load_fixed_s: float = 0.5  # of one weight transfer
-    move_fixed_s: float = 0.02  # of one sample's migration
-    balance_s: float = 0.0  # of a step, that instances which versions share stand still to balance and to move samples
-    publish_s: float = 0.0  # from a step's end until its version is there to be loaded
-    control_s: float = 0.0  # from a fact to the command that follows from it
-    state_bytes_per_param: float = 12.0  # that leave the trainer's chips when they are lent: f32 weights, two moments
-    switch_fixed_s: float = 0.5  # of lending the trainer's chips, and of returning them
+    load_fixed_s: float = field(0.5, "of one weight transfer")
+    move_fixed_s: float = field(0.02, "of one sample's migration")
+    balance_s: float = field(0.0, "of a step, that instances with common versions stand still to move samples")
+    publish_s: float = field(0.0, "from a step's end until its version is there to be loaded")
+    control_s: float = field(0.0, "from a fact to the command that follows from it")
+    state_bytes_per_param: float = field(12.0, "that leave the trainer's chips while lent: f32 weights, two moments")
+    switch_fixed_s: float = field(0.5, "of lending the trainer's chips, and of returning them")
 
 
 class Costs(Protocol):

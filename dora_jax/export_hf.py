@@ -54,7 +54,6 @@ def export(
     from dora_jax.models import hf, peft
     from dora_jax.runtime import checkpoint_weights
     from dora_jax.runtime.job import pick
-    from dora_jax.trainer import checkpoint
 
     source = config.model.path
     hf.check_vacant(out)
@@ -62,7 +61,8 @@ def export(
     directory = workdir / "checkpoints"
     step = pick(directory, step)
     if adapter:
-        peft.save(out, cfg, config.lora, checkpoint.read_params(directory, step), source, jnp.dtype(dtype))
+        trained = checkpoint_weights.read_trained(directory, step)
+        peft.save(out, cfg, config.lora, trained, source, jnp.dtype(dtype))
     else:
         whole = checkpoint_weights.read(config, directory, step)
         hf.save(out, cfg, whole, source, dtype=jnp.dtype(dtype), padded=padded)

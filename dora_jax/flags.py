@@ -1,6 +1,6 @@
 """The command line of every entry point: absl flags around one --config, checked in full before JAX is imported.
 
-    --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run [--aot]
+    --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run [--aot] [--begin_anew=history.1]
 
 Consumes argv; produces a `Config` and a workdir that belongs to it: config.json (resolved, secrets blanked) and
 overrides.json are written there, and a workdir of another config is refused.
@@ -36,6 +36,10 @@ CONFIG_HELP = (
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
 DRY_RUN_HELP = "print the resolved config, what was chosen and why, devices and memory, and stop"
 DOWNLOAD_HELP = "fetch models that are named as the Hugging Face hub does, OWNER/NAME, into models/OWNER/NAME first"
+ANEW_HELP = (
+    "begin at version 0: move what an earlier run left in --workdir into this new folder of it, such as history.1; "
+    "where that is there already, an earlier start of this command has done so, and the run goes on"
+)
 AOT_HELP = (
     "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
 )
@@ -47,13 +51,19 @@ SERVED_TOKENS, SERVED_SLOTS = 1024, 16  # of --model, unless it is said: a promp
 class CommandLine:
     """What one command line asks for."""
 
-    config: Config
+    plan: presets.Plan  # of a run that is to train, and in a dry run, with its model
     workdir: Path
     overrides: dict[str, Any]  # --config.field=value: {"field": value}
     dry_run: bool
     aot: bool = False
     in_bucket: bool = False  # the workdir is a scratch folder
+    begin_anew: str = ""  # name of the folder that takes the workdir's history; empty: the run goes on
     downloads: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> name of the hub, for --download
+
+    @property
+    def config(self) -> Config:
+        """As asked, with the fields open that the platform fills in."""
+        return self.plan.asked
 
 
 def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> None:
@@ -74,6 +84,8 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
             for field, name in asked.downloads.items():
                 hub.fetch(field, name)
             _check(asked, purpose)  # once more: what has come may be no model
+        if asked.begin_anew:
+            print(workdirs.put_history_aside(asked.workdir, asked.config, asked.begin_anew), flush=True)
         if purpose not in READERS:
             record(asked)
         code = main(asked.config, asked.workdir)
@@ -112,29 +124,29 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flag_values.dry_run,
     )
     downloads = hub.settle(tree) if flag_values.download else {}
-    config = validate.from_config_dict(tree, purpose)
+    plan = validate.read(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
         raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
+    if flag_values.begin_anew:
+        _check_begin_anew(flag_values.begin_anew, flag_values.workdir, purpose)
     asked = CommandLine(
-        config=config,
+        plan=plan,
         workdir=workdir,
         overrides=overrides,
         dry_run=flag_values.dry_run,
         aot=flag_values.aot,
         in_bucket="://" in flag_values.workdir,
         downloads=downloads,
+        begin_anew=flag_values.begin_anew,
     )
-    _check(asked, purpose)
-    return asked
+    return _check(asked, purpose)
 
 
 def describe(asked: CommandLine) -> str:
     """What --dry_run prints: the resolved config as JSON, then which part gets which device."""
-    found, model = presets.machines(asked.config), presets.model_of(asked.config)
-    config, choices = presets.resolve(asked.config, found, model)
+    found, config, planned = asked.plan.machines, asked.plan.config, asked.plan.memory
     n_devices = devices.known_devices(config) or 1
     plan = _gangs(config) if config.cluster.launcher else devices.plan(n_devices, config).describe()
-    planned = budget.of(config, found, model)
     memory = (
         budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
     )
@@ -145,7 +157,7 @@ def describe(asked: CommandLine) -> str:
             json.dumps(configs.to_json(config), indent=2),
             f"workdir: {asked.workdir}",
             f"chosen for {found}{'' if all(machine.name for machine in found) else ', as no slice is named'}:",
-            *presets.table(choices),
+            *presets.table(asked.plan.choices),
             plan,
             memory,
             *notes,
@@ -172,13 +184,13 @@ def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdi
     """What a script asks for, checked and recorded as a command line is."""
     tree = dataclasses.asdict(config) if isinstance(config, Config) else config
     asked = CommandLine(
-        config=validate.from_config_dict(tree),
+        plan=validate.read(tree),
         workdir=local(workdir, "train"),
         overrides={},
         dry_run=False,
         in_bucket="://" in os.fspath(workdir),
     )
-    _check(asked, "train")
+    asked = _check(asked, "train")
     record(asked)
     return asked
 
@@ -207,17 +219,32 @@ def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Pa
 # ---------------------------------------------------------------- private
 
 
-def _check(asked: CommandLine, purpose: str) -> None:
-    """ConfigError lists what the files and the machine that are there say against this run."""
-    if purpose in READERS:
-        return
+def _check(asked: CommandLine, purpose: str) -> CommandLine:
+    """The command line with the model in its plan; ConfigError lists what files and machine say against this run."""
     config = asked.config
     problems = validate.model_problems(config) if purpose == "train" else []
+    if not problems and (purpose == "train" or asked.dry_run):
+        try:
+            asked = dataclasses.replace(asked, plan=presets.with_model(asked.plan, presets.model_of(config)))
+        except ConfigError as error:
+            problems = list(error.problems)
+    if purpose in READERS and not problems:
+        return asked
     problems = problems or _machine(asked, purpose)
     if not asked.dry_run:
         problems += validate.missing_paths(config, purpose, asked.downloads)
     if problems := [*problems, *workdirs.conflicts(asked.workdir, config)]:
         raise ConfigError(problems)
+    return asked
+
+
+def _check_begin_anew(name: str, workdir: str, purpose: str) -> None:
+    if purpose != "train":
+        raise ConfigError("begin_anew: --begin_anew goes with dora_jax.train alone")
+    if not workdirs.HISTORY.fullmatch(name):
+        raise ConfigError(f"begin_anew: {name!r} is no name of a history folder, such as history.1")
+    if "://" in workdir:
+        raise ConfigError("begin_anew: a run in a bucket cannot put its history aside; choose another --workdir")
 
 
 def _define(flag_values: flags.FlagValues) -> None:
@@ -226,7 +253,8 @@ def _define(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_boolean("dry_run", False, DRY_RUN_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("aot", False, AOT_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("download", False, DOWNLOAD_HELP, flag_values=flag_values)
-    for name in ("workdir", "dry_run", "aot", "download"):
+    flags.DEFINE_string("begin_anew", "", ANEW_HELP, flag_values=flag_values)
+    for name in ("workdir", "dry_run", "aot", "download", "begin_anew"):
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values[name])
 
 
@@ -248,7 +276,7 @@ def _saved(rest: Sequence[str], spec: str, purpose: str) -> ml_collections.Confi
         return _folder(folder, coming=any(arg.lstrip("-").startswith("download") for arg in rest))
     if not named:
         raise ConfigError("workdir: missing; name the folder of a run, --workdir=DIR")
-    config = validate.from_config_dict(workdirs.read(local(named, "evaluate")), purpose)
+    config = validate.declared(workdirs.read(local(named, "evaluate")))
     return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
 
 
@@ -274,26 +302,26 @@ def _folder(path: str, coming: bool) -> ml_collections.ConfigDict:
 
 def _machine(asked: CommandLine, purpose: str) -> list[str]:
     """What the devices of this machine cannot do, as far as their number and the model are known by now."""
-    config = asked.config
+    plan, config = asked.plan, asked.config
     n_devices = devices.known_devices(config) or (1 if asked.dry_run else None)
-    makes_model = purpose == "sft" or (validate.makes_base(config) and not presets.model_of(config))
-    if problems := presets.warm_start_problems(config, presets.machines(config)) if makes_model else []:
+    makes_model = purpose == "sft" or (validate.makes_base(config) and not plan.model)
+    if problems := presets.warm_start_problems(config, plan.machines) if makes_model else []:
         return problems
     if purpose == "sft":
         return []
     if config.cluster.launcher:
-        return _uneven(config) or _unfit(config)
+        return _uneven(plan) or _unfit(plan)
     if n_devices is None:
         return []
     try:
         mesh = devices.plan(n_devices, config).trainer_mesh
-        model = _model(config)
+        model = _model(plan)
     except ConfigError as error:
         return list(error.problems)
     except ValueError as error:  # a sentence of models.config or hf_config
         return [f"model.path: {error}"]
     if not model:
-        return _unfit(config)
+        return _unfit(plan)
     if problems := objective.mixture_problems(config.trainer, model):
         return problems
     axes: dict[str, dict[str, int]] = {
@@ -307,12 +335,12 @@ def _machine(asked: CommandLine, purpose: str) -> list[str]:
             "serving": True,
         },
     }
-    return [problem for field, mesh in axes.items() for problem in _indivisible(field, model, mesh)] or _unfit(config)
+    return [problem for field, mesh in axes.items() for problem in _indivisible(field, model, mesh)] or _unfit(plan)
 
 
-def _uneven(config: Config) -> list[str]:
+def _uneven(plan: presets.Plan) -> list[str]:
     """What the model's heads cannot be on an instance's processes."""
-    model, hosts = presets.model_of(config), config.cluster.hosts_per_instance
+    model, hosts = plan.model, plan.asked.cluster.hosts_per_instance
     if model is None:
         return []
     if model.cache_heads % hosts and hosts % model.cache_heads:
@@ -322,16 +350,14 @@ def _uneven(config: Config) -> list[str]:
                 f"{model.cache_heads} KV heads evenly"
             )
         ]
-    return _indivisible("rollout.tensor", model, {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True})
+    return _indivisible("rollout.tensor", model, {"fsdp": 1, "tensor": plan.asked.rollout.tensor, "serving": True})
 
 
-def _unfit(config: Config) -> list[str]:
+def _unfit(plan: presets.Plan) -> list[str]:
     """What the machines that the configuration names cannot do, or cannot hold."""
-    found, model = presets.machines(config), presets.model_of(config)
-    if not any(machine.name for machine in found):
+    if not any(machine.name for machine in plan.machines):
         return []  # JAX will tell
-    resolved, _ = presets.resolve(config, found, model)
-    return presets.problems(resolved, found, model)
+    return presets.problems(plan)
 
 
 def _indivisible(field: str, model: models.ModelConfig, mesh: dict[str, Any]) -> list[str]:
@@ -342,10 +368,11 @@ def _indivisible(field: str, model: models.ModelConfig, mesh: dict[str, Any]) ->
     return []
 
 
-def _model(config: Config) -> models.ModelConfig | None:
+def _model(plan: presets.Plan) -> models.ModelConfig | None:
     """The model that will run; None where only a later stage can tell."""
+    config = plan.asked
     if (Path(config.model.path) / "config.json").is_file():
-        return read_config(config.model.path)
+        return plan.model
     sft = config.sft
     if sft.init or not validate.makes_base(config):
         return None

@@ -1,6 +1,7 @@
-"""What --help prints: what a program is, its own flags, and every field of its configuration with default and comment.
+"""What --help prints: what a program is, its own flags, and the fields of its configuration, as they are declared.
 
-Consumes the configuration's dataclasses, whose comments are the documentation of the fields; ends with exit code 0.
+Consumes the configuration's dataclasses; ends with exit code 0. Fields that are tuning, right as they are on any machine,
+are listed by --helpfull and in the page only.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ import re
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from absl import app
 
+from dora_jax import config_tree
+from dora_jax.config_tree import Declared
+
 HELP = re.compile(r"--?(help|helpshort|helpfull|h|\?)")
+FULL = "--helpfull"
 WIDTH = 120
-COMMENT_AT = 46  # column
+MOST_CHOICES = 7  # that are listed
+HELP_AT = 46  # column
 
 
 INTRODUCTION = """# Configurations
@@ -36,8 +43,9 @@ runs it. `--config=configs/quickstart.py:tiny` hands `tiny` to it, `--config.fie
 
 ## Every field
 
-A default that is empty, 0 or `auto` where the comment says so is chosen by the platform; `--dry_run` prints what was chosen and why. This list is what `--help` prints
-and is made of the comments in `dora_jax/config.py` and `dora_jax/config_task.py`; `python tests/test_config_page.py` writes this page anew.
+A default that is empty, 0 or `auto` where the help says so is chosen by the platform; `--dry_run` prints what was chosen and why. Fields behind "tuning" are
+right as they are on any machine: `--help` leaves them out, `--helpfull` lists them. Both lists are made of the declarations in `dora_jax/config*.py`;
+`python tests/test_config_page.py` writes this page anew.
 """
 
 
@@ -47,55 +55,55 @@ def asked_for(args: Sequence[str]) -> bool:
 
 def show(args: Sequence[str], config: type) -> None:
     """Prints the help and exits with code 0; it lists the flags defined so far. config: the dataclass of all sections."""
-    app.usage(shorthelp="--helpfull" not in args, writeto_stdout=True)
-    print(
-        "\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *fields(config)])
-    )
+    app.usage(shorthelp=FULL not in args, writeto_stdout=True)
+    lines = list(fields(config, tuning=FULL in args))
+    print("\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *lines]))
+    if FULL not in args:
+        print("\nand what is right as it is on any machine, with --helpfull")
     raise SystemExit(0)
 
 
-def fields(cls: type, prefix: str = "") -> Iterator[str]:
-    """Fields of this section, then those inside its sections, each under its heading."""
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE))
-    hints = typing.get_type_hints(cls)
-    sections = {
-        field.name: hints[field.name]
-        for field in dataclasses.fields(cls)
-        if dataclasses.is_dataclass(hints[field.name])
-    }
-    sections |= {
+def fields(cls: type, prefix: str = "", tuning: bool = True) -> Iterator[str]:
+    """Fields of this section, those that are tuning behind the others, then those inside its sections, each under its
+    heading."""
+    here = config_tree.fields_of(cls)
+    sections: dict[str, Any] = {name: one.type for name, one in here.items() if dataclasses.is_dataclass(one.type)}
+    entries = {
         f"{name}.NAME": each
-        for name, hint in hints.items()
-        if typing.get_origin(hint) is dict
-        for each in typing.get_args(hint)
+        for name, one in here.items()
+        if typing.get_origin(one.type) is dict
+        for each in typing.get_args(one.type)
         if dataclasses.is_dataclass(each)
-    }  # entries that the user names
+    }  # of dictionaries, whose entries the user names
     yield ""
     if re.match(r"\w", doc := inspect.getdoc(cls) or "") and not doc.startswith(
         f"{cls.__name__}("
     ):  # dataclasses writes a signature where a class has no docstring
         yield from textwrap.wrap(" ".join(doc.split()), WIDTH, initial_indent="  ", subsequent_indent="  ")
-    for field in dataclasses.fields(cls):
-        if field.name not in sections:
-            yield from _line(f"{prefix}{field.name}={_default(field)}", comments.get(field.name, ""))
-    for name, inner in sections.items():
-        yield from fields(inner, f"{prefix}{name}.")
+    plain = {name: one for name, one in here.items() if name not in sections}
+    for name, one in plain.items():
+        if not one.tuning:
+            yield from _line(prefix + name, one)
+    tuned = {name: one for name, one in plain.items() if one.tuning and tuning}
+    if tuned:
+        yield "  tuning:"
+    for name, one in tuned.items():
+        yield from _line(prefix + name, one)
+    for name, inner in (sections | entries).items():
+        yield from fields(inner, f"{prefix}{name}.", tuning)
 
 
-def _default(field: dataclasses.Field) -> str:
-    make = field.default_factory
-    value = field.default if make is dataclasses.MISSING else make()
-    return value if isinstance(value, str) and value else repr(value)
-
-
-def _line(setting: str, comment: str) -> list[str]:
-    head = f"  {setting}"
-    if not comment:
+def _line(name: str, one: Declared) -> list[str]:
+    value = one.default if isinstance(one.default, str) and one.default else repr(one.default)
+    words = ", ".join(choice or "empty" for choice in one.choices if len(one.choices) <= MOST_CHOICES)
+    text = "; ".join(filter(None, (words, one.help)))
+    head = f"  {name}={value}"
+    if not text:
         return [head]
-    head = head.ljust(COMMENT_AT) if len(head) < COMMENT_AT else f"{head}  "
-    return textwrap.wrap(comment, WIDTH, initial_indent=head, subsequent_indent=" " * COMMENT_AT)
+    head = head.ljust(HELP_AT) if len(head) < HELP_AT else f"{head}  "
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * HELP_AT)
 
 
 def page(config: type) -> str:
-    """configs/README.md: every field, with default and comment."""
+    """configs/README.md: every field, with default and help."""
     return f"{INTRODUCTION}\n```text{chr(10).join(fields(config))}\n```\n"

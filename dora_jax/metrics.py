@@ -3,8 +3,8 @@
 Consumes named values from the runtime; produces one JSON line a record, the same scalars for TensorBoard, one console
 line a step, and between the lines a progress line that moves whatever the run is doing.
 Laws: names are paths (`lag/max`, `rollout/tokens_per_s`); every line of metrics.jsonl is strict JSON (what is not
-finite is null); after a resume no line is later than the step resumed from, until it is written again; a sum and a
-count travel together and are divided once.
+finite is null); after a resume no line is later than the step resumed from, until it is written again; a damaged line
+is put aside and stops no run; a sum and a count travel together and are divided once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from dora_jax import state_files
 from dora_jax.console import Console
 from dora_jax.retrying_file import PatientFile
+
+SHARES = tuple(f"eval/{name}{end}" for name in ("accuracy", "pass_at_k") for end in ("", "_low", "_high"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +135,34 @@ class Writer:
         return self._workdir / "metrics.jsonl"
 
     def resume(self, step: int) -> None:
-        """Drops what was written after `step`: the run goes on from there. Call before the first write."""
+        """Drop what was written after `step`: the run goes on from there. Call before the first write.
+
+        Damaged lines are put aside: what is no record, and a later step that stands before an earlier one. A note says
+        where they are, and of which steps no record is left.
+        """
         if self._lines:
             raise RuntimeError("Writer.resume must come before the first write")
         self._resumed_at = step
-        if self.file.exists():
-            kept = [line for line in self.file.read_text().splitlines() if _step_of(line) <= step]
-            records = [json.loads(line) for line in kept]
-            self.evaluations = {r["step"]: r for r in records if "eval/prompts" in r}
-            partial = self.file.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            os.replace(partial, self.file)
+        data = self.file.read_bytes() if self.file.is_file() else b""
+        lines, found = data.split(b"\n"), state_files.read_lines(data, is_record)
+        last = max((n for n, row in found.rows if row["step"] <= step and not _evaluates(row)), default=0)
+        misplaced = [(n, lines[n - 1]) for n, row in found.rows if row["step"] > step and n < last]
+        if damaged := sorted(found.damaged + misplaced):
+            place = state_files.put_aside(self.file, (line for _, line in damaged))
+            self.note(
+                f"{self.file} is damaged in line {state_files.numbers(n for n, _ in damaged)}; what stood there is in {place}"
+            )
+        kept = [row for _, row in found.rows if row["step"] <= step]
+        missing = {*range(1, step + 1)} - {row["step"] for row in kept if not _evaluates(row)}
+        if missing:
+            self.note(f"{self.file} has no record of step {state_files.numbers(missing)}")
+        self.evaluations = {
+            row["step"]: {name: math.nan if value is None else value for name, value in row.items()}
+            for row in kept
+            if _evaluates(row)
+        }
+        if self.file.is_file():
+            state_files.replace(self.file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
 
     def write(self, step: int, metrics: Mapping[str, Value | float], *, waits: Sequence[str] = ()) -> None:
         """One record in every sink; waits: phrases that say what waited for what, the longest wait first."""
@@ -180,9 +200,7 @@ class Writer:
         if self._lines and self._board:
             return self._lines, self._board
         self._board = _Board(self._workdir / "tensorboard", self._resumed_at, self.note)
-        self._lines = PatientFile(self.file, self.note)
-        if self.file.stat().st_size and not self.file.read_bytes().endswith(b"\n"):
-            self._lines.write(b"\n")  # a crash cut the last line short; ours start on their own
+        self._lines = PatientFile(self.file, self.note, lines=True)
         return self._lines, self._board
 
 
@@ -220,7 +238,24 @@ class _Board:
         self._file.write(size + struct.pack("<I", self._crc(size)) + data + struct.pack("<I", self._crc(data)))
 
 
+def is_record(row: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is what `Writer.write` writes; of an evaluation, what `runtime.evaluations` makes."""
+    step, waits = row.get("step"), row.get("waits", "")
+    numbers = [value for name, value in row.items() if name not in ("step", "waits")]
+    if type(step) is not int or step < 0 or type(waits) is not str:
+        return False
+    if not all(value is None or type(value) in (int, float) for value in numbers):
+        return False
+    shares = [row[name] for name in SHARES if row.get(name) is not None]
+    whole = type(row.get("eval/prompts")) is int and "eval/reward/mean" in row
+    return all(0 <= share <= 1 for share in shares) and (whole or not _evaluates(row))
+
+
 # ---------------------------------------------------------------- private
+
+
+def _evaluates(row: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in row)
 
 
 def _scalar(value: Any) -> float | int | None:
@@ -231,11 +266,3 @@ def _scalar(value: Any) -> float | int | None:
         return int(value)
     value = float(value)
     return value if math.isfinite(value) else None
-
-
-def _step_of(line: str) -> float:
-    """The step of a line; a line that a crash cut short is later than everything."""
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return math.inf

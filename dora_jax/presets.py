@@ -1,7 +1,9 @@
 """What a platform chooses where the configuration leaves a field open: types, kernels, sizes, options. No JAX.
 
 Consumes a `config.Config` as asked, the machines of the trainer and of the instances, and the model's sizes where they
-are known; produces a Config in which nothing is open, and a `Choice` with its reason for each field that it filled in.
+are known; produces a `Plan`: a Config in which nothing is open, and a `Choice` with its reason for each field that it
+filled in. A command line makes one plan: `validate.read` without the model, for the rules between fields, then
+`with_model` adds the pages and the memory; a run makes its own, of the devices that JAX finds (`validate.settle`).
 Every stage gets the resolved Config. Trainer fields follow the trainer's machine, rollout fields the instances'.
 Laws: what the user sets is kept; the same configuration, machines and model give the same choices, in every process of
 a run; a CPU keeps what is tuned for it.
@@ -10,16 +12,17 @@ a run; a CPU keeps what is tuned for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dora_jax import budget, chips, devices, memory
 from dora_jax import config as configs
-from dora_jax.budget import Machines
+from dora_jax.budget import Budget, Machines
 from dora_jax.chips import Machine
-from dora_jax.config import Config, ConfigError, RolloutSection, SftSection, TrainerSection
+from dora_jax.config import Config, ConfigError, ModelSection, RolloutSection, SftSection, TrainerKernel, TrainerSection
 from dora_jax.models import families
 from dora_jax.models.config import Experts, Latent, ModelConfig
 from dora_jax.models.hf_config import read_config
@@ -55,14 +58,33 @@ ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
 }
 NONE: tuple[dict[str, Any], str] = ({}, "")
 UNKNOWN = Machines(Machine(), Machine())
+PAGES = "rollout.pages"
 
 Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
+Section = TypeVar("Section", ModelSection, RolloutSection, TrainerSection)
+Role = TypeVar("Role", RolloutSection, TrainerSection)
 
 
 class Choice(NamedTuple):
     field: str
     value: Any
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A configuration as asked, and as its machines and its model complete it."""
+
+    asked: Config
+    machines: Machines
+    config: Config  # nothing is open
+    choices: tuple[Choice, ...]  # what was filled in and why
+    model: ModelConfig | None = None  # None: not known yet
+
+    @functools.cached_property
+    def memory(self) -> Budget | None:
+        """None where the machine or the model is not known yet. ConfigError where the meshes do not fit the devices."""
+        return budget.of(self.config, self.machines, self.model)
 
 
 def machines(config: Config) -> Machines:
@@ -105,9 +127,9 @@ def model_of(config: Config) -> ModelConfig | None:
     return families.KNOWN.get(config.model.size)
 
 
-def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
-    """(the configuration with every open field filled in, what was filled in and why)."""
-    choices: list[Choice] = []
+def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> Plan:
+    """The configuration with every open field filled in."""
+    asked, choices = config, list[Choice]()
     rollout = _filled("rollout", config.rollout, _rollout(config.rollout, found.instances), choices)
     rollout = _filled("rollout", rollout, _residents(config), choices if config.lora.on else [])
     model_section = _filled("model", config.model, _model(found), choices)
@@ -115,19 +137,30 @@ def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -
     config = dataclasses.replace(
         config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
     )
-    pages = {"pages": _pages(config, found, model)} if config.rollout.pages in OPEN else {}
-    rollout = _filled("rollout", config.rollout, pages, choices)
-    return dataclasses.replace(config, rollout=rollout), tuple(choices)
+    done = Plan(asked=asked, machines=found, config=config, choices=tuple(choices), model=model)
+    return done if asked.rollout.pages else _with_pages(done)
 
 
-def problems(config: Config, found: Machines, model: ModelConfig | None = None) -> list[str]:
-    """One sentence for each thing that a resolved configuration asks and these machines lack; it names the field.
+def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
+    """The plan for this model: with the KV pages that its memory leaves, unless their number was asked for."""
+    planned = dataclasses.replace(planned, model=model)
+    return planned if planned.asked.rollout.pages else _with_pages(planned)
+
+
+def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
+    """(the configuration with every open field filled in, what was filled in and why)."""
+    planned = plan(config, found, model)
+    return planned.config, planned.choices
+
+
+def problems(planned: Plan) -> list[str]:
+    """One sentence for each thing that a plan asks and its machines lack; it names the field.
 
     ConfigError where the meshes do not fit the devices.
     """
-    said = [*_size(config, model), *_kernels(config, found), *_lent(config, found)]
-    planned = None if said else budget.of(config, found, model)
-    return [*said, *(budget.problems(planned) if planned else ())]
+    config, found = planned.config, planned.machines
+    said = [*_size(config, planned.model), *_kernels(config, found), *_lent(config, found)]
+    return said or (budget.problems(planned.memory) if planned.memory else [])
 
 
 def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
@@ -191,7 +224,7 @@ def warm_start_problems(config: Config, found: Machines) -> list[str]:
 
 def filled(config: Config) -> Config:
     """The configuration with nothing left open, for the devices that this process computes on; starts JAX."""
-    return resolve(config, here(config), model_of(config))[0]
+    return plan(config, here(config), model_of(config)).config
 
 
 def micro_batches(tree: Any) -> int:
@@ -202,7 +235,7 @@ def micro_batches(tree: Any) -> int:
     config = configs.from_tree(tree)
     found, model = machines(config), families.KNOWN.get(config.model.size)
     try:
-        planned = budget.of(resolve(config, found, model)[0], found, model)
+        planned = plan(config, found, model).memory
     except ConfigError:  # the meshes do not take these devices
         return 0
     if planned is None:
@@ -222,9 +255,9 @@ def table(choices: tuple[Choice, ...]) -> list[str]:
     return [f"  {f'{choice.field}={choice.value}':38s}  {choice.reason}" for choice in choices]
 
 
-def on_cpu(section: Any) -> Any:
-    """Fills in a RolloutSection or TrainerSection that belongs to no Config, as for a CPU."""
-    if not hasattr(section, "slots"):
+def on_cpu(section: Role) -> Role:
+    """Fill in a section that belongs to no Config, as for a CPU."""
+    if isinstance(section, TrainerSection):
         return _filled("", section, _trainer(section, Machine(), "float32"), [])
     section = _filled("", section, _rollout(section, Machine()), [])
     return _filled("", section, {"pages": _pages_of_slots(section), "residents": (1, "")}, [])
@@ -242,7 +275,7 @@ def _named(field: str, name: str, virtual_devices: int) -> Machine:
         raise ValueError(f"{field}: {str(error).removeprefix('slice ')}") from error
 
 
-def _filled(prefix: str, section: Any, presets: Presets, choices: list[Choice]) -> Any:
+def _filled(prefix: str, section: Section, presets: Presets, choices: list[Choice]) -> Section:
     filled = {name: found for name, found in presets.items() if getattr(section, name) in OPEN and found[0] not in OPEN}
     choices += [Choice(f"{prefix}.{name}", value, reason) for name, (value, reason) in filled.items()]
     return dataclasses.replace(section, **{name: value for name, (value, _) in filled.items()})
@@ -299,12 +332,19 @@ def _page_size(section: RolloutSection, kernel: str) -> tuple[int, str]:
     return PAGE_SIZES[-1], "the largest that there is"
 
 
-def _pages(config: Config, found: Machines, model: ModelConfig | None) -> tuple[int, str]:
-    planned = budget.of(config, found, model) if found.instances.platform != "cpu" else None
-    if planned is None:
-        return _pages_of_slots(config.rollout)
-    share = f"{config.rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
-    return max(planned.pages, 1), share
+def _with_pages(planned: Plan) -> Plan:
+    """The plan with KV pages: those that fit beside the model, or where that is not known those that the slots need."""
+    rollout = dataclasses.replace(planned.config.rollout, pages=0)
+    planned = dataclasses.replace(planned, config=dataclasses.replace(planned.config, rollout=rollout))
+    pages = _pages_of_slots(rollout)
+    if planned.machines.instances.platform != "cpu" and planned.memory:
+        share = f"{rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
+        pages = max(planned.memory.pages, 1), share
+    choices = [choice for choice in planned.choices if choice.field != PAGES]
+    rollout = _filled("rollout", rollout, {"pages": pages}, choices)
+    return dataclasses.replace(
+        planned, config=dataclasses.replace(planned.config, rollout=rollout), choices=tuple(choices)
+    )
 
 
 def _pages_of_slots(section: RolloutSection) -> tuple[int, str]:
@@ -320,7 +360,8 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
             "share_prompts": _share_prompts(section, "reference"),
             "logits_bytes": (256 * MIB, "smaller chunks are computed twice"),
         }
-    kernel, why = {"tpu": "splash", "gpu": "cudnn"}[machine.platform], "scores never reach the memory"
+    kernel: TrainerKernel = "splash" if machine.platform == "tpu" else "cudnn"
+    why = "scores never reach the memory"
     if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
         kernel, why = "reference", wrong[0]
     return {

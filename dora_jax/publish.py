@@ -6,7 +6,8 @@
     placed         shards -> the serving layout on an engine's devices, each of which gets the slices that it needs
 
 Laws: a version is immutable, and complete from the moment `versions` names it; a number is put once, ever; a reader on
-another thread sees all of a version or none of it.
+another thread sees all of a version or none of it; no engine gets a version whose digest is not the one that was taken
+when it was put.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from dora_jax.box_digest import LeafBox, added, combined, sums_of
+from dora_jax.config import RunError
+from dora_jax.digest import digest as digest_of
 from dora_jax.models import decoder
 from dora_jax.types import Version
 
@@ -107,6 +111,23 @@ def placed(slices: Tree, shardings: Tree) -> Tree:
     )
 
 
+def host_digest(slices: Tree, like: Tree) -> int:
+    """`digest` of the stacked copy, from Slices in either layout that this process has all boxes of. like: the copy as
+    ShapeDtypeStructs."""
+    stacked = jax.tree_util.tree_leaves_with_path(like)
+    numbers = {name_of(path): (number, tuple(leaf.shape)) for number, (path, leaf) in enumerate(stacked)}
+    boxes = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(slices):
+        name, layer = _stacked_name(path, like)
+        number, shape = numbers[name]
+        for box in leaf.boxes:
+            array = leaf.at(box)
+            boxes.append(LeafBox(array, number, box[0], shape) if layer is None else
+                         LeafBox(array[None], number, (layer, *box[0]), shape))  # fmt: skip
+    sums = list(zip(boxes, sums_of(boxes), strict=True))
+    return combined(added(found for box, found in sums if box.number == number) for number in range(len(stacked)))
+
+
 class HostWeights:
     """`WeightStore` in the host memory of this process: each version is a tree of Slices. Any thread may use it."""
 
@@ -145,6 +166,8 @@ class DeviceWeights:
         self._dtype = dtype
         self._copy: Callable[[Tree], Tree] | None = None
         self._weights: dict[Version, Tree] = {}
+        self._digests: dict[Version, int] = {}  # of the stacked copies
+        self._like: Tree = None  # a stacked copy, as ShapeDtypeStructs
         self._host = HostWeights()  # of these versions, those that engines elsewhere need
         self._elsewhere = False  # an engine has asked that does not share the trainer's devices
         self._newest: Version | None = None
@@ -156,9 +179,11 @@ class DeviceWeights:
         with self._lock:
             return tuple(sorted(self._weights))
 
-    def put(self, version: Version, weights: Tree) -> None:
-        """weights: the trainer's stacked masters. `put` copies them and returns when the copy is whole. ValueError: the
-        version is not newer than all versions before it."""
+    def put(self, version: Version, weights: Tree, digest: int = 0, copy: int = 0) -> int:
+        """Copies the trainer's stacked masters, and returns the digest of the copy once it is whole.
+
+        digest: of the masters, where it is known, which a copy in their own type has too; copy: unused, since the copy
+        is made here. ValueError: the version is not newer than all versions before it."""
         if self._newest is not None and version <= self._newest:
             raise ValueError(
                 f"version {version} cannot be published after version {self._newest}: versions are "
@@ -166,23 +191,30 @@ class DeviceWeights:
             )
         if self._copy is None:
             self._copy = offered_copy(self._dtype, jax.tree.map(lambda x: x.sharding, weights))
-        copy = jax.block_until_ready(self._copy(weights))
-        slices = sliced(copy) if self._elsewhere else None
+        made = jax.block_until_ready(self._copy(weights))
+        self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+        slices = sliced(made) if self._elsewhere else None
+        taken = digest if digest and same_types(weights, made) else digest_of(made)
         with self._lock:
-            self._weights[version] = copy
+            self._weights[version] = made
+            self._digests[version] = taken
             if slices is not None:
                 self._host.put(version, slices)
             self._newest = version
+        return taken
 
     def get(self, version: Version, shardings: Tree | None) -> Tree:
         """The weights on these shardings (an engine's, or one for the serving layout); None: as they are kept, stacked
-        or in the serving layout. The result is read-only. KeyError: the store does not hold the version."""
+        or in the serving layout. The result is read-only. KeyError: the store does not hold the version. RunError: it is
+        not what was put."""
         with self._lock:
-            weights = _held(self._weights, version)
+            weights, taken = _held(self._weights, version), self._digests[version]
         if shardings is None:
             return weights
         with self._making:
             if _devices(weights) == _devices(shardings):
+                if decoder.layout_of(weights) == "scanned":  # a copy in the serving layout was checked when it was made
+                    _check(version, digest_of(weights), taken)
                 weights = _replaced(weights, shardings)
                 with self._lock:
                     if version in self._weights:  # another thread may have dropped it meanwhile
@@ -196,11 +228,13 @@ class DeviceWeights:
                 with self._lock:
                     if version in self._weights:
                         self._host.put(version, slices)
+        _check(version, host_digest(slices, self._like), taken)
         return jax.block_until_ready(placed(slices, shardings))
 
     def drop(self, version: Version) -> None:
         with self._lock:
             self._weights.pop(version, None)
+            self._digests.pop(version, None)
             self._host.drop(version)
 
 
@@ -211,6 +245,30 @@ def _held(weights: Mapping[Version, Tree], version: Version) -> Tree:
     if version not in weights:
         raise KeyError(f"version {version} is not in the weight store: it holds {sorted(weights)}")
     return weights[version]
+
+
+def _check(version: Version, found: int, taken: int) -> None:
+    if found != taken:
+        raise RunError(
+            f"version {version} is not what was published: the digest of its copy in memory is {found:016x}, and was "
+            f"{taken:016x}; no engine gets it"
+        )
+
+
+def same_types(masters: Tree, copy: Tree) -> bool:
+    """Whether a copy has the bits of the masters."""
+    return all(x.dtype == y.dtype for x, y in zip(jax.tree.leaves(masters), jax.tree.leaves(copy), strict=True))
+
+
+def _stacked_name(path: jax.tree_util.KeyPath, like: Tree) -> tuple[str, int | None]:
+    """(the tensor of the stacked copy in which a leaf of either layout lies, its layer there; None: it is all of it)"""
+    if len(path) < 2 or not isinstance(path[1], jax.tree_util.SequenceKey):
+        return name_of(path), None
+    first = like.get(decoder.FIRST, {})
+    n_first = jax.tree.leaves(first)[0].shape[0] if first else 0
+    layer = path[1].idx
+    stack, layer = (decoder.FIRST, layer) if layer < n_first else (decoder.LAYERS, layer - n_first)
+    return name_of((jax.tree_util.DictKey(stack), *path[2:])), layer
 
 
 def _devices(tree: Tree) -> set[jax.Device]:

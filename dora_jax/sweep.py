@@ -57,7 +57,7 @@ class SweepPoint:
     @property
     def finished(self) -> bool:
         marker = self.workdir / MARKER
-        return marker.is_file() and marker.read_text() == self.resolved
+        return marker.is_file() and marker.read_bytes() == self.resolved.encode()
 
 
 def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[SweepPoint, ...]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Version = int
 InstanceId = int
+Incarnation = tuple[InstanceId, int]  # one start of an instance, counted up at each
+EARLIER = -1  # stands for any incarnation under an earlier process
 GroupId = int  # >= 0: the training prompt stream; < 0: held-out groups; <= SERVED: requests (see `is_served`)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dora_jax.chips import CHIPS, DEVICES_A_CHIP
+from dora_jax.config import TrainerSection
 from dora_jax.models.config import ModelConfig
 from dora_jax.models.lora_config import OFF, Lora, adapter_params
 
@@ -72,7 +73,7 @@ def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] 
 
 
 def expected(
-    cfg: ModelConfig, section: Any, mesh: Any, chip: str, rows: int, tokens: int, lora: Lora = OFF
+    cfg: ModelConfig, section: TrainerSection, mesh: Any, chip: str, rows: int, tokens: int, lora: Lora = OFF
 ) -> Expected:
     """Of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` is a memory.Mesh. lora: where it
     is on, gradients of weights and optimizer are of adapters, whose few products are left out."""
@@ -106,7 +107,7 @@ def expected(
 # ---------------------------------------------------------------- private
 
 
-def _product_flops(cfg: ModelConfig, section: Any, local: float, mesh: Any, frozen: bool) -> float:
+def _product_flops(cfg: ModelConfig, section: TrainerSection, local: float, mesh: Any, frozen: bool) -> float:
     """Of a device, without attention's own; remat=full repeats all of a layer but its two output projections. frozen:
     as in model_flops."""
     backward = 1 if frozen else BACKWARD
@@ -119,7 +120,7 @@ def _product_flops(cfg: ModelConfig, section: Any, local: float, mesh: Any, froz
 
 
 def _attention(
-    cfg: ModelConfig, section: Any, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float
+    cfg: ModelConfig, section: TrainerSection, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float
 ) -> UpdateCost:
     """The causal half; over context the last shard, which sees the most keys, is waited for."""
     pairs = cfg.kv_layers * rows * tokens**2 / 2 / (mesh.rows * mesh.tensor * mesh.context)
@@ -135,7 +136,7 @@ def _attention(
     )
 
 
-def _sent_bytes(cfg: ModelConfig, section: Any, mesh: Any, local: float, frozen: bool) -> float:
+def _sent_bytes(cfg: ModelConfig, section: TrainerSection, mesh: Any, local: float, frozen: bool) -> float:
     """Results on one device, in 2 bytes: weights gathered forward and backward, their gradients summed, a micro-batch;
     activations summed over tensor twice a layer each way, and once more under remat; keys and values over context."""
     total, times = 0.0, 2 if frozen else 3  # a frozen base has no gradient to sum

@@ -1,26 +1,26 @@
-"""The rules of a configuration: each a line of a table or a small function; no JAX, no files but in `missing_paths` and
+"""The rules between the fields of a configuration: each a small function; no JAX, no files but in `missing_paths` and
 `model_problems`.
 
-Consumes a `config.Config` whose types are right; produces sentences, each naming its field. Nothing is repaired.
+Consumes a `config.Config` whose fields are as declared; produces sentences, each naming its field. Nothing is repaired.
 Rules that a stage knows better are asked of its own standard-library module (trainer.objective, orchestrate.modes,
 rollout.shapes, tasks.solved, models.config); what depends on the number of devices is in devices.plan.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from dora_jax import config_cluster, config_live, config_tree, hub, presets
-from dora_jax.chips import CHIPS
 from dora_jax.config import RENAMED, Config, ConfigError
 from dora_jax.config_task import TaskPart, TaskSection
 from dora_jax.devices import MIN_AUTO_INSTANCES
 from dora_jax.models import lora_config
 from dora_jax.models.config import MAX_LAYERS, ModelConfig
-from dora_jax.models.families import FAMILIES, KNOWN
+from dora_jax.models.families import KNOWN
 from dora_jax.models.hf_config import not_a_model, read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.shapes import shapes_of
@@ -31,82 +31,30 @@ Problems = Iterator[str]
 
 MOST_WEIGHT = 1000  # prompts of one turn through a mix: its shares are exact to a thousandth
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "placement": ("auto", "disjoint", "shared"),
-    "task.reward_walls": ("auto", "full", "weak"),
-    "reward_model.placement": ("own", "trainer"),
-    "pace": ("", *CHIPS),
-    "model.size": ("", *KNOWN),
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "rollout.attention": ("auto", "reference", "tpu", "tokamax", "gpu"),
-    "rollout.expert_matmul": ("auto", "scan", "blocks", "ragged_dot", "megablox"),
-    "rollout.late_results": ("auto", "on", "off"),
-    "trainer.share_prompts": ("auto", "on", "off"),
-    "trainer.attention": ("auto", "reference", "splash", "cudnn"),
-    "trainer.expert_matmul": ("auto", "scan", "ragged_dot", "megablox"),
-    "trainer.expert_dispatch": ("gather", "all_to_all"),
-    "trainer.routing_replay": ("none", "rollout"),
-    "trainer.moments": ("float32", "bfloat16"),
-    "trainer.lent_memory": ("device", "host"),
-    "cluster.launcher": ("", "process", "ray"),
-    "cluster.wire": ("storage", "transfer"),
-    "sft.family": tuple(family.model_type for family in FAMILIES),
-}
 
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "at least 1",
-        lambda x: x >= 1,
-        """
-        steps task.heldout task.reward_workers rollout.tensor rollout.slots
-        reward_model.data reward_model.fsdp reward_model.tensor
-        rollout.max_prompt_tokens rollout.max_new_tokens
-        rollout.decode_steps rollout.context_block
-        eval.prompts eval.samples checkpoint.keep sft.examples sft.steps sft.batch_rows sft.pack_tokens
-        sft.d_model sft.n_layers sft.n_heads sft.n_kv_heads sft.head_dim sft.d_ff
-        sft.experts_per_token sft.expert_width sft.rope_dim environment.max_turns environment.workers
-        cluster.trainer_hosts cluster.hosts_per_instance""",
-    ),
-    (
-        "at least 0",
-        lambda x: x >= 0,
-        """
-        cpu_devices task.reward_retries reward_model.rows rollout.instances rollout.residents rollout.decode_rows
-        trainer.show_every rollout.pages rollout.prefill_tokens rollout.prefill_call_tokens rollout.prefill_chunk trainer.logits_bytes
-        eval.every checkpoint.every
-        checkpoint.keep_best checkpoint.keep_every checkpoint.export_hf_every cluster.reattach_s journal.partial_s journal.sync_s
-        journal.watchdog_s serving.hold_versions serving.hold_s
-        sft.warmup_steps sft.vocab_size sft.experts sft.shared_experts sft.zero_experts sft.dense_layers sft.kv_rank
-        sft.q_rank environment.turn_tokens environment.branches environment.retries environment.noise_late_s
-        environment.noise_ramp_groups cluster.devices_per_host cluster.max_restarts""",
-    ),
-    (
-        "above 0",
-        lambda x: x > 0,
-        """task.reward_timeout_s trainer.eps sft.learning_rate cluster.silence_s
-        cluster.stall_s cluster.start_s serving.session_idle_s environment.step_timeout_s environment.episode_timeout_s""",
-    ),
-    # relief ends at twice as many free pages
-    ("between 0 and 0.5", lambda x: 0 <= x <= 0.5, "orchestrator.kv_pressure"),
-    (
-        "between 0 and 1",
-        lambda x: 0 <= x <= 1,
-        """task.max_failed_share task.max_bad_rows_share
-        sft.slip_rate rollout.memory_share environment.noise_failed environment.noise_truncated
-        environment.noise_late environment.noise_irrelevant""",
-    ),
-    ("between 0 and 65535", lambda x: 0 <= x < 2**16, "monitor.port serving.port"),
-    ("at least 0 and below 2**63", lambda x: 0 <= x < 2**63, "seed"),
-    ("0 or a power of two", lambda x: x >= 0 and x & (x - 1) == 0, "rollout.page_size"),
-)
+def read(tree: config_tree.Tree, purpose: str = "train") -> presets.Plan:
+    """A tree as a configuration, with what the machines that it names choose; its model is not looked at.
+
+    ConfigError lists everything that is wrong with it. Purpose: as in `problems`.
+    """
+    config, found = config_tree.build(Config, tree, RENAMED)
+    planned, broken = _ruled(config, purpose)
+    if found := [*found, *broken]:
+        raise ConfigError(found)
+    return planned
+
+
+def declared(tree: config_tree.Tree) -> Config:
+    """A tree as a configuration whose fields are as declared; the rules between them are not looked at."""
+    config, found = config_tree.build(Config, tree, RENAMED)
+    if found:
+        raise ConfigError(found)
+    return config
 
 
 def from_config_dict(tree: config_tree.Tree, purpose: str = "train") -> Config:
-    """A tree as a configuration; ConfigError lists everything that is wrong with it. Purpose: as in `problems`."""
-    config, found = config_tree.build(Config, tree, RENAMED)
-    if found := [*found, *problems(config, purpose)]:
-        raise ConfigError(found)
-    return config
+    """A tree as a configuration, as asked; ConfigError lists everything that is wrong with it."""
+    return read(tree, purpose).asked
 
 
 def settle(config: Config) -> tuple[Config, list[str]]:
@@ -114,12 +62,12 @@ def settle(config: Config) -> tuple[Config, list[str]]:
 
     ConfigError where a choice breaks a rule, or where the memory plan does not fit.
     """
-    machines, model = presets.here(config), presets.model_of(config)
-    config, choices = presets.resolve(config, machines, model)
-    found = [*problems(config, "evaluate"), *model_problems(config), *presets.problems(config, machines, model)]
-    if found:
+    config = declared(dataclasses.asdict(config))  # a script may have made it
+    planned = presets.plan(config, presets.here(config), presets.model_of(config))
+    if found := [*_broken(planned.config), *model_problems(config), *presets.problems(planned)]:
         raise ConfigError(found)
-    return config, [f"chosen for {machines}:", *presets.table(choices)] if choices else []
+    choices = planned.choices
+    return planned.config, [f"chosen for {planned.machines}:", *presets.table(choices)] if choices else []
 
 
 def problems(config: Config, purpose: str = "train") -> list[str]:
@@ -127,29 +75,7 @@ def problems(config: Config, purpose: str = "train") -> list[str]:
 
     Open fields count as the machine that the configuration names fills them in, a CPU where it names none.
     """
-    found = [*_folders(config, purpose)]
-    try:
-        machines = presets.machines(config)
-    except ValueError as error:
-        found.append(str(error))
-        machines = presets.UNKNOWN
-    config, _ = presets.resolve(config, machines)
-    rules: tuple[Callable[[Config], Problems], ...]
-    rules = (
-        _choices,
-        _ranges,
-        _task,
-        _reward_model,
-        _engine,
-        _orchestrator,
-        _trainer,
-        _lengths,
-        _sft,
-        config_cluster.problems,
-    )
-    if purpose == "serve":  # an engine, and nothing else of a run
-        rules = (_choices, _ranges, _engine, lora_config.problems)
-    return [*found, *(problem for rule in rules for problem in rule(config))]
+    return _ruled(config, purpose)[1]
 
 
 def makes_base(config: Config) -> bool:
@@ -211,17 +137,26 @@ def get(config: Config, name: str) -> Any:
     return config
 
 
-def _choices(config: Config) -> Problems:
-    for name, known in CHOICES.items():
-        if get(config, name) not in known:
-            yield f"{name}: {get(config, name)!r} is none of: {', '.join(known)}"
+def _ruled(config: Config, purpose: str) -> tuple[presets.Plan, list[str]]:
+    """(the plan without the model, every broken rule)."""
+    found = [*_folders(config, purpose)]
+    try:
+        machines = presets.machines(config)
+    except ValueError as error:
+        found.append(str(error))
+        machines = presets.UNKNOWN
+    planned = presets.plan(config, machines)
+    return planned, [*found, *_broken(planned.config, purpose)]
 
 
-def _ranges(config: Config) -> Problems:
-    for text, holds, names in RANGES:
-        for name in names.split():
-            if not holds(get(config, name)):
-                yield f"{name}: {get(config, name)} is not {text}"
+def _broken(config: Config, purpose: str = "evaluate") -> Problems:
+    """The rules between fields that a resolved configuration breaks."""
+    rules: tuple[Callable[[Config], Problems], ...]
+    rules = (_task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, config_cluster.problems)
+    if purpose == "serve":  # an engine, and nothing else of a run
+        rules = (_engine, lora_config.problems)
+    for rule in rules:
+        yield from rule(config)
 
 
 def _folders(config: Config, purpose: str) -> Problems:
@@ -253,13 +188,9 @@ def _mix(config: Config) -> Problems:
     for field in mixture.OWN if task.mix else ():
         if getattr(task, field):
             yield f"task.{field}: there is a task.mix, whose entries have their own; leave it empty"
-    for where, part in _parts(task).items():
+    for where in _parts(task):
         if not re.fullmatch(r"\w[\w-]*", where.rpartition(".")[2]):
             yield f"{where}: a task's name is made of letters, digits, _ and -, for metrics bear it"
-        if part.weight < 1:
-            yield f"{where}.weight: {part.weight} is not at least 1"
-        if part.limit <= 0:
-            yield f"{where}.limit: {part.limit} is not above 0"
     if (total := sum(part.weight for part in task.mix.values())) > MOST_WEIGHT:
         yield f"task.mix: its weights add up to {total}: a turn through it has at most {MOST_WEIGHT} prompts"
 
@@ -298,7 +229,7 @@ def _reward_model(config: Config) -> Problems:
             f"reward_model.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, does not "
             f"fit a row of {model.pack_tokens}"
         )
-    shards = max(model.data, 1) * max(model.fsdp, 1)
+    shards = model.data * model.fsdp
     if model.rows % shards:
         yield f"reward_model.rows: {model.rows} is not divisible by data * fsdp = {shards}"
 
@@ -314,8 +245,6 @@ def _pattern(name: str, pattern: str) -> Problems:
 
 
 def _engine(config: Config) -> Problems:
-    if any(_ranges(config)) or config.rollout.attention not in CHOICES["rollout.attention"]:
-        return  # shapes_of divides by these numbers and knows only these kernels
     try:
         shapes_of(config.rollout)
     except ValueError as error:
@@ -340,11 +269,10 @@ def _orchestrator(config: Config) -> Problems:
 
 
 def _trainer(config: Config) -> Problems:
-    """Numbers may be out of range here, since _ranges reports that: hence max(..., 1) below every division."""
     t = config.trainer
     yield from objective.check(t, config.rollout)
     yield from objective.exact_problems(config) if config.rollout.exact else ()
-    ways = max(t.micro_batches, 1) * max(t.data, 1) * max(t.fsdp, 1)
+    ways = t.micro_batches * t.data * max(t.fsdp, 1)
     if t.rows % ways:
         yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"
     if t.lent_memory == "host" and not config.orchestrator.elastic:
@@ -355,7 +283,7 @@ def _trainer(config: Config) -> Problems:
 
 def _checkpoint(config: Config) -> Problems:
     every, export = config.checkpoint.every, config.checkpoint.export_hf_every
-    if export > 0 and (every <= 0 or export % every):
+    if export and (not every or export % every):
         yield f"checkpoint.export_hf_every: {export} is no multiple of checkpoint.every = {every}, and what is saved is exported"
 
 
@@ -370,7 +298,7 @@ def _lengths(config: Config) -> Problems:
         )
         return
     samples = orchestrator.groups_per_step * orchestrator.group_size
-    needed = -(-samples // max(t.pack_tokens // max(tokens, 1), 1))
+    needed = -(-samples // (t.pack_tokens // tokens))
     if 0 < t.rows < needed:
         yield (
             f"trainer.rows: {t.rows} rows of {t.pack_tokens} may not hold {samples} samples of up to {tokens} "
@@ -380,7 +308,7 @@ def _lengths(config: Config) -> Problems:
 
 def _sft(config: Config) -> Problems:
     sft = config.sft
-    if sft.n_heads % max(sft.n_kv_heads, 1):
+    if sft.n_heads % sft.n_kv_heads:
         yield f"sft.n_heads: {sft.n_heads} is not divisible by n_kv_heads = {sft.n_kv_heads}"
     if sft.head_dim % 2:
         yield f"sft.head_dim: {sft.head_dim} is odd, and rotary positions turn pairs"

@@ -1,6 +1,7 @@
 """Whether an instance agrees with the trainer at the same version: whose gap it is, on what it is measured, who is blamed."""
 
 import itertools
+import queue
 import types
 
 import numpy as np
@@ -8,12 +9,15 @@ import pytest
 
 from dora_jax.buffer import layout, pack
 from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.agreement import Agreement
 from dora_jax.runtime.sample_gaps import SampleGap, SampleGaps
+from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.worker import StepDone
 from dora_jax.trainer.prepare import Unjudged
 from dora_jax.trainer.step import Probe
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+from tests.fakes.coordinator_world import SECTION, Weights
 
 
 def scored(group_id, version, samples=2, tokens=4):
@@ -171,3 +175,28 @@ def test_a_sample_of_an_earlier_life_says_nothing_of_this_one():
     fleet.pool[1].life = 1
     fleet.step(0.001, 9.0, tokens=32)
     assert not fleet.doubts
+
+
+def test_an_incarnation_that_is_over_is_judged_while_groups_of_it_wait_to_be_trained():
+    fleet = Fleet(2)
+    fleet.agreement.event(ev.SampleStarted(id=SampleId(99, 0), instance=1, version=0, life=0), ())
+
+    def lost(id):
+        fleet.pool[1].life = id.group_id  # after it has sampled group 1
+        return ()
+
+    fleet.step(0.001, 9.0, then=lost)
+    assert [(i, life) for i, life, _ in fleet.doubts] == [(1, 0)]
+    fleet.step(0.001, 0.001)
+    assert len(fleet.doubts) == 1
+
+
+def test_a_doubt_about_an_incarnation_that_is_over_is_reported_and_ends_nothing():
+    outbox = queue.SimpleQueue()
+    spare = RestartPolicy(new_engine=None, vocab_size=256, hung_s=0.0)
+    up = ev.InstanceUp(instance=0, life=3, slots=8, pages=96, page_size=8)
+    instance = LocalInstance(up, OracleEngine(SECTION), Weights(), outbox, 0.0, spare, {}, print)
+    present = instance.worker
+    instance.doubt(1, "found out late")
+    assert outbox.get_nowait() == ev.InstanceUnhealthy(instance=0, reason="found out late", life=1)
+    assert outbox.empty() and instance.worker is present

@@ -11,7 +11,7 @@ import pytest
 
 from dora_jax import fault_injection
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.event_log import frame, unframe
+from dora_jax.runtime.durability.frames import frames, unframe
 from dora_jax.runtime.durability.journal_audit import audit, facts
 from dora_jax.runtime.durability.records import CODEC, Batch
 from tests.fakes.journaled_run import Run
@@ -54,17 +54,18 @@ def test_the_books_of_a_good_run_balance(finished):
 
 
 def segments(folder):
-    return [(path, unframe(path.read_bytes()).records) for path in sorted(folder.glob("*.log"))]
+    return [(path, unframe(path.read_bytes(), int(path.stem)).records) for path in sorted(folder.glob("*.log"))]
 
 
 def test_the_books_find_a_sample_that_was_generated_again(finished):
-    path, done = next(
-        (path, done)
+    path, number, done = next(
+        (path, len(records), done)
         for path, records in segments(finished)
         for done in facts(records)
         if isinstance(done.event, ev.SampleDone) and done.event.id.group_id >= 0
     )
-    path.write_bytes(path.read_bytes() + frame(CODEC.encode(Batch(entries=(done,), last=True))))
+    again = CODEC.encode(Batch(entries=(done,), last=True))
+    path.write_bytes(path.read_bytes() + frames([again], int(path.stem), number))
     books = audit(finished)
     assert not books.ok and books.generated_again == (done.event.id,)
 

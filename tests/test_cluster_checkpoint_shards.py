@@ -18,7 +18,13 @@ import pytest
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.backend import wish_at
-from dora_jax.runtime.cluster.checkpoint_shards import BucketCheckpointWriter, StepBucket, steps_at
+from dora_jax.runtime.cluster.checkpoint_shards import (
+    BucketCheckpointWriter,
+    FolderCheckpointWriter,
+    StepBucket,
+    steps_at,
+)
+from dora_jax.runtime.cluster.gang import CallRefused
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
 from dora_jax.runtime.durability import workdir_mirror
 from dora_jax.runtime.durability.journal_audit import audit
@@ -35,6 +41,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
     (tmp_path / "scratch").mkdir()
     alone, together = alone_and_together("checkpoint_process")
     assert all(all(process["same"]) for process in (alone, *together))
+    assert alone["digests"] == together[0]["digests"] == together[1]["digests"] and len(alone["digests"]) == 2
     for processes, parts in ((1, [alone]), (2, together)):
         url = f"file://{tmp_path}/store/{processes}"
         names = [set(part["files"]) for part in parts]
@@ -247,3 +254,55 @@ def test_a_cluster_that_is_killed_goes_on_from_the_bucket_alone(tmp_path):
     assert books.ok and books.trained == 12 and books.epochs == 1 and books.weights == 6, books
     steps = StepBucket(url)
     assert steps.steps()[-1] == 6 and all(steps.fault(step) is None for step in steps.steps())
+
+
+class Holder:
+    """A gang whose arrays have the params digest of their step; else it declines."""
+
+    def __init__(self):
+        self.digests, self.restored = {}, []
+
+    def check(self, step):
+        if self.digests[step].params != step:
+            raise CallRefused("params came back with other values than were saved")
+
+    def restore(self, step):
+        self.check(step)
+        self.restored.append(step)
+
+
+def test_a_checkpoint_is_restored_and_adopted_only_with_the_digests_of_its_save(tmp_path):
+    saver = checkpoint.Checkpoints(tmp_path / "checkpoints", CheckpointSection(), print)
+    saver.save(3, {"w": np.ones(3, np.float32)}, {"count": np.int32(1)}, {"cursors": (1, 2)}, {})
+    saver.wait()
+    ((_, digests),) = saver.take_saves()
+    saver.close()
+    good, folder = digests._replace(params=3), tmp_path / "checkpoints" / "3"
+    steps, gang = steps_at(str(tmp_path), print), Holder()
+    store = RemoteCheckpoints(steps, CheckpointSection(), gang, print)
+    for wrong in ("params", "rl_state"):
+        with pytest.raises(checkpoint.UnusableCheckpoint, match=f"{wrong} came back with other values"):
+            store.restore(3, None, None, good._replace(**{wrong: 5}))
+    assert gang.restored == [] and store.restore(3, None, None, good).rl_state == {"cursors": [1, 2]}
+    (folder / "manifest.json").unlink()
+    assert store.unsealed() == [3] and store.steps() == []
+    for wrong in ("params", "rl_state"):
+        with pytest.raises(checkpoint.UnusableCheckpoint, match=f"{wrong} came back with other values"):
+            store.adopt(3, None, None, good._replace(**{wrong: 5}))
+    assert store.unsealed() == [3], "nothing has changed"
+    store.adopt(3, None, None, good)
+    assert store.steps() == [3] and steps.fault(3) is None
+
+
+def test_metadata_by_which_others_find_the_arrays_is_checked_before_a_step_is_adopted(tmp_path):
+    like = like_on(jax.devices()[:2])
+    values, home = values_of(like), FolderCheckpointWriter(tmp_path, 0)
+    saver = home.checkpoints(CheckpointSection(), print)
+    saver.save(3, values["params"], values["opt_state"], {}, {})
+    saver.wait()
+    saver.close()
+    args = 3, like["params"], like["opt_state"]
+    jax.tree.map(np.testing.assert_array_equal, home.restore_unsealed(*args), (values["params"], values["opt_state"]))
+    (tmp_path / "checkpoints/3/params/_METADATA").write_text("")
+    with pytest.raises(ValueError, match="its metadata cannot be read"):
+        home.restore_unsealed(*args)

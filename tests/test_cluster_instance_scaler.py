@@ -78,17 +78,29 @@ class Instance:
         self.wanted = wanted
 
 
-@pytest.mark.parametrize(
-    "text, wanted",
-    [(None, 3), ("2", 2), ("1\n", 1), ("3", 3), ("", 3), ("0", 3), ("4", 3), ("two", 3), ("-1", 3), ("1.5", 3)],
-)
+@pytest.mark.parametrize("text, wanted", [(None, 3), ("2", 2), ("1\n", 1), ("3", 3), ("", 3)])
 def test_a_number_in_the_workdir_says_how_many_there_are_to_be(tmp_path, text, wanted):
     if text is not None:
         (tmp_path / WANTED).write_text(text)
     instances, said = [Instance() for _ in range(3)], []
     InstanceScaler(wish_at(str(tmp_path)), instances, said.append).close()
     assert [instance.wanted for instance in instances] == [number < wanted for number in range(3)]
-    assert bool(said) == bool(text) and all(repr(text.strip()) in each or f"{wanted} of 3" in each for each in said)
+    assert said == ([f"{wanted} of 3 rollout gangs are wanted from now on"] if text else [])
+
+
+@pytest.mark.parametrize("content", [b"0", b"4", b"two", b"-1", b"1.5", b"9" * 5000, b"\xff\x00", b"[" * 10**5, None])
+def test_what_is_no_number_is_refused_at_the_start_and_changes_nothing_later(tmp_path, content):
+    def write():
+        (tmp_path / WANTED).mkdir() if content is None else (tmp_path / WANTED).write_bytes(content)
+
+    instances, said = [Instance() for _ in range(3)], []
+    scaler = InstanceScaler(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
+    write()
+    eventually(lambda: said)
+    scaler.close()
+    assert all(instance.wanted for instance in instances) and len(said[0]) < 400
+    with pytest.raises(ConfigError, match=f"{WANTED}.*write the number of rollout gangs into it, or remove it$"):
+        InstanceScaler(wish_at(str(tmp_path)), instances, print)
 
 
 def test_the_number_may_change_and_go_again(tmp_path):

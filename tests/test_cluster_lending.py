@@ -87,8 +87,7 @@ def test_processes_that_make_up_no_whole_instance_are_refused():
 )
 def test_devices_that_are_no_instance_s_are_refused(instance, tensor, wrong):
     config = configured(trainer_hosts=2, tensor=tensor, trainer_slice="v5e-8", instance_slice=instance)
-    found = presets.machines(config)
-    problems = presets.problems(presets.resolve(config, found, None)[0], found)
+    problems = presets.problems(presets.plan(config, presets.machines(config)))
     assert [wrong in line for line in problems if "elastic" in line] == ([True] if wrong else []), problems
 
 

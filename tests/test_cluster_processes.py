@@ -11,7 +11,9 @@ import time
 import psutil
 import pytest
 
-from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journal_audit import audit, facts, reading
+from dora_jax.runtime.durability.records import Published
 from tests.fakes.tiny_run import CONFIG
 
 
@@ -46,6 +48,10 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
     assert "version 4 is published" in text
     books = audit(tmp_path / "run" / "journal")
     assert books.ok and books.trained == 16, books
+    journal = EventLog(reading(tmp_path / "run" / "journal"))
+    records = [fact.payload for number in journal.segments() for fact in facts(journal.read(number).records)]
+    copies = [payload.copy for payload in records if isinstance(payload, Published)]
+    assert len(copies) == 4 and all(copies), "every copy that travelled has its digest there"
 
 
 def listening(pid):

@@ -87,7 +87,7 @@ class Driver:
     def _submit(self, id):
         self.moving.pop(id, None)
         self.where[id] = 0
-        self.world.remotes[0].submit(id, PROMPT, 0)
+        self.world.remotes[0].submit(id, PROMPT, 0, 1)
 
     def _move(self, id):
         src, dst = self.where[id], 1 - self.where[id]
@@ -296,7 +296,7 @@ def test_kv_of_an_episode_that_waits_stays_in_its_process():
 def test_kv_that_a_gang_keeps_is_made_again_at_another_and_said(pair):
     remotes, gangs, _ = pair
     for _ in range(9):
-        remotes[0].forward(PARCEL, remotes[1])
+        remotes[0].forward(PARCEL, remotes[1], 1)
     assert gangs[0].posts == [messages.ForgetKept(id=A)] * 9
     assert [post.in_flight.id for post in gangs[1].posts] == [A] * 9 and not gangs[1].posts[0].in_flight.n_pages
     assert gangs[1].said == [
@@ -327,7 +327,7 @@ def handed(pair):
 def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     remotes, gangs, _outbox, in_flight = handed
     assert in_flight.k_pages.shape == (1, 2, 4, 3, 4) and in_flight.v_pages.shape == (1, 2, 4, 4, 3)
-    remotes[1].resume(in_flight)
+    remotes[1].resume(in_flight, 1)
     porters = [KVEndpoint(1, host, None, None) for host in range(2)]
     brought, gangs[1].posts = gangs[1].posts, []
     carried = [
@@ -359,13 +359,13 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
 
 def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
     remotes, gangs, outbox, in_flight = handed
-    remotes[1].resume(in_flight)
+    remotes[1].resume(in_flight, 1)
     number = gangs[1].posts[-1].number
     answer(remotes, number, 0)
     remotes.tell(1, "down", gangs[1])
     assert isinstance(drained(outbox)[0], ev.InstanceDown)
     before = len(gangs[1].posts)
-    remotes[1].resume(in_flight)  # asked for before the orchestrator has heard
+    remotes[1].resume(in_flight, 1)  # asked for before the orchestrator has heard
     assert len(gangs[1].posts) == before and not told_late(remotes, outbox, number)
 
 

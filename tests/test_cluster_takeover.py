@@ -309,7 +309,7 @@ def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path):
     roster = RunRegistry(str(tmp_path), "build", said.append)
     roster.announce("127.0.0.1:9")
 
-    in_its_way = tmp_path / ROSTER.replace(".json", ".partial")
+    in_its_way = tmp_path / f".{ROSTER}.partial"
     in_its_way.mkdir()
     roster.enter("trainer", 3, (7, 8))
     in_its_way.rmdir()

@@ -20,7 +20,7 @@ from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.durability.object_storage import Objects
 from dora_jax.runtime.durability.payload_state import Step
-from dora_jax.runtime.durability.records import Published
+from dora_jax.runtime.durability.records import Published, Saved
 from dora_jax.runtime.sample_gaps import SampleGap
 from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.transfer import slices
@@ -28,6 +28,7 @@ from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.trainer import manifest
+from dora_jax.trainer.checkpoint import Digests
 from dora_jax.types import SampleId
 from tests.fakes.cluster import LIMITS, FakeLauncher, begin, eventually, scored_group
 
@@ -38,6 +39,7 @@ class Learners(FakeLauncher):
     def __init__(self, folder, dies=()):
         super().__init__(self._do)
         self.folder, self.dies, self.log = folder, list(dies), []
+        self.flips = set()  # (gang's epoch, version) of copies that come out with a flipped bit
 
     def _do(self, host, what):
         name = type(what).__name__
@@ -71,7 +73,8 @@ class Learners(FakeLauncher):
             metrics = {"loss": float(len(trained))}
             made = messages.StepFinished(digest=digest, metrics=metrics, views=(view,), gaps=(gap,))
             return made if isinstance(what, messages.FinishStep) else messages.Done(value=digest)
-        return messages.Done(value=len(trained))
+        flipped = isinstance(what, messages.PublishWeights) and (host.hello.epoch, what.version) in self.flips
+        return messages.Done(value=len(trained) ^ 0x40 * flipped)
 
     def save(self, step, trained):
         """A checkpoint that verifies."""
@@ -125,11 +128,10 @@ class Rig:
         return self.published(base, groups, self.trainer.step(parts()))
 
     def published(self, base, groups, metrics):
-        self.weights.put(base + 1, self.trainer.params)
+        copy = self.weights.put(base + 1, self.trainer.params)
         if self.journaled:
-            self.journal.append(
-                Step(base=base, groups=groups, published=Published(epoch=0, digest=self.trainer.digest()))
-            )
+            published = Published(epoch=0, digest=self.trainer.digest(), copy=copy)
+            self.journal.append(Step(base=base, groups=groups, published=published))
         return metrics
 
     def kill(self):
@@ -236,6 +238,24 @@ def test_versions_that_only_the_lost_trainer_held_are_published_again(tmp_path):
         assert [name for epoch, name in rig.launcher.log if epoch == 2 and name == "PublishWeights"] == [
             "PublishWeights"
         ] * 2
+
+
+def test_a_gang_whose_copy_is_not_the_one_that_was_published_ends_and_another_one_publishes(tmp_path):
+    with Rig(tmp_path, paths=(WIRE, STORAGE)) as rig:
+        for base in range(2):
+            rig.step(base)
+        assert [step.published.copy for step in rig.journal] == [1, 2], "the digests that the gang took"
+        eventually(lambda: {1, 2} <= set(rig.stored.versions))
+        rig.stored.drop(2)
+        rig.launcher.flips = {(2, 2)}
+        rig.kill()
+        rig.trainer.catch_up()
+        eventually(lambda: 2 in rig.stored.versions)
+        assert rig.trainer.gang.epoch == 3 and rig.publisher.digest(2) == 2
+        reason = (
+            "its copy of version 2 has the digest 0000000000000042, and the one that was published 0000000000000002"
+        )
+        assert any(reason in sentence for sentence in rig.said), rig.said
 
 
 def test_a_checkpoint_later_than_a_version_that_only_the_lost_trainer_held_is_no_start(tmp_path):
@@ -350,3 +370,46 @@ def test_stored_weights_come_back_on_another_mesh_and_only_when_whole(tmp_path, 
     stored.drop(3)
     assert stored.versions == ()
     eventually(lambda: not Objects(f"file://{tmp_path}").keys("weights"))
+
+
+def refusing(rig, params):
+    """Gangs that hold these params of checkpoints, whatever the manifest says: step -> digest."""
+    answer = rig.launcher.answer
+
+    def checked(host, what):
+        match what:
+            case (
+                messages.RestoreCheckpoint(step=step, params=wanted)
+                | messages.CheckCheckpoint(step=step, params=wanted)
+            ) if wanted and wanted != params[step]:
+                return messages.CallDeclined(error="params came back with other values than were saved")
+            case messages.SaveCheckpoint(version=version):
+                return Saved(version=version, params=params[version], opt_state=2, rl_state=3)
+        return answer(host, what)
+
+    rig.launcher.answer = checked
+    return rig
+
+
+def test_what_a_gang_says_of_a_save_is_taken_once(tmp_path):
+    rig = refusing(Rig(tmp_path), {1: 11})
+    with rig:
+        store = RemoteCheckpoints(rig.steps, CheckpointSection(), rig.trainer, rig.said.append)
+        rig.step(0)
+        store.save(1, None, None, {"cursors": (1, 2)}, {})
+        assert store.take_saves(wait=True) == [(1, Digests(11, 2, 3))] and store.take_saves(wait=True) == []
+        assert rig.trainer.digests == {1: Digests(11, 2, 3)}
+
+
+def test_a_new_gang_steps_over_a_checkpoint_with_other_digests(tmp_path):
+    rig = refusing(Rig(tmp_path), {1: 11, 2: 22})
+    with rig:
+        for base in range(3):
+            rig.step(base)
+        rig.launcher.save(1, steps(1))
+        rig.launcher.save(2, [["other"], ["weights"]])
+        rig.trainer.digests |= {1: Digests(11, 2, 3), 2: Digests(23, 2, 3)}
+        rig.kill()
+        rig.trainer.catch_up()
+        assert rig.trained() == [steps(3)] * 2
+        assert "checkpoint 2 cannot be trusted and is stepped over: params came back with other" in " ".join(rig.said)

@@ -158,7 +158,7 @@ def test_a_replica_lives_on_where_the_trainer_dies_over_its_first_version(rig):
     key = replica.told[-1].key
     publisher.tell(ex.Accepted(key=key, host=0, shards=()))
     assert isinstance(replica.told[-1], ex.Read), "storage has it by now"
-    publisher.tell(ex.Staged(key=key, host=0))
+    publisher.tell(ex.Staged(key=key, host=0, sums=()))
     publisher.tell(ex.Committed(key=key, host=0))
     assert loaded == [1]
 
@@ -169,3 +169,28 @@ def test_a_version_that_nobody_will_ever_bring_ends_the_gang_that_needs_it(rig):
     eventually(lambda: replica.reason)
     assert replica.reason == "version 3 cannot be brought to it: no process holds version 3"
     assert not any(isinstance(what, messages.DropWeights) for what in trainer.told)
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_what_an_instance_staged_must_have_the_digest_that_the_trainer_or_the_journal_gave(rig, found):
+    publisher, trainer, replica = rig
+    if found:  # in storage, by an earlier controller
+        publisher.stored.seal(1)
+        publisher.begin(1, digest=5)
+    else:
+        publisher.begin(1)
+        publisher.kept(trainer, 1, digest=5)
+    assert publisher.digest(1) == 5
+    publisher.want(replica, 1, lambda: pytest.fail("it was taken into use"))
+    key = replica.told[-1].key
+    publisher.tell(ex.Accepted(key=key, host=0, shards=()))
+    if not found:
+        publisher.tell(ex.Offered(key=key, host=0, manifests=((),)))
+    publisher.tell(ex.Staged(key=key, host=0, sums=()))
+    (abort,) = [what for what in replica.told if isinstance(what, ex.Abort)]
+    assert (
+        "the digest of what arrived is 0000000000000000, and the version was published with 0000000000000005"
+        in abort.reason
+    )
+    publisher.drop(1)
+    assert publisher.digest(1) == 0

@@ -115,7 +115,7 @@ def test_a_locked_free_form_field_can_still_be_replaced():
         ("rollout__top_k", 5, "top_k"),
         ("rollout__attention", "flash", "reference, tpu, tokamax, gpu"),
         ("orchestrator__mode", "asynch", "dora_paper"),
-        ("orchestrator__max_versions", 0, "must be positive"),
+        ("orchestrator__max_versions", 0, "0 is not at least 1"),
         ("orchestrator__group_size", 65, "64 slots"),
         ("orchestrator__inflight", 0.01, "less than one group"),
         ("trainer__pack_tokens", 254, "255"),
@@ -125,7 +125,24 @@ def test_a_locked_free_form_field_can_still_be_replaced():
         ("trainer__advantage", "dr_grpo", "seq_mean_token_sum_norm"),
         ("trainer__correction", "tis", "twice"),
         ("trainer__loss_params", {"eps": 0.2}, "eps"),
-        ("trainer__fsdp", 0, "fsdp"),
+        ("trainer__fsdp", 0, "trainer.fsdp: 0 is not at least 1, or -1"),
+        ("trainer__b2", 1.0, "trainer.b2: 1.0 is not at least 0 and below 1"),
+        ("trainer__updates", 0, "trainer.updates: 0 is not at least 1"),
+        ("trainer__optimizer_memory", "hots", "trainer.optimizer_memory: 'hots' is none of: device, host"),
+        ("trainer__anchor", "old", "trainer.anchor: 'old' is none of: behavior, proximal"),
+        ("rollout__kv", "int8", "rollout.kv: 'int8' is none of: '', float8"),
+        ("rollout__weights", "int4", "rollout.weights: 'int4' is none of: '', int8, float8"),
+        ("rollout__drafts", -1, "-1 is not at least 0"),
+        ("rollout__max_repeats", -1, "-1 is not at least 0"),
+        ("rollout__draft_rows", 0, "0 is not at least 1"),
+        ("rollout__draft_cost", -0.1, "-0.1 is not at least 0"),
+        ("rollout__narrow_rows", -1, "-1 is not at least 0"),
+        ("rollout__narrow_cost", -0.1, "-0.1 is not at least 0"),
+        ("rollout__min_p", 2.0, "2.0 is not between 0 and 1"),
+        ("orchestrator__kv_pressure", 0.6, "0.6 is not between 0 and 0.5"),
+        ("monitor__port", 65536, "65536 is not between 0 and 65535"),
+        ("lora__rank", -1, "lora.rank: -1 is not at least 0"),
+        ("lora__alpha", 0.0, "lora.alpha: 0.0 is not above 0"),
         ("sft__n_heads", 3, "n_kv_heads"),
         ("sft__head_dim", 7, "odd"),
         ("sft__family", "gpt2", "llama"),
@@ -142,6 +159,11 @@ def test_a_wrong_value_is_one_line_that_names_its_field(field, value, why):
 def test_less_in_flight_than_a_batch_needs_a_mode_that_counts_the_awaited_one(mode, starts):
     found = problems(orchestrator__inflight=0.5, orchestrator__mode=mode)
     assert starts and not found or len(found) == 1 and "inflight" in found[0] and "never start" in found[0], found
+
+
+def test_a_config_that_a_script_made_is_held_to_its_declarations():
+    with pytest.raises(ConfigError, match="^steps: 0 is not at least 1$"):
+        validate.settle(Config(steps=0))
 
 
 def test_rows_must_divide_over_micro_batches_and_the_mesh():

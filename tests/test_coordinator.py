@@ -16,7 +16,7 @@ from dora_jax.runtime.durability.records import Partial
 from dora_jax.runtime.instance_proxy import InstanceProxy
 from dora_jax.runtime.kept_kv import KeptKV
 from dora_jax.runtime.rollout_worker import EngineWorker, progress_period_s, report_period_s
-from dora_jax.runtime.worker import Finished, Waiting
+from dora_jax.runtime.worker import Finished, InstanceReady, Waiting
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
 from tests.fakes.coordinator_world import (
     SECTION,
@@ -134,7 +134,7 @@ def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
     )
     worker.load(0, None)
     for i in range(2):
-        worker.submit(SampleId(0, i), Task().prompt_at(0), 0)
+        worker.submit(SampleId(0, i), Task().prompt_at(0), 0, 1)
     while worker.busy:
         worker.work()
     said = [outbox.get() for _ in range(outbox.qsize())]
@@ -153,7 +153,7 @@ def test_a_turn_s_end_is_told_behind_its_start_and_its_tokens():
     worker.load(0, None)
     prompt = dataclasses.replace(Task().prompt_at(0), turn_tokens=5)
     for each_id in (id, other):
-        worker.submit(each_id, prompt, 0)
+        worker.submit(each_id, prompt, 0, 1)
 
     def said():
         while worker.busy:
@@ -170,8 +170,9 @@ def test_a_turn_s_end_is_told_behind_its_start_and_its_tokens():
     worker.park(id)
     worker.cancel(other, "not needed")
     assert [type(item) for item in said()] == [ev.MoveFailed, ev.SampleCancelled]
-    worker.resume(observed(in_flight, np.array([9, 9])))
+    worker.resume(observed(in_flight, np.array([9, 9])), 2)
     resumed, partial, waiting = said()
+    assert (first[0].attempt, first[3].attempt, resumed.attempt, waiting.attempt) == (1, 1, 2, 2)
     assert isinstance(resumed, ev.SampleResumed) and (partial.start, len(partial.out_ids)) == (7, 5)
     assert (
         len(waiting.in_flight.out_ids) == 12
@@ -188,12 +189,12 @@ class Keeper:
     def post(self, call, *args):
         call(*args)
 
-    def resume(self, in_flight):
+    def resume(self, in_flight, attempt):
         self.asked.append(("resume", in_flight.id))
 
-    def forward(self, in_flight, dst):
+    def forward(self, in_flight, dst, attempt):
         self.asked.append(("forward", in_flight.id))
-        dst.resume(in_flight)
+        dst.resume(in_flight, attempt)
 
     def forget(self, sample):
         self.asked.append(("forget", sample))
@@ -204,14 +205,14 @@ def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
     kept = KeptKV(dict(enumerate(keepers)))
     held = [dataclasses.replace(PARCEL, id=SampleId(i % 2, i)) for i in range(6)]
     assert all(kept.keep(each, 0) for each in held)
-    kept.resume(held[0], keepers[0])
-    kept.resume(held[1], keepers[1])
+    kept.resume(held[0], keepers[0], 1)
+    kept.resume(held[1], keepers[1], 1)
     assert keepers[0].asked == [("resume", (0, 0)), ("forward", (1, 1))] and keepers[1].asked == [("resume", (1, 1))]
     keepers[0].asked.clear()
     kept.forget([held[0].id, held[2].id])
     kept.forget_group(1)
     assert keepers[0].asked == [("forget", (0, 2)), ("forget", (1, 3)), ("forget", (1, 5))]
-    kept.resume(held[2], keepers[1])
+    kept.resume(held[2], keepers[1], 1)
     assert keepers[1].asked[-1] == ("resume", (0, 2)), "nothing is kept of it any more"
 
 
@@ -231,18 +232,20 @@ def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
     """With the KV where the life that keeps it answers, else from its tokens; once either way."""
     source, there = Keeper(0), Keeper(1)
     source.life, source.wait_s, later = 0, 0.0, []
-    source.forward = lambda in_flight, dst: later.append(lambda: dst.resume(dataclasses.replace(in_flight, kv_len=7)))
+    source.forward = lambda in_flight, dst, attempt: later.append(
+        lambda: dst.resume(dataclasses.replace(in_flight, kv_len=7), attempt)
+    )
     outbox, resumed = queue.SimpleQueue(), []
-    there.resume = resumed.append
+    there.resume = lambda in_flight, attempt: resumed.append((in_flight, attempt))
     proxy = OneLife(ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4), outbox)
     proxy.begin(source)
-    proxy.forward(PARCEL, there)
+    proxy.forward(PARCEL, there, 5)
     if lost:
         proxy.lose(source)
     later[0]()
-    assert [in_flight.kv_len for in_flight in resumed] == [0 if lost else 7]
+    assert [(in_flight.kv_len, attempt) for in_flight, attempt in resumed] == [(0 if lost else 7, 5)]
     proxy.begin(None)
-    proxy.forward(PARCEL, there)
+    proxy.forward(PARCEL, there, 5)
     assert len(resumed) == 2
 
 
@@ -251,7 +254,7 @@ def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports()
     engine = OracleEngine(SECTION, length=lambda *_: 60)
     worker = EngineWorker(0, engine, Weights(), outbox, report_s=1.0, progress_s=progress_period_s(3000, 100))
     worker.load(0, None)
-    worker.submit(SampleId(0, 0), Task().prompt_at(0), 0)
+    worker.submit(SampleId(0, 0), Task().prompt_at(0), 0, 1)
     with mock.patch.object(rollout_worker.time, "monotonic", lambda: now[0]):
         for _ in range(7):
             worker.work()
@@ -271,3 +274,19 @@ def test_the_facts_of_a_large_fleet_come_together(monkeypatch):
     monkeypatch.setattr(coordinator.time, "sleep", slept.append)
     halt, _ = play(*make("dora", instances=2)[:3], [lambda events, commands: batches.append(len(events))])
     assert halt.ok and set(slept) == {2e-3} and max(batches) > 1
+
+
+def test_an_end_that_is_reported_again_does_not_hide_the_next_incarnation():
+    outboxes = []
+
+    def listened(task, outbox, orchestrator):
+        outboxes.append(outbox)
+        task.record = lambda record: None
+        return task
+
+    _, world, (up,), _ = make(instances=1, requests=listened)
+    ready = InstanceReady(event=dataclasses.replace(up, life=2), admit=lambda: ())
+    for item in (ready, ev.InstanceDown(instance=0, reason="reported again", life=1)):
+        outboxes[0].put(item)
+    list(world.events())
+    assert ready.event in list(world.events())

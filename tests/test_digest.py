@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.digest import digest
+from dora_jax.digest import digest, digest_json
 from dora_jax.models import sharding
 
 
@@ -49,3 +49,26 @@ def test_every_flipped_bit_changes_it():
 )
 def test_order_and_sign_count(change):
     assert digest(change(tree())) != digest(tree())
+
+
+def test_what_rests_in_host_memory_has_the_same_digest():
+    device = jax.devices()[0]
+    resting = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    assert digest(tree() | {"a": jax.device_put(tree()["a"], resting)}) == digest(tree())
+
+
+def test_counts_switches_and_wide_numbers_have_one_too():
+    state = {"count": jnp.int32(3), "on": jnp.array([True, False]), "none": jnp.zeros((0, 3)), "n": 4}
+    want = digest(state)
+    for other in ({"count": jnp.int32(4)}, {"on": jnp.array([False, True])}, {"n": 5}):
+        assert digest(state | other) != want
+    with jax.enable_x64(True):
+        wide = jnp.arange(5, dtype=jnp.int64)
+        assert len({digest([wide]), digest([wide.at[4].add(1 << 40)]), digest([wide.at[4].add(1)])}) == 3
+
+
+def test_plain_data_keeps_its_digest_through_json():
+    value = {"cursors": (1, 2), "rates": {3: 0.1}, "mean": np.float64(0.3)}
+    back = {"mean": 0.3, "rates": {"3": 0.1}, "cursors": [1, 2]}
+    assert digest_json(value) == digest_json(back) != digest_json(back | {"mean": 0.4})
+    assert 0 <= digest_json(value) < 1 << 64

@@ -105,12 +105,6 @@ def test_samples_of_other_engines_draft_and_what_is_told_again_goes_on(monkeypat
     assert drafter.draft(fresh).tolist()[0] == NONE
 
 
-@pytest.mark.parametrize("wrong", [dict(drafts=-1), dict(draft_rows=0), dict(draft_cost=-0.1)])
-def test_sizes_that_cannot_be_are_refused(wrong):
-    with pytest.raises(ValueError, match="rollout.drafts and rollout.draft_cost are at least 0"):
-        shapes_of(RolloutSection(**SIZES | dict(prefill_call_tokens=8) | wrong))
-
-
 CASES = {
     "plain": {},
     "a token a call": dict(decode_steps=1),

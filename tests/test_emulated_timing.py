@@ -167,6 +167,7 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
         SampleId(0, 0),
         Prompt(group_id=0, task="", uid="", text="", answer=None, token_ids=np.zeros(1, np.int32), max_new_tokens=16),
         0,
+        1,
     )
     worker.start()
     time.sleep(0.1)  # time enough for all its ticks
@@ -174,7 +175,7 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
     exported = outbox.get(timeout=10)
     assert exported.in_flight.out_ids.size == 0
     worker.post(worker.unpause)
-    worker.post(worker.resume, exported.in_flight)
+    worker.post(worker.resume, exported.in_flight, 1)
     facts = []
     while "Finished" not in facts:
         facts.append(type(outbox.get(timeout=10)).__name__)

@@ -232,7 +232,7 @@ def test_a_sample_of_a_lost_instance_goes_on_from_the_journal_with_the_routes_th
     id, outbox, payloads = SampleId(3, 6), queue.SimpleQueue(), PayloadState()
     worker = EngineWorker(0, here, None, outbox, partial_s=1e-9)
     prompt = Prompt(group_id=3, task="", uid="", text="", token_ids=prompt_ids(3), answer=None, max_new_tokens=24)
-    worker.submit(id, prompt, 0)
+    worker.submit(id, prompt, 0, 1)
     for _ in range(5):
         worker.work()
     here.cancel(id)  # the instance is lost: nothing is exported

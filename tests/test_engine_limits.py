@@ -128,7 +128,6 @@ def test_no_bit_depends_on_moves_or_preemption(alone, engine, small):
 def test_what_cannot_be_is_refused():
     for match, changes in {
         "min_new_tokens 25 is not between 0 and rollout.max_new_tokens 24": dict(min_new_tokens=25),
-        "max_repeats -1 is less than 0": dict(max_repeats=-1),
         "rollout.top_k must bound their number": dict(keep_set=True),
         "has an empty string": dict(stop_strings=("",)),
         "given no `decode`": dict(stop_strings=("x",)),

@@ -6,6 +6,7 @@ import pytest
 
 from dora_jax.config import Config
 from dora_jax.runtime import evaluation_job
+from dora_jax.runtime.checkpoint_weights import ParamsChanged
 from dora_jax.runtime.evaluation_job import follow
 
 
@@ -27,7 +28,9 @@ def run(tmp_path, monkeypatch):
     def one(config, workdir, step):
         told.append(step)
         (workdir / "evaluations").mkdir(exist_ok=True)
-        (workdir / f"evaluations/{step}.json").touch()
+        (workdir / f"evaluations/{step}.json").write_text(
+            json.dumps({"step": step, "eval/prompts": 8, "eval/reward/mean": 0.5, "eval/accuracy": 0.25}) + "\n"
+        )
 
     save(2)
     monkeypatch.setattr(evaluation_job.time, "sleep", wait)
@@ -43,9 +46,37 @@ def test_every_checkpoint_is_evaluated_once_until_the_last(run):
     assert follow(Config(steps=6), workdir) == 0 and told == [2, 4, 6], "a second time there is nothing to do"
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b'{"step": 4, "eval/accuracy": 0.5}', b"folder"])
+def test_a_damaged_record_is_put_aside_and_made_again(run, damage, capsys):
+    workdir, told = run
+    assert follow(Config(steps=6), workdir) == 0
+    record = workdir / "evaluations/4.json"
+    if damage == b"folder":
+        record.unlink()
+        record.mkdir()
+    else:
+        record.write_bytes(damage)
+    assert follow(Config(steps=6), workdir) == 0 and told == [2, 4, 6, 4]
+    assert json.loads(record.read_text())["step"] == 4 and (workdir / "evaluations/4.json.damaged").exists()
+    assert "evaluations/4.json is damaged: it is put aside as" in capsys.readouterr().out
+
+
 def test_a_checkpoint_that_cannot_be_trusted_is_passed_over(run, monkeypatch):
     workdir, told = run
     monkeypatch.setattr(
         evaluation_job.checkpoint, "verify", lambda directory, step, full: "a byte differs" if step == 4 else None
     )
     assert follow(Config(steps=6), workdir) == 0 and told == [2, 6]
+
+
+def test_a_checkpoint_whose_params_the_journal_does_not_know_is_passed_over_with_a_line(run, monkeypatch, capsys):
+    workdir, told = run
+
+    def one(config, workdir, step, then=evaluation_job.evaluate_one):
+        if step == 4:
+            raise ParamsChanged("step: checkpoint 4 cannot be trusted")
+        then(config, workdir, step)
+
+    monkeypatch.setattr(evaluation_job, "evaluate_one", one)
+    assert follow(Config(steps=6), workdir) == 0 and told == [2, 6]
+    assert capsys.readouterr().out == "step: checkpoint 4 cannot be trusted\n"

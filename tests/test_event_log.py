@@ -15,7 +15,10 @@ import tensorstore
 from dora_jax.runtime.durability import event_log as jn
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.forked_writer import fork
+from dora_jax.runtime.durability.frames import FRAME, PREAMBLE, Segment, unframe
 from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError, ObjectLogStore
+from tests.fakes.segments import segment as segment_of
+from tests.fakes.segments import unnumbered
 
 FLIPS = 500
 
@@ -50,7 +53,7 @@ def test_what_was_committed_is_read_back_and_nothing_else(new_log):
     log.close()
     again = EventLog(new_log())
     assert again.segments() == [1]
-    assert again.read(1) == jn.Segment((b"head", b"snapshot", *records(8)), None, 0)
+    assert again.read(1) == Segment((b"head", b"snapshot", *records(8)), None, 0)
 
 
 def test_a_run_begins_a_segment_of_its_own(new_log):
@@ -81,25 +84,26 @@ def test_every_cut_gives_a_prefix_and_says_where(new_log):
     log.close()
     log = new_log()
     data, whole = log.read(1), (b"head", b"snapshot", *records(8))
-    ends = {0}
+    ends = {0, PREAMBLE.size}
     for record in whole:
-        ends.add(max(ends) + jn.FRAME.size + len(record))
+        ends.add(max(ends) + FRAME.size + len(record))
     for size in range(len(data)):
-        segment = jn.unframe(data[:size])
+        segment = unframe(data[:size], 1)
         assert segment.records == whole[: len(segment.records)]
         assert (segment.fault is None) == (size in ends)
         if segment.fault:
             assert "torn" in segment.fault and segment.lost_bytes == size - max(e for e in ends if e <= size)
 
 
-def test_every_flipped_bit_is_found():
-    data = b"".join(jn.frame(record) for record in records(8))
-    whole = jn.unframe(data).records
+@pytest.mark.parametrize("written", [segment_of, unnumbered], ids=["numbered", "unnumbered"])
+def test_every_flipped_bit_is_found(written):
+    data = written(records(8))
+    whole = unframe(data, 1).records
     draw = random.Random(3)
     for _ in range(FLIPS):
         bad = bytearray(data)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        segment = jn.unframe(bytes(bad))
+        segment = unframe(bytes(bad), 1)
         assert segment.fault and segment.records == whole[: len(segment.records)] and len(segment.records) < len(whole)
 
 
@@ -107,7 +111,7 @@ def test_noise_is_no_journal_and_takes_no_memory():
     draw = random.Random(4)
     for _ in range(1000):
         noise = draw.randbytes(draw.randrange(1, 200))
-        segment = jn.unframe(noise)
+        segment = unframe(noise, 1)
         assert not segment.records and segment.fault and segment.lost_bytes == len(noise)
 
 
@@ -159,7 +163,7 @@ def test_a_run_that_was_taken_for_dead_is_refused_by_the_object_store():
 def test_objects_of_a_segment_without_manifest_are_not_read():
     store = tensorstore.KvStore.open("memory://j/").result()
     filled(ObjectLogStore(store))
-    store.write("000002-dead/000000", jn.frame(b"of a killed run")).result()
+    store.write("000002-dead/000000", segment_of([b"of a killed run"], 2)).result()
     journal = EventLog(ObjectLogStore(store))
     assert journal.segments() == [1]
     journal.rotate([b"mine"])
@@ -198,7 +202,7 @@ def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path,
         with pytest.raises(OSError, match="wait for space"):
             journal.rotate([b"second"])
     assert results[0] and not results[-1] and not journal.durable
-    readable = jn.unframe((tmp_path / "000001.log").read_bytes())
+    readable = unframe((tmp_path / "000001.log").read_bytes(), 1)
     assert readable.fault is None and readable.records == (b"head", *whole[: len(readable.records) - 1])
     journal.append(whole[-1])
     assert journal.commit() and journal.durable
@@ -275,7 +279,7 @@ def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_aga
     assert not journal.commit() and "Input/output" in said[-1]
     now[0], failing[0] = 103.0, False
     assert journal.commit() and "durable again" in said[-1]
-    assert journal.read(1) == jn.Segment((b"head", b"1006", b"1007", b"1013", b"later"), None, 0)
+    assert journal.read(1) == Segment((b"head", b"1006", b"1007", b"1013", b"later"), None, 0)
     journal.close()
 
 

@@ -13,16 +13,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dora_jax.config import UnknownFormat
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.durability import event_log as journals
 from dora_jax.runtime.durability import journal_audit, journaled_world, records
-from dora_jax.runtime.durability.event_log import EventLog, frame
+from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.records import CODEC
 from dora_jax.runtime.durability.recovery import recover, replay
 from dora_jax.types import Sample, SampleId
 from tests.fakes.journal_world import History, SlowChild
 from tests.fakes.orchestrator_shape import Shape
+from tests.fakes.segments import unnumbered
 
 EXAMPLES = int(os.environ.get("DORA_EXAMPLES", "300"))
 
@@ -151,23 +153,35 @@ def facts(disk):
         yield from journal_audit.facts(journal.read(number).records)
 
 
+NAME_ATTEMPTS = {event.__name__ for event in records.NAME_ATTEMPTS}
+
+
 def older(record, format):
-    """As format 7 had it: no report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two columns more in a table. As format 4 had it: no report
+    """As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two columns more in a table. As format 4 had it: no report
     with what decoding took, and scores that were no group. As format 3 had it: every entry by itself, and decided on by
     itself, and no sample with a table."""
     match as_before(msgpack.unpackb(record), format):
+        case ["Batch", [["Saved", *_]], False] if format <= 8:
+            return []
         case ["Batch", entries, True] if format <= 3:
             return [msgpack.packb(entry) for entry in entries]
-        case ["Head", _, epoch, config, *rest]:
+        case ["Head", _, epoch, config, *rest, saved]:
             config = {name: value for name, value in config.items() if name != "task_lead" or format > 5}
-            return [msgpack.packb(["Head", format, epoch, config, *rest])]
+            return [msgpack.packb(["Head", format, epoch, config, *rest, *([saved] if format > 8 else [])])]
         case row:
             return [msgpack.packb(row)]
 
 
 def as_before(row, format):
     match row:
-        case ["InstanceReported", *fields, sampled, busy_s, row_s, None]:
+        case ["Published", epoch, digest, _] if format <= 8:
+            return ["Published", epoch, digest]
+        case [str(name), *fields, attempt] if name in NAME_ATTEMPTS and format <= 8:
+            assert attempt is not None
+            return [name, *fields]
+        case dict(named):
+            return {name: as_before(value, format) for name, value in named.items()}
+        case ["InstanceReported", *fields, sampled, busy_s, row_s, None] if format <= 7:
             return ["InstanceReported", *fields] + [sampled, busy_s, row_s] * (format > 4)
         case ["Fact", event, ["ScoredGroup", _, version, [], rewards, parts]] if format <= 4:
             return ["Fact", event, ["Scores", version, rewards, parts]]
@@ -185,7 +199,7 @@ def as_before(row, format):
 def rewritten(disk, format):
     for number in disk.segments():
         read = EventLog(disk).read(number).records
-        disk.content[number] = b"".join(frame(each) for record in read for each in older(record, format))
+        disk.content[number] = unnumbered([each for record in read for each in older(record, format)])
 
 
 def test_a_journal_of_an_older_format_goes_on(monkeypatch):
@@ -215,11 +229,12 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     for format in (2, records.FORMAT + 1):
         history.disk.content, said = dict(written), []
         rewritten(history.disk, format)
-        assert recover(EventLog(history.disk), config, [0], lambda v: True, said.append) is None
-        assert f"it is of format {format}, and this version reads 3 to {records.FORMAT}" in said[0]
+        with pytest.raises(UnknownFormat, match=f"of format {format}, and this version of dora_jax reads 3 to"):
+            recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
+        assert not said
     history.disk.content = dict(written)
     before = recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
-    for format in (7, 5, 4, 3):
+    for format in (8, 7, 5, 4, 3):
         history.disk.content = dict(written)
         rewritten(history.disk, format)
         assert (b"TokenTable" in b"".join(history.disk.content.values())) == (format > 3) and history.known

@@ -9,7 +9,9 @@ import pytest
 from absl import flags as absl_flags
 
 from dora_jax import config as configs
-from dora_jax import flags
+from dora_jax import config_tree, flags, presets
+from dora_jax.arguments import apply_overrides
+from dora_jax.config import Config, ConfigError
 from tests.fakes.command_line import ROOT, parse, program, refusal, write_workspace
 
 
@@ -243,14 +245,41 @@ def test_dry_run_prints_config_and_mesh_and_writes_nothing(workspace):
     assert not Path("w").exists()
 
 
+def test_a_command_line_asks_for_machines_model_and_presets_once(workspace, monkeypatch):
+    calls = []
+    for name in ("machines", "model_of", "plan", "with_model"):
+        real = getattr(presets, name)
+        monkeypatch.setattr(presets, name, lambda *args, name=name, real=real: calls.append(name) or real(*args))
+    flags.describe(parse("--config=c.py", "--dry_run", "--config.slice=laptop"))
+    assert calls == ["machines", "plan", "model_of", "with_model"]
+
+
 def test_help_shows_what_the_program_is_its_flags_and_every_field(workspace):
     done = program("--help")
     assert done.returncode == 0 and done.stderr == ""
     assert "Says what it got." in done.stdout
     assert all(flag in done.stdout for flag in ("--config:", "--workdir:", "--[no]dry_run:"))
     words = " ".join(done.stdout.split())
-    assert "trainer.pack_tokens=512 L: packed row length" in words and "placement=auto auto, disjoint, shared:" in words
+    assert "trainer.pack_tokens=512 L: packed row length" in words and "placement=auto auto, disjoint, shared;" in words
+    tuning = {name for name, one in config_tree.declared(Config).items() if one.tuning}
+    assert {name for name in configs.fields() if f" {name}=" not in words} == tuning != set()
+    words = " ".join(program("--helpfull").stdout.split())
     assert all(f" {name}=" in words for name in configs.fields())
+
+
+def test_every_flag_that_commands_may_have_is_accepted_or_refused_with_its_new_name():
+    """tests/data/config_flags.txt: the flags of 10b51e5 with their defaults, and those that were renamed before."""
+    lines = (ROOT / "tests/data/config_flags.txt").read_text().splitlines()
+    names = [line.partition("=")[0] for line in lines]
+    assert set(configs.fields()) | set(configs.RENAMED) >= set(names) > set(configs.RENAMED)
+    tree = configs.defaults().lock()
+    kept = [f"--config.{line}" for line, name in zip(lines, names, strict=True) if name not in configs.RENAMED]
+    overrides = apply_overrides(tree, ["program", *kept], absl_flags.FlagValues(), Config, configs.RENAMED)
+    assert len(overrides) == len(kept) > 220 and config_tree.build(Config, tree)[1] == []
+    for line in set(lines) - {arg.removeprefix("--config.") for arg in kept}:
+        name = line.partition("=")[0]
+        with pytest.raises(ConfigError, match=f"config.{name}: renamed to config.{configs.RENAMED[name]}"):
+            apply_overrides(tree, ["program", f"--config.{line}"], absl_flags.FlagValues(), Config, configs.RENAMED)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What a workdir remembers of its run, and what is refused in one that holds another."""
 
+import dataclasses
 import errno
+import fcntl
 import json
 import re
 from pathlib import Path
@@ -8,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import dora_jax
-from dora_jax import exits, flags, workdirs
+from dora_jax import exits, flags, state_files, workdirs
+from dora_jax.config import ConfigError
 from tests.fakes.command_line import parse, program, refusal, write_workspace
 
 
@@ -18,6 +21,12 @@ def workspace(tmp_path, monkeypatch):
     monkeypatch.delenv("DORA_DEVICES", raising=False)
     write_workspace()
     return tmp_path
+
+
+def saved_config():
+    """What w/config.json holds, as a dora_jax before format 2 wrote it: a file without a checksum."""
+    tree = json.loads(Path("w/config.json").read_text())
+    return {name: value for name, value in tree.items() if name not in (state_files.FORMAT, state_files.CHECKSUM)}
 
 
 def begin(workdir):
@@ -94,7 +103,7 @@ def test_the_workdir_remembers_its_config(workspace):
 
 def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
     flags.record(parse("--config=c.py", "--workdir=w"))
-    saved = json.loads(Path("w/config.json").read_text())
+    saved = saved_config()
     del saved["rollout"]["decode_steps"], saved["sft"]
     begin("w")
     Path("w/config.json").write_text(json.dumps(saved))
@@ -126,7 +135,7 @@ def test_a_workdir_of_another_version_is_refused(workspace, change, why):
     flags.record(parse("--config=c.py", "--workdir=w"))
     begin("w")
     text = Path("w/config.json").read_text()
-    Path("w/config.json").write_text(json.dumps(json.loads(text) | change) if change else text[:99])
+    Path("w/config.json").write_text(json.dumps(saved_config() | change) if change else text[:99])
     (problem,) = refusal("--config=c.py", "--workdir=w")
     assert problem.startswith(why)
     if "trainer" not in (change or ()):
@@ -135,7 +144,7 @@ def test_a_workdir_of_another_version_is_refused(workspace, change, why):
 
 def test_a_workdir_that_names_no_version_is_of_the_first(workspace, monkeypatch):
     flags.record(parse("--config=c.py", "--workdir=w"))
-    saved = json.loads(Path("w/config.json").read_text())
+    saved = saved_config()
     del saved["dora_jax"]
     begin("w")
     Path("w/config.json").write_text(json.dumps(saved))
@@ -145,6 +154,24 @@ def test_a_workdir_that_names_no_version_is_of_the_first(workspace, monkeypatch)
     assert "was written by dora_jax 0.1.0, and" in refusal("--config=c.py", "--workdir=w")[0]
 
 
+def test_a_config_of_a_newer_format_is_refused_and_one_that_is_changed_too(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    begin("w")
+    file, written = Path("w/config.json"), Path("w/config.json").read_bytes()
+    assert json.loads(written)["format"] == workdirs.FORMAT
+    file.write_bytes(state_files.encode(saved_config(), workdirs.FORMAT + 1))
+    newer = f"has format {workdirs.FORMAT + 1}, and this dora_jax reads formats up to {workdirs.FORMAT}: go on with"
+    for damaged, why in ((None, newer), (written.replace(b'"steps": 7', b'"steps": 6'), "does not match its checksum")):
+        if damaged:
+            file.write_bytes(damaged)
+        for args, purpose in ((["--config=c.py", "--workdir=w"], "train"), (["--workdir=w"], "evaluate")):
+            (problem,) = refusal(*args, purpose=purpose)
+            assert problem.startswith(f"workdir: w/config.json {why}")
+    file.unlink()  # as the sentence says
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    assert file.read_bytes() == written
+
+
 def test_evaluate_reads_the_config_of_the_workdir(workspace):
     flags.record(parse("--config=c.py", "--workdir=w", "--config.seed=5"))
     asked = parse("--workdir=w", "--config.eval.samples=4", purpose="evaluate")
@@ -152,3 +179,88 @@ def test_evaluate_reads_the_config_of_the_workdir(workspace):
     assert "holds no run" in refusal("--workdir=gone", purpose="evaluate")[0]
     assert "workdir: missing" in refusal(purpose="evaluate")[0]
     assert "leave --config out" in refusal("--config=c.py", "--workdir=w", purpose="evaluate")[0]
+
+
+def history_of(workdir):
+    """What a run leaves behind, with a folder that its configuration names."""
+    flags.record(parse("--config=c.py", f"--workdir={workdir}"))
+    for name in ("journal/000001.log", "checkpoints/3/manifest.json", "metrics.jsonl", "wanted_instances", "hf/3/x"):
+        Path(workdir, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(workdir, name).write_text(name)
+
+
+def anew(workdir, name="history.1"):
+    asked = parse("--config=c.py", f"--workdir={workdir}", f"--begin_anew={name}")
+    return workdirs.put_history_aside(asked.workdir, asked.config, asked.begin_anew)
+
+
+def test_a_run_that_begins_anew_puts_what_was_there_into_a_folder_once(workspace):
+    history_of("w")
+    assert workdirs.free_history(Path("w")) == "history.1"
+    assert "version 0" in anew("w") and not workdirs.begun(Path("w"))
+    kept = {str(path.relative_to("w/history.1")) for path in Path("w/history.1").rglob("*") if path.is_file()}
+    assert kept == {
+        *("journal/000001.log", "checkpoints/3/manifest.json", "metrics.jsonl", "hf/3/x"),
+        *("config.json", "overrides.json"),
+    }
+    assert {path.name for path in Path("w").iterdir()} == {
+        "config.json",
+        "overrides.json",
+        "wanted_instances",
+        "history.1",
+    }
+    begin("w")
+    assert "the run goes on" in anew("w") and Path("w/metrics.jsonl").exists(), "a restart of the same command"
+    assert workdirs.free_history(Path("w")) == "history.2"
+    anew("w", "history.2")
+    assert Path("w/history.2/metrics.jsonl").exists() and Path("w/history.1/metrics.jsonl").exists()
+
+
+def test_a_kill_in_the_middle_of_it_leaves_the_rest_to_the_next_start(workspace, monkeypatch):
+    history_of("w")
+    rename, moved = Path.rename, []
+
+    def killed(path, target):
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        anew("w")
+    assert not Path("w/history.1").exists() and moved
+    anew("w")
+    assert Path("w/history.1/journal/000001.log").exists() and Path("w/history.1/metrics.jsonl").exists()
+
+
+def test_what_the_configuration_names_stays_where_it_is(workspace):
+    history_of("w")
+    Path("w/base").mkdir()
+    Path("w/base/config.json").write_text("{}")
+    config = parse("--config=c.py", "--workdir=w").config
+    config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, out="w/base"))
+    workdirs.put_history_aside(Path("w"), config, "history.1")
+    assert Path("w/base/config.json").exists() and not Path("w/hf").exists()
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--workdir=w", "--begin_anew=../elsewhere"], "is no name of a history folder"),
+        (["--workdir=w", "--begin_anew=checkpoints"], "is no name of a history folder"),
+        (["--workdir=file:///tmp/w", "--begin_anew=history.1", "--dry_run"], "a run in a bucket cannot"),
+    ],
+)
+def test_where_a_run_cannot_begin_anew(workspace, args, said):
+    (problem,) = refusal("--config=c.py", *args)
+    assert problem.startswith("begin_anew: ") and said in problem
+
+
+def test_a_run_does_not_begin_anew_beside_another(workspace):
+    history_of("w")
+    with Path("w/journal/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="begin_anew: another run writes w"):
+            anew("w")
+    assert Path("w/journal/000001.log").exists()

@@ -19,7 +19,7 @@ from dora_jax.models import hf, hf_config
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import InstanceUp, TimePassed
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability.event_log import EventLog, frame
+from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.log_stores import JournalError
 from dora_jax.runtime.durability.payload_state import PayloadState
 from dora_jax.runtime.durability.records import CODEC, Fact
@@ -27,6 +27,7 @@ from dora_jax.runtime.durability.recovery import head_records, recover
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.rows import RowsSource
 from dora_jax.trainer import manifest
+from tests.fakes.segments import segment
 
 pytestmark = pytest.mark.slow
 N = 1000
@@ -202,7 +203,7 @@ def test_journal_segments_whose_frames_are_whole_and_whose_records_are_not():
     for _ in range(N):
         at = draw.randrange(len(records))
         bad = [*records[:at], damaged(draw, records[at]), *records[at + 1 :]]
-        journal, said = EventLog(Bytes(b"".join(map(frame, bad)))), []
+        journal, said = EventLog(Bytes(segment(bad))), []
         try:
             found = recover(journal, cfg, [0], lambda v: True, said.append)
         except (JournalError, ValueError) as error:

@@ -1,15 +1,23 @@
 """The one-process world with real threads behind a journal: killed at any fact, it goes on as if it had not been."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import tensorstore
 
 from dora_jax.exits import Stop
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.log_stores import ObjectLogStore
+from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.shutdown import Guard
 from tests.fakes.coordinator_world import P
+from tests.fakes.journal_world import Disk
 from tests.fakes.journaled_run import STEPS, Run
+from tests.fakes.orchestrator_by_hand import A, make, up
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "dora", "dora_paper", "partial", "rollpacker", "staleflow"])
@@ -69,3 +77,21 @@ def test_a_run_in_which_nothing_moves_ends_with_a_diagnosis():
     with guard, pytest.raises(Stop, match="nothing has moved for .*everything waits for an instance"):
         while True:
             guard.look()
+
+
+def test_a_quarantine_outlives_the_process_that_decided_it():
+    """Nobody would report it again."""
+    disk, brain = Disk(), make()
+    world = mock.Mock()
+    started = ev.SampleStarted(id=A, instance=0, version=0)
+    told = [[up(0, versions=(0,))], [started], [ev.InstanceUnhealthy(instance=0, reason="NaN")]]
+    world.events.side_effect = told
+    durable = JournaledWorld(world, EventLog(disk), brain, PayloadState())
+    for _ in told:
+        for event in durable.events():
+            brain.commit(event)
+        for command in brain.decide():
+            durable.execute(command)
+    found = recover(EventLog(disk), brain.state.config, [0], lambda v: True, print)
+    unit = found.orchestrator.state.unit(A)
+    assert (unit.state, unit.started, unit.ran) == ("pending", True, ())

@@ -16,8 +16,8 @@ STAGES = ("tasks", "rollout", "buffer", "trainer", "publish")
 
 # Every module belongs to one room: a package is a room of its own, a file directly in dora_jax/ is listed here.
 ROOMS = {
-    "basics": "version exits spelling redaction digest fault_injection retrying_file console metrics chrome_trace prometheus chips helping callables intervals",
-    "settings": "config config_cluster config_live config_task config_tree config_files arguments workdirs",
+    "basics": "config_tree version exits spelling redaction digest box_digest fault_injection state_files retrying_file console metrics chrome_trace prometheus chips helping callables intervals",
+    "settings": "config config_cluster config_live config_task config_files arguments workdirs",
     "costs": "costs update_costs recording",
     "tokenizer": "tokenizer",
     "types": "types",
@@ -41,7 +41,7 @@ ALLOWED = {
     "rollout": "settings models ops",
     "buffer": "",
     "trainer": "settings models ops costs",
-    "publish": "models",
+    "publish": "settings models",
     "checks": "settings models costs orchestrate",
     "sim": "settings costs orchestrate",
     "simulate": "settings sim",
@@ -198,12 +198,12 @@ def test_every_module_can_be_imported_after_every_other():
     assert done.returncode == 0, done.stderr
 
 
-LONGEST_FILE = 400  # lines
+LONGEST_FILE = 800  # lines of one topic
 LONG, LONGEST = 40, 80  # lines of a function
 KERNELS = ("ops.", "rollout.device_calls.")  # whose longest function may be a kernel
 
 
-def test_no_file_has_more_than_400_lines():
+def test_no_file_has_more_than_800_lines():
     counts = {module: path.read_text().count("\n") for module, path in modules().items()}
     assert not {module: count for module, count in counts.items() if count > LONGEST_FILE}
 

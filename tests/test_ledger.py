@@ -254,3 +254,16 @@ def test_a_window_without_a_cap_breaks_the_bound():
     assert max(world.lags()) > world.config.max_lag
     kept = world_with(Ledger, inflight=6.0).run(max_events=20_000)
     assert max(kept.lags()) <= kept.config.max_lag
+
+
+def test_a_member_past_its_deadline_is_not_taken():
+    """Of a mode that evicts, whose sums bound nothing."""
+    book = ledger(groups_per_step=1, max_lag=1, base=0, capped=False)
+    admit(book, 0, 0, 1, 2)
+    finish(book, 0)
+    step(book)
+    finish(book, 1)
+    assert book.may_take({0: 1})
+    step(book)
+    finish(book, 2)  # base 2: its version is two behind
+    assert not book.may_take({0: 1}) and book.take() == ()

@@ -22,7 +22,7 @@ from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.run import orchestrator_config, simulate
 from dora_jax.sim.table import render
 from dora_jax.types import SampleId
-from tests.fakes.older_snapshots import before_lending
+from tests.fakes.older_snapshots import before_lending, forget_attempts
 
 CONFIG = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4, max_prompt_tokens=16, max_new_tokens=64,
                             inflight=2.0, lendable=(1,), switch_s=1.0)  # fmt: skip
@@ -175,6 +175,7 @@ def test_a_snapshot_knows_what_is_lent_and_an_older_one_is_read():
 
     older = Orchestrator(CONFIG)
     older.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
+    forget_attempts(older)
     data = written(older)
     assert written(Orchestrator.restore(CONFIG, before_lending(data))) == data
 

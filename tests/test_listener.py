@@ -1,10 +1,11 @@
 """The port of a process: strangers are turned away, and what they hold of it is bounded in number and in time."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
-from multiprocessing import AuthenticationError
+from multiprocessing import AuthenticationError, connection
 
 import pytest
 
@@ -127,3 +128,27 @@ def test_a_door_that_is_closed_lets_nobody_in(door):
         return True
 
     eventually(shut)
+
+
+def test_who_answers_must_know_the_token_too():
+    """What dials sends the token to nobody, and takes nothing from one who cannot show it."""
+    answered = []
+
+    def impostor(listener):
+        raw, _ = listener.accept()
+        with raw:
+            end = connection.Connection(os.dup(raw.fileno()))
+            end.send_bytes(b"#CHALLENGE#" + bytes(20))
+            answered.append(end.recv_bytes())
+            end.send_bytes(b"#WELCOME#")  # whatever the answer was
+            answered.append(end.recv_bytes())  # the challenge of the one that dials
+            end.send_bytes(b"anything")
+            answered.append(end.recv_bytes())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=impostor, args=(listener,), daemon=True)
+        thread.start()
+        with pytest.raises(AuthenticationError):
+            dial(f"127.0.0.1:{listener.getsockname()[1]}", b"token")
+        thread.join(5)
+    assert len(answered) == 3 and all(b"token" not in answer for answer in answered)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dora_jax import config_tree
+from dora_jax.config import TrainerSection
 from dora_jax.trainer import loss, objective
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -100,7 +102,7 @@ def test_every_loss_has_a_case_and_the_config_table_names_its_keywords():
     for name, function in loss.POLICY_LOSSES.items():
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind == p.KEYWORD_ONLY]
         assert tuple(k for k in keywords if k not in given) == objective.LOSSES[name], name
-    assert objective.AGGREGATIONS == loss.AGGREGATIONS
+    assert config_tree.fields_of(TrainerSection)["aggregation"].choices == loss.AGGREGATIONS
 
 
 @pytest.mark.parametrize("name,params", CASES)

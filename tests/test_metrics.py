@@ -101,7 +101,7 @@ def test_a_resumed_run_knows_the_evaluations_up_to_where_it_goes_on(tmp_path):
         assert writer.evaluations == {}
         for step in (0, 1, 2, 3):
             writer.write(step, {"reward/mean": 0.1})
-            writer.write(step, {"eval/prompts": 2, "eval/accuracy": step / 4})
+            writer.write(step, {"eval/prompts": 2, "eval/accuracy": step / 4, "eval/reward/mean": 0.5})
     with Writer(tmp_path, quiet()) as writer:
         writer.resume(2)
         assert {v: m["eval/accuracy"] for v, m in writer.evaluations.items()} == {0: 0.0, 1: 0.25, 2: 0.5}

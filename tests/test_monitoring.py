@@ -3,8 +3,12 @@
 import dataclasses
 import json
 import math
+import socket
 import subprocess
 import sys
+import threading
+import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +22,7 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.config_live import MonitorSection
 from dora_jax.metrics import Mean, Writer
 from dora_jax.runtime import monitoring
+from tests.fakes.cluster import eventually
 from tests.fakes.pinned_environment import ROOT, python_of
 from tests.fakes.sinks import quiet
 
@@ -66,6 +71,36 @@ def test_a_loop_that_says_nothing_is_not_healthy(page, monkeypatch):
     monkeypatch.setattr(monitoring, "QUIET_S", -1.0)
     status, _, text = get(page, "/healthz")
     assert status == 503 and json.loads(text)["status"] == "the loop has said nothing for 0 s"
+
+
+def idle(page):
+    """A connection that asks for nothing."""
+    return socket.create_connection(("127.0.0.1", page.port))
+
+
+def threads():
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def test_idle_connections_hold_few_threads_and_keep_nobody_out(page):
+    held = [idle(page) for _ in range(3 * monitoring.CONNECTIONS)]
+    eventually(lambda: threads() == monitoring.CONNECTIONS)
+    for _ in range(3):
+        assert get(page, "/healthz")[0] == 200 and threads() <= monitoring.CONNECTIONS
+    for connection in held:
+        connection.close()
+    eventually(lambda: not threads())
+
+
+def test_a_connection_ends_in_time_however_slowly_it_speaks(page, monkeypatch):
+    monkeypatch.setattr(monitoring, "ANSWER_S", 0.3)
+    with idle(page) as silent, idle(page) as slow:
+        with pytest.raises(OSError):
+            for _ in range(200):
+                slow.sendall(b"G")
+                time.sleep(0.02)
+        assert silent.recv(1) == b""
+    eventually(lambda: not threads())
 
 
 def test_nothing_else_is_there(page):
@@ -141,6 +176,14 @@ for path in sys.argv[1:]:
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             print(json.dumps({name: value for name, value in items.items() if not name.startswith("_")}))
 """
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b"a/b", b"a b", b"x" * 129])
+def test_an_id_that_wandb_would_not_take_is_refused_in_one_sentence(tmp_path, monkeypatch, damage):
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    (tmp_path / "wandb_id").write_bytes(damage)
+    with pytest.raises(ConfigError, match="wandb_id holds no id of a run: .* or remove it, and another run begins"):
+        monitoring.WandbRun(settings(wandb="sums"), tmp_path)
 
 
 @pytest.mark.slow

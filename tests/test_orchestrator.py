@@ -12,7 +12,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import REPORTS_A_LOOK
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.view import describe_step
-from tests.fakes.orchestrator_by_hand import A, B, begin, make, ready, up
+from tests.fakes.orchestrator_by_hand import A, B, begin, make, ready, unnumbered, up
 from tests.fakes.orchestrator_shape import Shape
 from tests.fakes.orchestrator_world import World
 
@@ -49,13 +49,15 @@ def test_facts_that_come_together_are_decided_on_once():
 
 def test_the_slots_of_a_failed_group_are_held_until_its_samples_are_cancelled():
     brain = make()
-    assert ready(brain) == (ev.Start(ids=(A, B, (1, 0), (1, 1), (2, 0), (2, 1)), instance=0, version=0),)
+    start = ev.Start(ids=(A, B, (1, 0), (1, 1), (2, 0), (2, 1)), instance=0, version=0)
+    assert unnumbered(*ready(brain)) == (start,)
     begin(brain, A)
     (cancel,) = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
     assert cancel == ev.Cancel(ids=(A, B), instance=0, reason="the environment broke")
     assert brain.step(ev.SampleStarted(id=B, instance=0, version=0)) == ()  # said before it heard of the Cancel
     brain.step(ev.SampleCancelled(id=A, reason="done"))
-    (start,) = brain.step(ev.SampleCancelled(id=B, reason="done"))
+    discard, start = unnumbered(*brain.step(ev.SampleCancelled(id=B, reason="done")))
+    assert discard == ev.Discard(group_id=0, reason="its last sample has ended")
     assert start == ev.Start(ids=((3, 1),), instance=0, version=0)
     assert 0 not in brain.state.groups and brain.state.fleet.instances[0].used == 6
     assert brain.summary()["groups"]["failed"] == 1 and brain.summary()["dropped"] == {"SampleStarted": 1}
@@ -67,7 +69,7 @@ def test_lost_samples_resume_or_start_again_at_their_version():
     begin(brain, A)
     brain.step(ev.InstanceDown(instance=0, reason="lost"))
     brain.step(up(1))
-    resume, start = brain.step(ev.WeightsLoaded(instance=1, version=0))
+    resume, start = unnumbered(*brain.step(ev.WeightsLoaded(instance=1, version=0)))
     assert resume == ev.Resume(ids=(A,), instance=1, version=0)
     assert isinstance(start, ev.Start) and B in start.ids and A not in start.ids
 

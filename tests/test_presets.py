@@ -43,8 +43,7 @@ def resolved(asked):
 
 
 def said(asked):
-    found, model = presets.machines(asked), presets.model_of(asked)
-    return presets.problems(presets.resolve(asked, found, model)[0], found, model)
+    return presets.problems(presets.plan(asked, presets.machines(asked), presets.model_of(asked)))
 
 
 def chosen(asked):
@@ -252,8 +251,7 @@ def test_an_unknown_slice_is_refused(name, problem):
 
 def test_a_folder_of_another_size_is_refused():
     asked = on("v6e-8", size="Qwen3-8B")
-    found = presets.machines(asked)
-    line, *_ = presets.problems(resolved(asked)[0], found, KNOWN["Qwen3-0.6B"])
+    line, *_ = presets.problems(presets.plan(asked, presets.machines(asked), KNOWN["Qwen3-0.6B"]))
     assert line.endswith("has 28 layers of width 1024, and model.size Qwen3-8B has 36 of 4096")
 
 

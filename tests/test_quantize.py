@@ -98,10 +98,3 @@ def test_narrow_kv_moves_bit_for_bit_and_to_wide_pools():
         submit(a, SampleId(3, 1))
         plain = finish(a)[SampleId(3, 1)]
     assert_undisturbed(plain)
-
-
-def test_an_unknown_type_is_refused():
-    with pytest.raises(ValueError, match="rollout.kv 'int8' is none of"):
-        new_engine(kv="int8")
-    with pytest.raises(ValueError, match="rollout.weights 'int4' is none of"):
-        new_engine(weights="int4")

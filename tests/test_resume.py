@@ -1,14 +1,18 @@
-"""The start of a run on the journal of a killed one: which steps are made again, and what is said of them."""
+"""The start of a run on what a killed one left: from which checkpoint, and which steps are made again."""
 
+import json
 import types
+from pathlib import Path
 
 import pytest
 
+from dora_jax.config import ConfigError
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.recovery import recover
-from tests.fakes.journal_world import History
+from dora_jax.trainer.checkpoint import Restored, UnusableCheckpoint
+from tests.fakes.journal_world import Disk, History
 from tests.fakes.orchestrator_shape import Shape
 
 CONFIG = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=6)
@@ -20,22 +24,64 @@ class Trainer:
     def __init__(self):
         self.params = 0
 
+    @property
+    def state(self):
+        return types.SimpleNamespace(step=self.params, params=self.params, opt_state=None)
+
+    abstract_state = state.fget
+
+    def load(self, params, opt_state, step):
+        assert params == step
+        self.params = step
+
     def step(self, base):
         assert base == self.params, "steps come in order"
         self.params += 1
 
 
-class Sink(dict):
-    """Stands for the checkpoints, the weight store and the console: keeps what it is told."""
+class Store:
+    """Checkpoints of these steps, of which some are unsealed and some `bad`: step -> why."""
+
+    def __init__(self, sealed=(), unsealed=(), bad=()):
+        self.sealed, self.loose, self.bad = list(sealed), list(unsealed), dict(bad)
+        self.past, self.asked, self.undone = [], [], None
 
     def steps(self):
-        return []
+        return sorted(self.sealed)
 
-    def put(self, version, weights):
-        self[version] = weights
+    def unsealed(self):
+        return sorted(self.loose)
+
+    def aside(self):
+        return self.past
+
+    def restore(self, step, params, opt_state, digests=None):
+        self.asked.append((step, digests))
+        if step in self.bad:
+            raise UnusableCheckpoint(self.bad[step])
+        return Restored(step, None, {}, {})
+
+    def adopt(self, step, params, opt_state, digests):
+        self.restore(step, params, opt_state, digests)
+        self.loose.remove(step)
+        self.sealed.append(step)
+
+    def put_aside(self, step, why):
+        (self.sealed if step in self.sealed else self.loose).remove(step)
+        self.past.append(f"{step}.{why}")
 
     def undo_after(self, version):
-        self["undone after"] = version
+        self.undone = version
+
+
+class Sink(dict):
+    """Stands for the weight store and the console: keeps what it is told."""
+
+    file = Path("w/metrics.jsonl")
+
+    def put(self, version, weights, digest=0, copy=0):
+        self[version] = weights
+        return copy
 
     def note(self, text):
         self.setdefault("notes", []).append(text)
@@ -57,10 +103,13 @@ def killed():
     return history.disk, found
 
 
-def begun(disk, digest):
-    rig = types.SimpleNamespace(trainer=Trainer(), weights=Sink(), checkpoints=Sink(), writer=Sink())
+def begun(disk, digest, checkpoints=None):
+    rig = types.SimpleNamespace(
+        trainer=Trainer(), weights=Sink(), checkpoints=checkpoints or Store(), writer=Sink(notes=[])
+    )
+    journal = disk and EventLog(disk)
     rig.begun = resume.begin(
-        EventLog(disk), rig.checkpoints, rig.trainer, rig.weights, lambda groups, base: base, digest, CONFIG, rig.writer
+        journal, rig.checkpoints, rig.trainer, rig.weights, lambda groups, base: base, digest, CONFIG, rig.writer
     )
     return rig
 
@@ -79,5 +128,82 @@ def test_a_step_that_comes_out_with_other_weights_begins_an_epoch_and_running_sa
     disk, found = killed
     rig = begun(disk, lambda version: 7 if version else 0)
     assert rig.begun.epoch == found.epoch + 1 and not rig.begun.payloads.partial
-    assert rig.checkpoints["undone after"] == found.start
+    assert rig.checkpoints.undone == found.start
     assert "came out with other weights" in rig.writer["notes"][0]
+
+
+@pytest.fixture
+def saved():
+    """(the journal of a run, what it recovers to from version 0, a version that was saved after another)"""
+    history = History(CONFIG, Shape(), every=1, keep=9)
+    history.checkpoints = dict.fromkeys(range(9), 1)  # whatever is saved: no segment is dropped
+    assert history.live(kill_fact=118) is None
+    found = recover(EventLog(history.disk), CONFIG, [0], lambda version: True, print)
+    known = found.payloads.saved
+    return history.disk, found, max(v for v in known if v - 1 in known and v <= min(found.debts.versions))
+
+
+def as_published(found):
+    digests = {step.base + 1: step.published.digest for step in found.steps}
+    return lambda version: digests.get(version, 0)
+
+
+def test_a_checkpoint_that_cannot_be_used_is_stepped_over_with_its_reason_and_put_aside(saved):
+    disk, found, start = saved
+    store = Store([start - 1, start, found.base + 1], bad={start: "rl_state came back with other values"})
+    rig = begun(disk, as_published(found), store)
+    assert rig.trainer.params == found.base and [step for step, _ in store.asked] == [start, start - 1]
+    for step, digests in store.asked:
+        assert digests == (found.payloads.saved[step].params, step, 1), "what the journal says was saved"
+    (said,) = [note for note in rig.writer["notes"] if "stepped over" in note]
+    assert said == f"checkpoint {start} cannot be trusted and is stepped over: rl_state came back with other values"
+    assert store.past == [f"{start}.broken"]
+
+
+def test_a_checkpoint_without_a_manifest_is_used_where_the_journal_says_what_was_saved(saved):
+    disk, found, start = saved
+    store = Store([start - 1], [start, 17])
+    rig = begun(disk, as_published(found), store)
+    assert store.sealed == [start - 1, start] and store.past == ["17.unproved"]
+    assert any(f"checkpoint {start} had no manifest; it restores" in note for note in rig.writer["notes"])
+    store = Store([start - 1], [start], bad={start: "params came back with other values"})
+    rig = begun(disk, as_published(found), store)
+    assert store.sealed == [start - 1] and store.past == [f"{start}.unproved"]
+    assert rig.trainer.params == found.base
+
+
+def test_without_a_journal_a_checkpoint_without_a_manifest_is_not_used():
+    store = Store([1, 2], [3])
+    rig = begun(None, lambda version: 0, store)
+    assert rig.trainer.params == 2 and store.past == ["3.unproved"] and store.asked == [(2, None)]
+
+
+@pytest.mark.parametrize("kept", ["damaged", "unsealed", "put aside", "metrics", "journal"])
+def test_a_run_with_a_past_and_nothing_to_go_on_from_is_refused_and_nothing_is_renamed(tmp_path, monkeypatch, kept):
+    store, disk = Store(), None
+    monkeypatch.setattr(Sink, "file", tmp_path / "metrics.jsonl")
+    if kept == "damaged":
+        store = Store([1, 2], bad={1: "it is bad", 2: "it is worse"})
+    elif kept == "unsealed":
+        store = Store([], [3])
+    elif kept == "put aside":
+        store.past.append("3.broken")
+    elif kept == "metrics":
+        lines = [b"\xff", b"nonsense", b'{"step": "7"}', json.dumps({"step": 12}).encode(), b"7"]
+        Sink.file.write_bytes(b"\n".join(lines))
+    else:
+        disk = Disk()
+        disk.content = {1: b"nothing that can be read"}
+    before = (*store.sealed, *store.loose, *store.past)
+    with pytest.raises(ConfigError, match="nothing left to go on from .*--begin_anew=history.1") as refused:
+        begun(disk, lambda version: 0, store)
+    assert (*store.sealed, *store.loose, *store.past) == before
+    reason = {"damaged": "checkpoint 2: it is worse; checkpoint 1: it is bad", "metrics": "reaches step 12"}
+    assert reason.get(kept, "") in str(refused.value)
+
+
+def test_a_new_run_is_new(tmp_path, monkeypatch):
+    monkeypatch.setattr(Sink, "file", tmp_path / "metrics.jsonl")
+    Sink.file.write_text('{"step": 0, "eval/prompts": 8}\n')
+    rig = begun(Disk(), lambda version: 0)
+    assert rig.trainer.params == 0 and rig.begun.debts is None and rig.writer["notes"] == []

@@ -7,6 +7,7 @@ import types
 import numpy as np
 
 from dora_jax.buffer import layout, pack
+from dora_jax.report.load import load
 from dora_jax.runtime.sample_log import SampleLog, TokenViews
 from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
@@ -48,6 +49,28 @@ def packer(groups, base):
     shape = layout.layout(pack_tokens=16, rows=0, micro_batches=2, samples=9, max_tokens=8, share_prompts=True)
     objective = prepare.Prepare(dataclasses.replace(cases.SECTION, advantage="dr_grpo"), 8)
     return pack.pack_step([groups], shape, objective)
+
+
+def test_samples_keep_within_their_budget_the_oldest_going_first(tmp_path):
+    prompt, budget = types.SimpleNamespace(text="1 + 1 =", answer=2), 20_000
+
+    def run(steps):
+        log = SampleLog(tmp_path, print, lambda ids: "x" * 200, lambda id: prompt, None, log_bytes=budget)
+        for step in steps:
+            log.write(step, GROUPS)
+        log.close()
+
+    run(range(1, 200))
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"step": 19')  # a kill
+    run(range(200, 203))
+    for first, second in (("samples.1.jsonl", "samples.jsonl"), ("trajectories.1.txt", "trajectories.txt")):
+        sizes = [(tmp_path / name).stat().st_size for name in (first, second)]
+        assert sum(sizes) <= budget and sizes[0] > budget / 2 - 1000
+    data = load(tmp_path, "a")
+    steps = [row["step"] for row in data.samples]
+    assert steps == list(range(steps[0], 203)) and len(steps) > 10, "no row is glued to the one that was cut short"
+    assert any("samples.jsonl has reached its budget (monitor.log_bytes)" in remark for remark in data.remarks)
 
 
 def rows_of(folder, views, version):

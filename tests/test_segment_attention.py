@@ -113,7 +113,7 @@ def test_cudnn_is_lowered_to_its_own_call(monkeypatch):
         ({"attention": "cudnn"}, "gpu", "float32", "not in model.dtype=float32"),
         ({"attention": "cudnn", "context": 2}, "gpu", "bfloat16", "trainer.context=2 needs reference"),
         ({"attention": "cudnn", "pack_tokens": 32768}, "gpu", "bfloat16", "which must be even and at most 16384"),
-        ({"attention": "auto"}, "cpu", "float32", "trainer.attention='auto' is unknown"),
+        ({"attention": "auto"}, "cpu", "float32", "trainer.attention=auto is open"),
     ],
 )
 def test_what_cannot_run_as_asked_is_refused(changes, platform, dtype, said):

@@ -85,6 +85,7 @@ def test_token_ids_go_in_and_come_out_with_their_logprobs():
         (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n"),
         (COMPLETIONS, {"prompt": "a", "model": "gpt-5"}, 404, "model"),
         (COMPLETIONS, {"prompt": "a", "model": "policy@9"}, 404, "model"),
+        (COMPLETIONS, {"prompt": "a", "model": "policy@" + "9" * 5000}, 404, "model"),
         (COMPLETIONS, b"{", 400, None),
         (COMPLETIONS, {"prompt": "\ud800"}, 400, None),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 7}]}, 400, "messages"),

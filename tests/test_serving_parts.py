@@ -42,6 +42,15 @@ def test_tool_calls_leave_the_text_however_it_is_cut():
         assert said.split() == ["Let", "me", "see.", "<tool_call>no</tool_call>", "<tool_call>{"]
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "", "-1", "1.0", "x"])
+def test_a_version_that_is_no_number_does_not_exist(number):
+    versions = Versions(residents=2, idle_s=10.0)
+    assert versions.asked("policy@41") == 41 and versions.asked("policy") is None
+    with pytest.raises(Refused, match="does not exist. There are: policy") as refused:
+        versions.asked(f"policy@{number}")
+    assert refused.value.status == 404 and len(str(refused.value)) < 300
+
+
 def test_a_session_keeps_its_version_until_it_is_idle():
     versions = Versions(residents=2, idle_s=10.0)
     versions.loaded(1)

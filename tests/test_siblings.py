@@ -84,7 +84,7 @@ def test_a_later_life_is_told_again_and_one_that_is_over_is_not(fleet):
     assert not workers[1].told
     subject.sent(ids(1), 1)
     assert workers[1].told == [(0, 5)]
-    subject.forget(ids(1))
+    subject.forget([0])
     subject.ended(registry.end(2, 5))
     assert workers[1].told == [(0, 5)]
 

@@ -105,6 +105,7 @@ def test_speeds_outlive_a_snapshot_and_an_older_snapshot_is_read():
     again = Orchestrator.restore(CONFIG, data)
     assert again.snapshot() == brain.snapshot()
     data = before_requests(data)
+    known = [name for name in snapshot.UNIT if name not in snapshot.SINCE_ATTEMPTS]
     older = [name for name in BEFORE_LENDING if name not in ("pace", "paced_steps")]
     data["hosts"] = data.pop("instances")
     for entry in data["hosts"]:
@@ -113,7 +114,7 @@ def test_speeds_outlive_a_snapshot_and_an_older_snapshot_is_read():
     for group in data["groups"]:
         del group[-3:-1]
         for unit in group[-1]:
-            unit[1] = [x for name, x in zip(snapshot.UNIT, unit[1], strict=True) if name not in LATER]
+            unit[1] = [x for name, x in zip(known, unit[1], strict=True) if name not in LATER]
     for name in ("sampled_by", "trained_by"):
         del data[name]
     del data["queue"]["in_environment"]
@@ -140,7 +141,7 @@ def test_an_instance_reports_what_ticks_took_that_only_decoded(monkeypatch):
     worker = EngineWorker(0, Engine(SECTION, length=lambda *_: 60), Weights(), outbox, report_s=1.9)
     worker.load(0, None)
     for i in range(2):
-        worker.submit(SampleId(0, i), Task().prompt_at(0), 0)
+        worker.submit(SampleId(0, i), Task().prompt_at(0), 0, 1)
     for _ in range(4):
         worker.work()
     said = [outbox.get() for _ in range(outbox.qsize())]
@@ -169,7 +170,7 @@ def test_an_instance_reports_ticks_with_drafts_apart(monkeypatch):
     worker = EngineWorker(0, Engine(SECTION, length=lambda *_: 60), Weights(), outbox, report_s=1.9)
     worker.load(0, None)
     for i in range(2):
-        worker.submit(SampleId(0, i), Task().prompt_at(0), 0)
+        worker.submit(SampleId(0, i), Task().prompt_at(0), 0, 1)
     for _ in range(8):
         worker.work()
     said = [outbox.get() for _ in range(outbox.qsize())]

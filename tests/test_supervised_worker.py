@@ -328,7 +328,7 @@ def test_samples_go_on_while_weights_come():
     instance.start()
     instance.load(0, None)
     for index in range(8):
-        instance.submit(SampleId(0, index), Task().prompt_at(0), 0)
+        instance.submit(SampleId(0, index), Task().prompt_at(0), 0, 1)
     instance.load(1, None)
     heard = []
     while not any(isinstance(item, ev.WeightsLoaded) and item.version == 1 for item in heard):

@@ -184,6 +184,29 @@ def test_a_run_that_resumes_writes_on(tmp_path):
     assert data.lengths["generated"] == data.lengths["trained"] == {length_bucket(4): 2}
 
 
+def test_loads_and_steps_keep_within_the_budget_and_the_rest_is_whole(tmp_path):
+    clock, said = Clock(), []
+    log = Timeline(tmp_path, said.append, clock, log_bytes=40_000)
+    log.event(up(0), ())
+    for version in range(1, 600):
+        clock.now += 1.0
+        log.event(ev.TimePassed(now_s=clock.now), [ev.Train(group_ids=(1,), base_version=version)])
+        clock.now += 1.0
+        log.event(ev.StepPublished(version=version), [ev.LoadWeights(instance=0, version=version)])
+        log.event(ev.WeightsLoaded(instance=0, version=version), ())
+    log.close()
+    for name, part in (("timeline", "jsonl"), ("trace", "json")):
+        sizes = [(tmp_path / file).stat().st_size for file in (f"{name}.1.{part}", f"{name}.{part}")]
+        assert 15_000 < sizes[0] < 21_000 and sizes[1] < 21_000
+    data = load(tmp_path, "a")
+    published = [row["published"] for row in data.timeline if "published" in row]
+    halves = [(tmp_path / name).read_text().count('"published"') for name in ("timeline.1.jsonl", "timeline.jsonl")]
+    assert published == list(range(600 - sum(halves), 600)) and all(halves) and not said
+    assert "timeline.jsonl has reached its budget" in page([data])
+    traces = [json.loads((tmp_path / name).read_text()) for name in ("trace.1.json", "trace.json")]
+    assert not faults(traces[0]) and not faults(traces[1]) and traces[1][-1]["name"] == "v600"
+
+
 @pytest.mark.parametrize("instances", [4, 64])
 def test_the_file_stays_small_however_long_the_run(tmp_path, instances):
     clock = Clock()

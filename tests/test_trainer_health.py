@@ -130,8 +130,8 @@ def test_a_probe_in_a_run_is_one_group_of_the_version_before(trainer):
 class Versions:
     """A weight store in which the weights of version v are v."""
 
-    def put(self, version, params):
-        pass
+    def put(self, version, params, digest=0, copy=0):
+        return 0
 
     def get(self, version, shardings):
         return version
@@ -292,10 +292,6 @@ def test_rows_must_divide_over_the_context_axis():
     assert objective.check(cases.section(context=4)) == []
     (error,) = objective.check(cases.section(context=5))
     assert error == "trainer.pack_tokens=32 is not divisible by the mesh axis trainer.context=5"
-    assert (
-        "optimizer_memory='hots' is unknown: known are device, host"
-        in objective.check(cases.section(optimizer_memory="hots"))[0]
-    )
 
 
 # --------------------------------------------------- scores on sharded batches

@@ -204,7 +204,7 @@ def test_answers_of_another_epoch_or_transfer_change_nothing():
     for wrong in (dict(epoch=2), dict(sequence=7), dict(version=4), dict(receiver="r9")):
         other = dataclasses.replace(key, **wrong)
         for fact in (
-            ex.Staged(key=other, host=0),
+            ex.Staged(key=other, host=0, sums=()),
             ex.Committed(key=other, host=0),
             ex.TransferFailed(key=other, host=0, reason="x"),
         ):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax import presets
-from dora_jax.config import Config, ModelSection, RolloutSection
+from dora_jax.config import Config, EngineKernel, ModelSection, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.shapes import FRESH, HEADER, POSITION, REMAINING, SLOT, TOKEN
@@ -41,7 +41,7 @@ def step_bytes(cfg: decoder.ModelConfig, itemsize: int, rows: int, context: int)
     return (layers + ends) * itemsize, kv * itemsize
 
 
-def new_engine(cfg: decoder.ModelConfig, rows: int, context: int, attention: str, dtype) -> Engine:
+def new_engine(cfg: decoder.ModelConfig, rows: int, context: int, attention: EngineKernel, dtype) -> Engine:
     size = PAGE[attention]
     section = RolloutSection(
         slots=rows,
@@ -77,7 +77,7 @@ def table(
     model: str,
     contexts: list[int],
     rows: int,
-    attention: str,
+    attention: EngineKernel,
     memory_bytes: float,
     read_speed: Callable[[int], float],
     best_s: Callable,

@@ -1,188 +1,320 @@
-"""Bits flipped and files cut in what a real run left on the disk: is every one noticed, or harmless?
+"""Random damage to a kept workdir: is every one noticed, healed, or harmless?
 
-    python -m dora_jax.bench.damage [--faults=500] [--resumes=4] [--seed=0] [--config=configs/quickstart.py:tiny] [--workdir=DIR]
+    python -m dora_jax.bench.damage [--faults=500] [--first=0] [--seed=0] [--subject=checkpoint|journal|weights|...]
+                                    [--planted=restore|state] [--resumes=4] [--workdir=DIR] [--table]
 
-A run of STEPS steps is made and killed on the way. Then, `faults` times each, one bit of one file is flipped, or the file
-is cut at a random byte, and put back afterwards:
-    checkpoint   noticed: the newest step no longer verifies and an older one takes its place; else what is restored must
-                 be the same bit for bit
-    journal      noticed: recovery says so and begins from what it can trust, which must be a part of the true history
-                 (batches and weights of every step, samples that have ended); else it must give exactly the true state
-At last `resumes` damaged copies are run to their end by the same command. One row each.
+A tiny run is made, observed from outside (damage_truth.py), and killed with samples under way. Then case by case a copy
+of its workdir is damaged (damage_kinds.py), and the command's own resume goes as far as its loop (damage_rig.py). What the
+trainer then holds, the steps that were made again, and the samples that are known must be the true history:
+    exact      the state of the undamaged workdir
+    older      an older state, true to the byte, with a sentence, where the newest was really gone
+    refused    a sentence, where nothing good was left
+    wrong      a byte is another; or a better state was there
+    trace      any other exception
+A case depends on seed and number alone: --first=17 --faults=1 repeats number 17, and ranges run side by side. Each adds a
+line to DIR/cases.jsonl; --table adds up what is there. --planted makes the restore lie, which the judge must find. At last
+`resumes` damaged copies are run to their end by the command itself. The exit code is 1 where a case is wrong or a trace.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
+import os
 import random
+import re
 import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 
-from dora_jax import validate, workdirs
-from dora_jax.bench.chaos import OVERRIDES, ChaosRun, prepare
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError
-from dora_jax.runtime.durability.records import CODEC
-from dora_jax.runtime.durability.recovery import Recovered, recover
-from dora_jax.runtime.run import orchestrator_config
+from dora_jax.bench.chaos import OVERRIDES
+from dora_jax.bench.damage_kinds import SUBJECTS
+from dora_jax.bench.damage_rig import Outcome, Rig
+from dora_jax.bench.damage_truth import EXACT, OLDER, REFUSED, TRACE, VERDICTS, WRONG, Allowed, Truth, judge
+from dora_jax.bench.damage_weights import StoredCases
 from dora_jax.trainer import checkpoint
 
 STEPS = 12
-KILLED_AT = 11  # a step: what a kill leaves behind has samples under way
+KILLED_AT = "trainer.after_put:11"  # what a kill leaves behind has samples under way
+CONFIG = "configs/quickstart.py:tiny"
+CHANGED = (
+    *(override for override in OVERRIDES if "keep_all" not in override),
+    f"--config.steps={STEPS}",
+    "--config.checkpoint.every=2",
+    "--config.checkpoint.keep=3",
+    "--config.eval.every=4",
+)
+WEIGHTS = "weights"  # a subject that no resume reads: see damage_weights.py
+SHARES = {name: share for name, (share, _) in SUBJECTS.items()} | {WEIGHTS: 2}
+AGAIN = 0.1  # share of the cases that are resumed twice
 
 
 def main() -> None:
     args = _arguments()
-    logging.set_verbosity(logging.ERROR)  # what is noticed is counted here
-    prepare(args.workdir)
-    shutil.rmtree(args.workdir / "run", ignore_errors=True)
-    run = _new_run(args.workdir / "run", args.config)
-    if run.life_with_fault("trainer.after_put", KILLED_AT):
-        raise RuntimeError("the run was not killed")
-    draw = random.Random(args.seed)
-    print(f"{'what':10} {'faults':>6} {'bytes':>9} {'noticed':>7} {'harmless':>8} {'wrong':>5}  where")
-    wrong = _row("checkpoint", _Checkpoint(run.folder / "checkpoints"), args.faults, draw)
-    wrong += _row("journal", _Journal(run.folder / "journal"), args.faults, draw)
-    for i in range(args.resumes):
-        wrong += _resume(run, args.workdir / f"resume{i}", i, draw)
-    sys.exit(1 if wrong else 0)
-
-
-def _new_run(folder: Path, config: str) -> ChaosRun:
-    return ChaosRun(folder, config, overrides=(*OVERRIDES, f"--config.steps={STEPS}", "--config.checkpoint.keep=9"))
-
-
-def _row(what: str, subject: _Checkpoint | _Journal, faults: int, draw: random.Random) -> int:
+    logging.set_verbosity(logging.FATAL)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if args.table:
+        sys.exit(_table(args.workdir / "cases.jsonl"))
+    cases = Cases(args.workdir, args.seed, args.subject)
+    if args.planted:
+        cases.plant(args.planted)
     counts: collections.Counter[str] = collections.Counter()
-    sizes = [f.stat().st_size for f in subject.files]
-    for i in range(faults):  # any byte, and every other time any file: small ones describe the large
-        path = draw.choices(subject.files, sizes if i % 2 else None)[0]
-        content = path.read_bytes()
-        path.write_bytes(damaged(content, draw))
-        counts[subject.verdict()] += 1
-        path.write_bytes(content)
-    size = sum(f.stat().st_size for f in subject.files)
-    print(
-        f"{what:10} {faults:>6} {size:>9} {counts['noticed']:>7} {counts['harmless']:>8} {counts['wrong']:>5}  "
-        f"{len(subject.files)} files",
-        flush=True,
-    )
-    return counts["wrong"]
+    for number in range(args.first, args.first + args.faults):
+        row = cases.run(number)
+        counts[row["verdict"]] += 1
+        with open(args.workdir / ("planted.jsonl" if args.planted else "cases.jsonl"), "a") as file:
+            file.write(json.dumps(row) + "\n")
+        if row["verdict"] in (WRONG, TRACE):
+            print(f"{number}: {row['verdict']}: {row['subject']}: {row['what']}: {row['why']}", flush=True)
+    cases.close()
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS))
+    bad = counts[WRONG] + counts[TRACE]
+    for number in range(args.first, args.first + args.resumes):
+        bad += cases.to_the_end(number)
+    sys.exit(1 if bad else 0)
 
 
-def damaged(content: bytes, draw: random.Random) -> bytes:
-    """One bit is another, or the end is missing."""
-    at = draw.randrange(len(content))
-    if draw.random() < 0.25:
-        return content[:at]
-    return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+class Cases:
+    """The damaged copies of one run, by number."""
 
-
-class _Checkpoint:
-    """The newest step of a folder with several."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        *_, self._second, self._newest = checkpoint.steps(folder)
-        self.files = sorted(
-            path for path in (folder / str(self._newest)).rglob("*") if path.stat().st_size and path.is_file()
+    def __init__(self, folder: Path, seed: int = 0, subject: str = ""):
+        self._folder, self._seed, self._subject = folder, seed, subject
+        self._true = folder / "true"
+        self._scratch = folder / f"case.{os.getpid()}"
+        os.environ.setdefault("DORA_COMPILE_CACHE", str(folder / "cache"))
+        self._command = [f"--config={CONFIG}", *CHANGED]
+        self._command += [f"--config.{field}={folder.absolute() / 'base'}" for field in ("model.path", "sft.out")]
+        if not (folder / "truth.jsonl").exists():
+            self._make()
+        self._truth = Truth(folder / "truth.jsonl")
+        self._rig = Rig(self._command)
+        outcome = self._resume(lambda copy: None)
+        if outcome.resumed is None:
+            raise RuntimeError(f"the undamaged workdir is not resumed: {outcome}")
+        self._undamaged = outcome.resumed
+        self._stored = StoredCases(folder, self._rig.params)
+        verdict, why = judge(
+            self._truth, self._undamaged, self._undamaged, Allowed(self._truth.newest, all_samples=True)
         )
-        self._true = self._read()
+        if verdict != EXACT:
+            raise RuntimeError(f"the undamaged workdir is resumed otherwise: {why}")
 
-    def verdict(self) -> str:
-        if checkpoint.verify(self._folder, self._newest, full=True) is not None:
-            return "noticed" if checkpoint.latest(self._folder, full=True) == self._second else "wrong"
-        return "harmless" if self._read() == self._true else "wrong"
+    def close(self) -> None:
+        self._stored.close()
 
-    def _read(self) -> list[bytes]:
-        import jax
+    def plant(self, fault: str) -> None:
+        """Makes every restore from now on wrong by one bit of the optimizer's state. restore: in what is read; state: in
+        what the trainer holds when the resume is over, as if nothing had looked."""
+        restore = checkpoint.restore
 
-        trees = [checkpoint.read_arrays(self._folder, self._newest, item) for item in ("params", "opt_state")]
-        texts = [checkpoint.read_json(self._folder, self._newest, item) for item in ("rl_state", "metrics")]
-        return [np.asarray(x).tobytes() for x in jax.tree.leaves(trees)] + [repr(text).encode() for text in texts]
+        def wrong_restore(*args: Any, **named: Any) -> Any:
+            restored = restore(*args, **named)
+            return restored._replace(opt_state=_one_bit_off(restored.opt_state))
+
+        def wrong_state(trainer: Any) -> None:
+            trainer.state = trainer.state._replace(opt_state=_one_bit_off(trainer.state.opt_state))
+
+        if fault == "restore":
+            checkpoint.restore = wrong_restore
+        else:
+            self._rig.after_begin = wrong_state
+
+    def run(self, number: int) -> dict[str, Any]:
+        """One case; a row of cases.jsonl."""
+        began = time.monotonic()
+        draw = random.Random(f"{self._seed}:{number}")
+        subject = self._drawn(draw)
+        if subject == WEIGHTS:
+            what, verdict, why = self._stored.run(draw)
+            return self._row(number, subject, what, verdict, why, began)
+        damage: Any = None
+
+        def harm(copy: Path) -> None:
+            nonlocal damage
+            damage = self._harm(copy, subject, draw)
+
+        outcome = self._resume(harm, keep=True)
+        verdict, why = self._verdict(outcome, damage.allowed)
+        if verdict in (EXACT, OLDER):
+            if fault := _metrics_fault(self._true, self._scratch, self._harmed, outcome.resumed.version):  # type: ignore[union-attr]
+                verdict, why = WRONG, fault
+            elif draw.random() < AGAIN:  # what the first resume has left on the disk is resumed too
+                again = self._rig.resume(self._scratch)
+                second, why_second = self._verdict(again, damage.allowed)
+                if second not in (EXACT, OLDER):
+                    verdict, why = second, f"at the second resume: {why_second}"
+        if verdict in (EXACT, OLDER, REFUSED) and (fault := _readers_fault(self._scratch)):
+            verdict, why = TRACE, fault
+        shutil.rmtree(self._scratch)
+        return self._row(number, subject, damage.what, verdict, why, began)
+
+    def to_the_end(self, number: int) -> bool:
+        """Runs a damaged copy by the command; True where it does not reach its end."""
+        copy = self._folder / f"end{number}"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self._true, copy)
+        draw = random.Random(f"{self._seed}:{number}")
+        subject = self._drawn(draw)
+        if subject == WEIGHTS:
+            return False
+        damage = self._harm(copy, subject, draw)
+        done = subprocess.run(
+            [sys.executable, "-m", "dora_jax.train", *self._command, f"--workdir={copy}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        ok = done.returncode == 0 and (copy / "checkpoints" / str(STEPS)).is_dir()
+        ok |= damage.allowed.refusal and done.returncode in (1, 2) and done.stderr.startswith("error: ")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        print(
+            f"{number} to its end: {'ok' if ok else 'WRONG'}, code {done.returncode}: {damage.what}; {lines[-1:]}",
+            flush=True,
+        )
+        return not ok
+
+    # ------------------------------------------------------------ private
+
+    def _make(self) -> None:
+        """The run, killed; then an evaluation, whose files belong to a workdir too."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._true, ignore_errors=True)
+        observed, truth = [sys.executable, "-m", "dora_jax.bench.damage_truth"], self._folder / "truth.partial"
+        truth.unlink(missing_ok=True)
+        run = subprocess.run(
+            [*observed, str(truth), *self._command, f"--workdir={self._true}"],
+            env={**os.environ, "DORA_FAULT": KILLED_AT},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode != -9:
+            raise RuntimeError(f"the run was not killed, but ended with {run.returncode}: {run.stderr[-2000:]}")
+        evaluated = [sys.executable, "-m", "dora_jax.evaluate", f"--workdir={self._true}"]
+        subprocess.run(evaluated, check=True, capture_output=True)
+        truth.rename(self._folder / "truth.jsonl")
+
+    def _drawn(self, draw: random.Random) -> str:
+        return self._subject or draw.choices(list(SHARES), list(SHARES.values()))[0]
+
+    def _row(self, number: int, subject: str, what: str, verdict: str, why: str, began: float) -> dict[str, Any]:
+        said = {"subject": subject, "what": what, "verdict": verdict, "why": why}
+        return {"number": number, "seed": self._seed, **said, "s": round(time.monotonic() - began, 2)}
+
+    def _harm(self, copy: Path, subject: str, draw: random.Random) -> Any:
+        damage = SUBJECTS[subject][1](copy, self._truth, self._undamaged, draw)
+        metrics = copy / "metrics.jsonl"
+        self._harmed = metrics.read_bytes() if metrics.is_file() else None
+        return damage
+
+    def _resume(self, harm: Callable[[Path], None], keep: bool = False) -> Outcome:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.copytree(self._true, self._scratch)
+        harm(self._scratch)
+        outcome = self._rig.resume(self._scratch)
+        if not keep:
+            shutil.rmtree(self._scratch)
+        return outcome
+
+    def _verdict(self, outcome: Outcome, allowed: Any) -> tuple[str, str]:
+        if outcome.trace:
+            return TRACE, _short(outcome.trace)
+        if outcome.resumed is None:
+            return (REFUSED if allowed.refusal else WRONG), f"refused: {outcome.refusal}"
+        return judge(self._truth, self._undamaged, outcome.resumed, allowed)
 
 
-class _Journal:
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self.files = sorted(folder.glob("*.log"))
-        self._checkpoints = [0, *checkpoint.steps(folder.parent / "checkpoints")]
-        self._config = orchestrator_config(validate.from_config_dict(workdirs.read(folder.parent), "evaluate"))
-        (true, _), (whole, _) = self._recover(), self._recover([0])
-        assert true is not None and whole is not None, "the undamaged journal is whole"
-        self._true = true
-        self._steps = _bytes_of(whole)
-        self._state = self._state_of(self._true)
+def _one_bit_off(tree: Any) -> Any:
+    """The last bit of one number of the largest array is another."""
+    leaves, shape = jax.tree.flatten(tree)
+    i = max(range(len(leaves)), key=lambda i: leaves[i].size)
+    array = np.array(leaves[i])
+    array.reshape(-1).view(np.uint8)[0] ^= 1
+    leaves[i] = jax.device_put(array, leaves[i].sharding)
+    return jax.tree.unflatten(shape, leaves)
 
-    def verdict(self) -> str:
+
+def _metrics_fault(true: Path, copy: Path, harmed: bytes | None, version: int) -> str:
+    """Lines that damage had left whole and that are gone, or are later than the resume."""
+    if harmed is None or not (copy / "metrics.jsonl").is_file():
+        return ""
+    whole = set((true / "metrics.jsonl").read_bytes().splitlines())
+    wanted = [line for line in harmed.splitlines() if line in whole and json.loads(line)["step"] <= version]
+    held = (copy / "metrics.jsonl").read_bytes().splitlines()
+    if lost := [line for line in wanted if line not in held]:
+        return f"metrics.jsonl has lost {len(lost)} whole lines, as {lost[0][:40]!r}"
+    if late := [line for line in held if line in whole and json.loads(line)["step"] > version]:
+        return f"metrics.jsonl holds {len(late)} lines that are later than version {version}"
+    return ""
+
+
+def _readers_fault(workdir: Path) -> str:
+    """What the readers of a workdir raise: report, top, and the choice of a checkpoint to evaluate."""
+    from dora_jax import top
+    from dora_jax.config import ConfigError
+    from dora_jax.report import load
+    from dora_jax.runtime import job
+
+    for name, read in (
+        ("report", lambda: load.load(workdir, "case")),
+        ("top", lambda: top.picture(load.load(workdir, "case"), time.time())),
+        ("evaluate", lambda: job.pick(workdir / "checkpoints", None)),
+    ):
         try:
-            found, said = self._recover()
-        except JournalError as error:  # the run then begins at its newest checkpoint, which is said
-            return "noticed" if len(str(error)) > 10 else "wrong"
-        if found is None or not self._is_history(found):
-            return "wrong"
-        if said:
-            return "noticed"
-        return "harmless" if self._state_of(found) == self._state else "wrong"
+            read()
+        except (ConfigError, FileNotFoundError):
+            continue
+        except Exception as error:
+            import traceback
 
-    def _recover(self, checkpoints: list[int] | None = None) -> tuple[Recovered | None, list[str]]:
-        said: list[str] = []
-        journal = EventLog(FileLogStore(self._folder, read_only=True))
-        return recover(journal, self._config, checkpoints or self._checkpoints, lambda version: True, said.append), said
-
-    def _is_history(self, found: Recovered) -> bool:
-        """Its steps are true ones, and lead from its checkpoint to where it goes on."""
-        steps = _bytes_of(found)
-        return (
-            all(self._steps[base] == step for base, step in steps.items())
-            and found.base <= self._true.base
-            and list(steps) == list(range(found.start, found.base))
-        )
-
-    def _state_of(self, found: Recovered) -> tuple:
-        return found.orchestrator.snapshot(), [CODEC.encode(item) for item in found.payloads.records()], found.base
+            return f"{name}: " + _short("".join(traceback.format_exception(error)))
+    return ""
 
 
-def _bytes_of(found: Recovered) -> dict[int, bytes]:
-    """Base -> the batch and the digest that was published."""
-    return {step.base: CODEC.encode(step.published) + b"".join(map(CODEC.encode, step.groups)) for step in found.steps}
+def _short(trace: str) -> str:
+    """The last line of a trace, and where in this package it was raised."""
+    places = re.findall(r'File ".*/(dora_jax/[^"]+)", line (\d+), in (\w+)', trace)
+    places = [place for place in places if "/bench/" not in place[0]]
+    where = " <- ".join(f"{file}:{line} {name}" for file, line, name in reversed(places[-3:]))
+    lines = trace.strip().splitlines()
+    return f"{lines[-1][:200]} ({where})"
 
 
-def _resume(run: ChaosRun, folder: Path, number: int, draw: random.Random) -> int:
-    """A damaged copy goes on to its end; its newest checkpoint and its newest segment are hit."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(run.folder, folder)
-    newest = folder / "checkpoints" / str(checkpoint.steps(folder / "checkpoints")[-1])
-    victims = [
-        max(newest.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size),
-        max((folder / "journal").glob("*.log")),
-    ]
-    for path in victims:
-        path.write_bytes(damaged(path.read_bytes(), draw))
-    again = _new_run(folder, run.config)
-    before = len((folder / "console.log").read_text())
-    again.life_to_the_end()
-    said = [
-        line
-        for line in (folder / "console.log").read_text()[before:].splitlines()
-        if "resuming" in line or "trusted" in line or "not read" in line
-    ]
-    ok = checkpoint.latest(folder / "checkpoints", full=True) == STEPS
-    print(f"resume {number}: {'reached its end' if ok else 'WRONG'}; " + "; ".join(said), flush=True)
-    return not ok
+def _table(path: Path) -> int:
+    """Adds up the cases; the last verdict of each number counts."""
+    rows = {(row["seed"], row["number"]): row for row in map(json.loads, path.read_text().splitlines())}
+    subjects = sorted({row["subject"] for row in rows.values()})
+    print(f"{'what':12} {'cases':>6} " + " ".join(f"{verdict:>8}" for verdict in VERDICTS) + f" {'s a case':>9}")
+    for subject in [*subjects, "all"]:
+        mine = [row for row in rows.values() if subject in (row["subject"], "all")]
+        counts = collections.Counter(row["verdict"] for row in mine)
+        seconds = sum(row["s"] for row in mine) / len(mine)
+        numbers = " ".join(f"{counts[verdict]:>8}" for verdict in VERDICTS)
+        print(f"{subject:12} {len(mine):>6} {numbers} {seconds:>9.2f}")
+    bad = [row for row in rows.values() if row["verdict"] in (WRONG, TRACE)]
+    for row in sorted(bad, key=lambda row: (row["subject"], row["why"])):
+        print(f"--seed={row['seed']} --first={row['number']}: {row['verdict']}: {row['what']}: {row['why']}")
+    return 1 if bad else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=500)
-    parser.add_argument("--resumes", type=int, default=4)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--resumes", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--config", default="configs/quickstart.py:tiny")
+    parser.add_argument("--subject", default="", choices=("", *SHARES))
+    parser.add_argument("--planted", default="", choices=("", "restore", "state"))
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--workdir", type=Path, default=Path("runs/damage"))
     return parser.parse_args()
 

@@ -35,7 +35,16 @@ import numpy as np
 
 from dora_jax import presets
 from dora_jax.bench.decode import MODEL
-from dora_jax.config import Config, ModelSection, RolloutSection, TrainerSection
+from dora_jax.config import (
+    Config,
+    Dtype,
+    KvBits,
+    ModelSection,
+    RolloutSection,
+    RoutingReplay,
+    TrainerSection,
+    WeightBits,
+)
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.config import Experts, ModelConfig
 from dora_jax.publish import placed, sliced
@@ -57,7 +66,7 @@ MIXTURE: dict[str, Any] = dict(
     d_ff=256,
     experts=Experts(count=64, per_token=8, width=32),
 )
-OPTIONS = (
+OPTIONS: tuple[tuple[Dtype, WeightBits, KvBits], ...] = (
     ("float32", "", ""),
     ("bfloat16", "", ""),
     ("float32", "int8", ""),
@@ -68,7 +77,9 @@ OPTIONS = (
 )
 
 
-def config_of(dtype: str, weights: str, kv: str, count: int, tokens: int, routing_replay: str = "none") -> Config:
+def config_of(
+    dtype: Dtype, weights: WeightBits, kv: KvBits, count: int, tokens: int, routing_replay: RoutingReplay = "none"
+) -> Config:
     section = RolloutSection(
         slots=count, max_prompt_tokens=PROMPT, max_new_tokens=tokens, prefill_tokens=512, weights=weights, kv=kv
     )
@@ -133,7 +144,7 @@ def scored(
 
 
 def measure(
-    cfg: ModelConfig, params: Any, options: tuple[str, str, str], count: int, tokens: int
+    cfg: ModelConfig, params: Any, options: tuple[Dtype, WeightBits, KvBits], count: int, tokens: int
 ) -> tuple[np.ndarray, float]:
     """(engine minus trainer of each sampled token, the mean rounding of one forward pass in the trainer's type)."""
     config = config_of(*options, count, tokens)

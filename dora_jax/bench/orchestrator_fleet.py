@@ -287,13 +287,17 @@ class Body:
         for id in command.ids:
             self.left.setdefault(id.group_id, GROUP_SIZE)
             self.place(i, id, 0.0)
-            self.at(BEGIN_S, self.tell, ev.SampleStarted(id=id, instance=i, version=command.version, life=life))
+            self.at(
+                BEGIN_S,
+                self.tell,
+                ev.SampleStarted(id=id, instance=i, version=command.version, life=life, attempt=command.attempt),
+            )
 
     def resume(self, command: ev.Resume) -> None:
         i, life = command.instance, self.lives[command.instance]
         for id in command.ids:
             self.place(i, id, self.sampled.pop(id, 0.0))
-            self.at(BEGIN_S, self.tell, ev.SampleResumed(id=id, instance=i, life=life))
+            self.at(BEGIN_S, self.tell, ev.SampleResumed(id=id, instance=i, life=life, attempt=command.attempt))
 
     def load(self, command: ev.LoadWeights) -> None:
         i = command.instance
@@ -329,11 +333,11 @@ class Body:
             self.batch = 0
             self.at(STEP_S, self.tell, ev.StepPublished(version=command.base_version + 1))
 
-    def nothing(self, command: ev.Retire) -> None:
+    def nothing(self, command: ev.Retire | ev.Discard) -> None:
         """Weights take no room here."""
 
     _COMMANDS: ClassVar[dict[type, Callable[..., None]]] = {ev.Start: start, ev.Resume: resume, ev.LoadWeights: load, ev.Move: move, ev.Park: park, ev.Train: train,
-                 ev.Retire: nothing}  # fmt: skip
+                 ev.Retire: nothing, ev.Discard: nothing}  # fmt: skip
 
 
 def fleet_config(options: Options) -> OrchestratorConfig:

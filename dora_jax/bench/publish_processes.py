@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from dora_jax.runtime.transfer.weight_distribution import STORAGE, WeightDistrib
 from dora_jax.types import Version
 
 FSDP, TENSOR = 4, 2
-DTYPE = "bfloat16"
+DTYPE: Literal["bfloat16"] = "bfloat16"
 LAYER_MIB, EMBED_MIB = 25.2, 64.0  # of `model_of`, in DTYPE
 HERE = "127.0.0.1", b"bench"  # where the wires listen, and what they know each other by
 

@@ -66,8 +66,8 @@ def works() -> list[TrainWork]:
     return [_work(MODEL, "equal", np.full(16, 256 - PROMPT + 1), rng), _work(MODEL, "long tail", tail, rng)]
 
 
-def real_works(model: decoder.ModelConfig) -> list[TrainWork]:
-    return [_work(model, "2 x 512", np.full(2, 512 - PROMPT + 1), np.random.default_rng(0), group=2)]
+def real_works(model: decoder.ModelConfig, rows: int = 2) -> list[TrainWork]:
+    return [_work(model, f"{rows} x 512", np.full(rows, 512 - PROMPT + 1), np.random.default_rng(0), group=2)]
 
 
 def _work(

@@ -7,10 +7,10 @@ configuration breaks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
+from dora_jax.config_tree import field
 from dora_jax.models.config import ModelConfig
 
 ADAPTED = ("attention", "mlp", "experts")  # mlp: dense feed-forwards, and the experts that every token takes
@@ -20,10 +20,10 @@ ADAPTED = ("attention", "mlp", "experts")  # mlp: dense feed-forwards, and the e
 class Lora:
     """Low-rank adapters as what is trained and published, y = x W + (alpha / rank) (x A) B; the weights W stay as they are."""
 
-    rank: int = 0  # numbers between A and B; 0: all weights are trained, at about a third of the learning rate
-    alpha: float = 32.0  # the product with A and B is multiplied by alpha / rank
-    targets: tuple[str, ...] = ("attention", "mlp")  # whose matrices have adapters: attention, mlp, experts
-    path: str = ""  # a Hugging Face PEFT folder to start from; empty: a fresh adapter, which changes nothing
+    rank: int = field(0, "of A and B; 0: all weights are trained, at about a third of the learning rate", ge=0)
+    alpha: float = field(32.0, "the product with A and B is multiplied by alpha / rank", gt=0)
+    targets: tuple[str, ...] = field(("attention", "mlp"), "whose matrices have adapters: attention, mlp, experts")
+    path: str = field("", "a Hugging Face PEFT folder to start from; empty: a fresh adapter, which changes nothing")
 
     @property
     def on(self) -> bool:
@@ -73,10 +73,6 @@ def adapter_params(cfg: ModelConfig, lora: Lora, *, fsdp: int = 1, tensor: int =
 def problems(config: Any) -> Iterator[str]:
     """Every rule of a `config.Config` that its section `lora` breaks."""
     section = config.lora
-    if section.rank < 0:
-        yield f"lora.rank: {section.rank} is not at least 0"
-    if not section.alpha > 0 or math.isinf(section.alpha):
-        yield f"lora.alpha: {section.alpha} is not above 0"
     if not section.targets or set(section.targets) - set(ADAPTED) or len(set(section.targets)) < len(section.targets):
         yield f"lora.targets: {section.targets} is not a choice of: {', '.join(ADAPTED)}"
     if section.rank:

@@ -9,15 +9,20 @@ decisions are made once. A batch of one is as good as any other, only dearer.
                             -> fill free slots (placement.py) -> give emptied instances their next weights
                             -> lend the chips of a trainer that waits (lending.py) -> retire versions -> halt
 
-Laws: a command reserves, the event that answers it commits. Every started sample ends in exactly one SampleDone or
-SampleCancelled. Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a
-period; triggers of a large fleet share one (rebalancing.py). Moves alone are planned again whenever enough slots of a
-draining version have come free.
+Laws: a command reserves, the event that answers it commits. Every sample of which SampleStarted counted ends in exactly
+one SampleDone or SampleCancelled, however often it begins again. Every group of training and evaluation ends once, behind
+its samples: by Train, by GroupScored(trainable=False), or by Discard, where it failed or was given up; a request ends by
+its SampleDone or by Discard. Nothing is retained of a group that has ended and is not in training. Every prompt that was
+issued ends before the run does: new ones never take the place of those that were given up.
+Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a period; triggers of a
+large fleet share one (rebalancing.py). Moves alone are planned again whenever enough slots of a draining version have
+come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
-down. A Cancel gives its group up, and answers each id with SampleCancelled unless it had ended, whether or not it had
-begun; with instance None it discards recorded tokens, or a scored group. A group that is given up, by mode `evict` or
-because an instance in quarantine sampled a part of it (quarantine.py), is issued again under a new group id.
+down. A Cancel is answered for each id with SampleCancelled unless it had ended, whether or not it had begun; with
+instance None it is answered at once, and recorded tokens go. A Discard has no answer. What is reported of a sample names
+the attempt that placed it (events.py). A group that is given up, by mode `evict` or because an instance in quarantine
+sampled a part of it (quarantine.py), is issued again under a new group id.
 """
 
 from __future__ import annotations

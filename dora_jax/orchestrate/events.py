@@ -3,8 +3,9 @@
 Only ids and counts travel here; payload (tokens, log-probs, rewards, weights) goes from stage to stage.
 A command reserves, the event that answers it commits.
 
-Events of an instance carry its life: a number that rises each time the instance comes up. Answers to a move carry the
-attempt that the Move named. Facts of one life come in order; what else is late, or said twice, is dropped and counted.
+Events of an instance carry its life: a number that rises each time the instance comes up. Those of a sample name the
+attempt that placed it, a Start, Resume or Move (None: a journal of an older format did not); an answer names its Move or
+its wait. Facts of one life come in order; what else is late or repeated is dropped and counted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class InstanceDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceUnhealthy:
-    """What the instance samples cannot be believed: its log-probs are not finite, say. Its life is over."""
+    """What the instance sampled up to the end of this life, which may be long over, cannot be believed: NaN, say."""
 
     instance: InstanceId
     reason: str
@@ -63,6 +64,7 @@ class SampleStarted:
     instance: InstanceId
     version: Version
     life: int = 0
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ class SampleParked:
     id: SampleId
     instance: InstanceId
     life: int = 0
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,7 @@ class SampleResumed:
     id: SampleId
     instance: InstanceId
     life: int = 0
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,7 @@ class SampleWaiting:
     tokens: int  # so far, observed ones included
     kept: bool = False  # its KV stays on the instance until pages run short: it goes on there if it can
     life: int = 0
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,7 @@ class SampleReady:
 
     id: SampleId
     tokens: int  # so far, those just observed included; 0: nothing is left of it, and it begins again from its prompt
+    attempt: int | None = None  # of the wait that it answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +155,12 @@ class GroupFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCame:
-    """A client asks the endpoint of the run for one sample (see `is_served`). The answer is SampleDone; Cancel, where the
-    version has retired; or nothing, after a GroupFailed that says that the client is gone."""
+    """A client asks the endpoint of the run for one sample (see `is_served`). The answer is SampleDone, or
+    Discard: the version has retired, or a GroupFailed said that the client is gone."""
 
     group_id: GroupId
     version: Version
+    attempt: int | None = None  # higher than that of any request before: a client may ask under an id again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +270,8 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """End the present life of the instance, and name it: it gets no work before it comes up again. Nothing that it sampled
-    will be trained, but for `group_ids`, of which it sampled a part and which trained in the steps that made `steps`."""
+    """The instance was unhealthy up to the end of a life, which is over: nothing that it sampled until then will be
+    trained, but for `group_ids`, of which it sampled a part and which trained in the steps that made `steps`."""
 
     instance: InstanceId
     reason: str
@@ -279,6 +286,7 @@ class Start:
     ids: tuple[SampleId, ...]
     instance: InstanceId
     version: Version
+    attempt: int = 0  # higher than that of any Start or Resume before; see the page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +294,7 @@ class Move:
     ids: tuple[SampleId, ...]
     src: InstanceId
     dst: InstanceId
-    attempt: int  # higher than that of any Move before; its answers carry it
+    attempt: int  # higher than that of any Move before, and lower than that of any Start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,12 +311,23 @@ class Resume:
     ids: tuple[SampleId, ...]
     instance: InstanceId
     version: Version
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
+    """The samples end unfinished: SampleCancelled answers each that has not ended. instance None: they run nowhere."""
+
     ids: tuple[SampleId, ...]
     instance: InstanceId | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    """A group that failed or was given up has ended, behind its last sample: nothing retained of it will be asked for."""
+
+    group_id: GroupId
     reason: str
 
 
@@ -369,6 +388,7 @@ Command = (
     | Park
     | Resume
     | Cancel
+    | Discard
     | Train
     | Retire
     | Pause

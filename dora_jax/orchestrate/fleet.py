@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dora_jax.orchestrate.events import InstanceReported
 from dora_jax.orchestrate.measured import Measured
-from dora_jax.types import GroupId, InstanceId, SampleId, Version
+from dora_jax.types import GroupId, Incarnation, InstanceId, SampleId, Version
 
 # Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a look
 # at every sample each time.
@@ -31,7 +31,7 @@ class Unit:
 
     __slots__ = (
         "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "home", "id", "instance", "moved_s", "pages",
-        "ran", "spoilt", "state", "tokens", "version", "waits_s",
+        "placed", "ran", "spoilt", "started", "state", "tokens", "version", "waits_s",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int):
@@ -39,14 +39,16 @@ class Unit:
         self.id = SampleId(group.id, index)
         self.version: Version = group.version  # of its weights now: the group's, except in mode `partial`
         self.state = PENDING
+        self.started = False  # SampleStarted has come, so that SampleDone or SampleCancelled must
         self.tokens = 0
         self.pages = 0  # reserved where it is
         self.instance: InstanceId | None = None
-        self.ran: tuple[InstanceId, ...] = ()  # that have sampled tokens of it
+        self.ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of it
         self.spoilt = False  # one of them is in quarantine: it begins again from its prompt
         self.home: InstanceId | None = None  # has kept its KV while it waited
         self.dst: Instance | None = None  # while MOVING
         self.dst_pages = 0
+        self.placed = 0  # the attempt that brought it where it is, or was before it waited
         self.attempt = 0  # of its present move
         self.failed_moves = 0
         self.began_s = 0.0  # when it started, put off by the time for which it waited
@@ -68,7 +70,7 @@ class Group:
         self.version = version
         self.left = samples
         self.abandoned: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
-        self.ran: tuple[InstanceId, ...] = ()  # that have sampled tokens of those which have ended
+        self.ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of those which have ended
         self.begins_again = (
             False  # one of its samples does: what is said of the whole group may be said of an earlier one
         )
@@ -141,10 +143,9 @@ class Fleet:
     def __init__(self, prompt_tokens: int, new_tokens: int, expected_tokens: int):
         self.measured = Measured(prompt_tokens, new_tokens, expected_tokens)
         self.instances: dict[InstanceId, Instance] = {}
-        self.alone: dict[
-            InstanceId, tuple[InstanceId, ...]
-        ] = {}  # (instance,), which most samples share as their `ran`
+        self.alone: dict[InstanceId, tuple[Incarnation, ...]] = {}  # the one that is up: most samples share it as `ran`
         self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
+        self.unhealthy: dict[InstanceId, int] = {}  # the latest incarnation that is not believed, nor any before it
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
         self.promised: dict[Version, int] = {}  # instances that load a version or make room for it
@@ -193,8 +194,9 @@ class Fleet:
 
     # ------------------------------------------------------------------ reserve and release
 
-    def reserve(self, unit: Unit, instance: Instance, state: str) -> None:
+    def reserve(self, unit: Unit, instance: Instance, state: str, attempt: int) -> None:
         """The sample holds a slot of `instance` from now on; `offer` the instance when its last one is placed."""
+        unit.placed = attempt
         if state != STARTING:  # it may have been here before: what was reported of it then is over
             self.settle(instance)
         unit.state, unit.instance, unit.home = state, instance.id, None
@@ -349,7 +351,7 @@ class Fleet:
 
     def add(self, instance: Instance, versions: tuple[Version, ...]) -> None:
         self.instances[instance.id] = instance
-        self.alone[instance.id] = (instance.id,)
+        self.alone[instance.id] = ((instance.id, instance.life),)
         for version in versions:
             self._keep(instance, version)
             self.holders.setdefault(version, {})[instance.id] = None

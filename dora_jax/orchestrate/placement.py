@@ -28,9 +28,11 @@ def fill_woken(s: State) -> None:
     meant = admission.admission_version(s.decisions, s.ledger)
     if meant in versions:
         fill.admit(meant)
+    if fill.resumes or fill.starts:
+        s.placements = fill.attempt
     for command, by_place in ((ev.Resume, fill.resumes), (ev.Start, fill.starts)):
         for (instance, version), ids in by_place.items():
-            s.out.append(command(ids=tuple(ids), instance=instance, version=version))
+            s.out.append(command(ids=tuple(ids), instance=instance, version=version, attempt=fill.attempt))
     if fill.left > 0:
         s.due.versions_to_fill.clear()
 
@@ -40,6 +42,7 @@ class _Fill:
 
     def __init__(self, s: State):
         self.s = s
+        self.attempt = s.placements + 1
         self.starts: dict[tuple[InstanceId, Version], list[SampleId]] = {}
         self.resumes: dict[tuple[InstanceId, Version], list[SampleId]] = {}
         self.left = PLACED_A_DECISION + PLACED_A_FACT * sum(s.due.heard.values())
@@ -54,7 +57,7 @@ class _Fill:
                 return False
             if unit.state == fl.PARKED:
                 s.queue.pop(unit)
-                s.fleet.reserve(unit, instance, fl.RESUMING)
+                s.fleet.reserve(unit, instance, fl.RESUMING, self.attempt)
                 self.resumes.setdefault((instance.id, version), []).append(unit.id)
                 self.left -= 1
             else:
@@ -89,7 +92,7 @@ class _Fill:
         ids = self.starts.setdefault((instance.id, version), [])
         while unit is not None and unit.group is group and unit.state == fl.PENDING:
             s.queue.pop(unit)
-            s.fleet.reserve(unit, instance, fl.STARTING)
+            s.fleet.reserve(unit, instance, fl.STARTING, self.attempt)
             ids.append(unit.id)
             self.left -= 1
             if not s.fleet.has_room(instance) or instance.used >= limit:
@@ -117,11 +120,13 @@ class _Fill:
 
 
 def _next_group(s: State) -> GroupId | None:
-    """Groups to redo first, then the prompt stream in order. A task at its own limit is passed over for a while: until the
+    """Groups to redo first, then the prompt stream in order, while the remaining steps train more groups than there are
+    prompts that were given up: each prompt that was issued ends before the run does. A task at its own limit is passed over for a while: until the
     others are so far ahead of it as they may be, and enough for a batch are outstanding."""
     if s.redo and rounds.may_redo(s):
         return s.redo.pop(0)
-    if rounds.waits_for_prompts(s):
+    left = admission.groups_to_issue(s.ledger, s.config.total_steps)
+    if rounds.waits_for_prompts(s) or (left <= len(s.redo) + len(s.groups) and left <= len(s.redo) + s.returning):
         return None
     limits, furthest = s.task_limits, math.inf
     if s.config.task_lead and s.ledger.total_outstanding >= s.ledger.missing:

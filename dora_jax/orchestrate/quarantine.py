@@ -1,9 +1,11 @@
 """Quarantine: what follows when an instance says what cannot be believed.
 
-Consumes InstanceUnhealthy; produces Quarantine, which names the groups that were trained with its tokens. A sample that
-has not ended and has tokens of the instance begins again from its prompt, elsewhere and at its version; where it runs
+Consumes InstanceUnhealthy, of an incarnation that is up or is over; produces Quarantine, which names the groups that were
+trained with tokens of that incarnation or of an earlier one of the instance. A sample that has not ended and has such
+tokens begins again from its prompt, elsewhere and at its version; where it runs
 now, it is put aside first. A group of which such a sample has ended is given up before it is trained, and its prompt is
-issued again: no sample ends twice. Law: no Train after an InstanceUnhealthy names a group with tokens of that instance.
+issued again: no sample ends twice. Law: no Train after an InstanceUnhealthy names a group with such tokens, wherever its
+samples have moved since.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Group, Unit
 from dora_jax.orchestrate.ledger import READY
 from dora_jax.orchestrate.state import State
-from dora_jax.types import InstanceId, Version, is_eval, is_training
+from dora_jax.types import Incarnation, Version, is_eval, is_training
 
 # Steps back to which trained groups are named.
 REMEMBERED_STEPS = 16
@@ -29,21 +31,21 @@ def name(s: State, event: ev.InstanceUnhealthy) -> None:
     """Says Quarantine, with the groups that its tokens were trained in, or are being."""
     in_training = {group_id: s.sampled_by.get(group_id, ()) for group_id in s.ledger.batch}
     steps = {**s.trained_by, s.ledger.base + 1: in_training}
-    named = [(g, step) for step, groups in steps.items() for g, ran in groups.items() if event.instance in ran]
+    named = [(g, step) for step, groups in steps.items() for g, ran in groups.items() if _suspect(ran, event)]
     group_ids, versions = tuple(g for g, _ in named), tuple(step for _, step in named)
     s.out.append(ev.Quarantine(instance=event.instance, reason=event.reason, group_ids=group_ids, steps=versions))
 
 
-def begin_again(s: State, instance: InstanceId, reason: str) -> None:
-    """The instance is lost already: its samples hold no slot there."""
-    for group_id in [g for g, ran in s.sampled_by.items() if instance in ran and s.ledger.state(g) == READY]:
+def begin_again(s: State, event: ev.InstanceUnhealthy, reason: str) -> None:
+    """The incarnation is lost already: no sample holds a slot there."""
+    for group_id in [g for g, ran in s.sampled_by.items() if _suspect(ran, event) and s.ledger.state(g) == READY]:
         s.give_up(group_id, reason)
     for group in list(s.groups.values()):
-        if group.abandoned is None and instance in group.ran:
+        if group.abandoned is None and _suspect(group.ran, event):
             give_up(s, group, reason)
     for group in s.groups.values():
         for unit in group.units:
-            if unit is not None and instance in unit.ran and unit.state != fl.CANCELLING:
+            if unit is not None and _suspect(unit.ran, event) and unit.state != fl.CANCELLING:
                 _spoil(s, unit)
 
 
@@ -60,6 +62,10 @@ def give_up(s: State, group: Group, reason: str) -> None:
             s.abandon(group, "failed", reason)
         else:
             s.discard(group.id, reason)
+
+
+def _suspect(ran: tuple[Incarnation, ...], event: ev.InstanceUnhealthy) -> bool:
+    return any(instance == event.instance and life <= event.life for instance, life in ran)
 
 
 def _spoil(s: State, unit: Unit) -> None:

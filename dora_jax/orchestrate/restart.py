@@ -13,7 +13,8 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import Unit
-from dora_jax.types import GroupId, SampleId, Version, is_served
+from dora_jax.orchestrate.state import State
+from dora_jax.types import EARLIER, GroupId, Incarnation, SampleId, Version, is_served
 
 LOST = "the job was killed"
 
@@ -39,15 +40,19 @@ def restart(orchestrator: Orchestrator) -> Debts:
     for group_id in [g for g in s.groups if is_served(g)]:  # no client waits any more
         _commit(orchestrator, ev.GroupFailed(group_id=group_id, reason=LOST))
     s.asked_s.clear()
+    s.requests = 0
     for instance in list(s.fleet.instances.values()):
         _commit(orchestrator, ev.InstanceDown(instance=instance.id, life=instance.life, reason=LOST))
     s.fleet.lives.clear()  # the next body counts anew
+    s.fleet.unhealthy.clear()
+    _rename_incarnations(s)
     for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
     s.roles.all_home()  # also what was asked for meanwhile: nobody hears that
     for unit in (u for u in _units(orchestrator) if u.state == fl.WAITING):
-        unit.tokens = 0  # whatever is left of it may go on: no answer to an earlier wait can come any more
+        unit.tokens = 0  # whatever is left of it may go on
+        unit.placed = 0  # the wait that the next process answers
     s.halted = False
     s.due.rebalance = True
     s.wake_all()
@@ -71,6 +76,21 @@ _NOWHERE = -1  # the source of a failed move is not looked at
 def _commit(orchestrator: Orchestrator, event: ev.Event) -> None:
     orchestrator.state.halted = False  # a halted brain hears nothing
     orchestrator.step(event)
+
+
+def _rename_incarnations(s: State) -> None:
+    """What has sampled so far is of an earlier process: a new incarnation of the same number is another one."""
+
+    def earlier(ran: tuple[Incarnation, ...]) -> tuple[Incarnation, ...]:
+        return tuple(dict.fromkeys((instance, EARLIER) for instance, _ in ran))
+
+    for group in s.groups.values():
+        group.ran = earlier(group.ran)
+        for unit in group.units:
+            if unit is not None:
+                unit.ran = earlier(unit.ran)
+    for groups in (s.sampled_by, *s.trained_by.values()):
+        groups.update({group_id: earlier(ran) for group_id, ran in groups.items()})
 
 
 def _units(orchestrator: Orchestrator) -> Iterator[Unit]:

@@ -5,7 +5,8 @@
     long    once P prompts wait, the next step issues these, and trains them all
 
 So no step waits for the longest answers but a long one, where all are long. Laws: every group trains on the version that
-sampled it; a prompt is given up once at the most; what was given up trains in a long round.
+sampled it; a round gives a prompt up once at the most; what was given up trains in a long round, which the last step is
+where any prompt waits.
 Source: arXiv 2509.21009 (tail batching); `Decisions` says what is assumed.
 """
 
@@ -20,7 +21,7 @@ GIVEN_UP = "it is not among the first {} of its round: its prompt waits for a lo
 def begin(s: State) -> None:
     """A step begins: its round is a long one where enough prompts wait."""
     if s.decisions.over_issued:
-        s.ledger.long_round = len(s.redo) + _ending(s) >= s.config.groups_per_step
+        s.ledger.long_round = len(s.redo) + s.returning >= s.config.groups_per_step or _overdue(s)
 
 
 def end(s: State) -> None:
@@ -32,16 +33,18 @@ def end(s: State) -> None:
 
 def may_redo(s: State) -> bool:
     """Whether a prompt that was issued before is issued now: in a long round, and in modes without rounds."""
-    return s.ledger.long_round or not s.decisions.over_issued
+    return s.ledger.long_round or not s.decisions.over_issued or _overdue(s)
 
 
 def waits_for_prompts(s: State) -> bool:
     """A prompt of this long round is not free yet: samples of its first issue are still being cancelled."""
-    return s.ledger.long_round and _ending(s) > 0
+    return s.ledger.long_round and s.returning > 0
 
 
 # ---------------------------------------------------------------- private
 
 
-def _ending(s: State) -> int:
-    return sum(group.abandoned == "evicted" for group in s.groups.values())
+def _overdue(s: State) -> bool:
+    """More prompts wait than the steps after this one train."""
+    later = s.config.total_steps - s.ledger.base - 1
+    return len(s.redo) + s.returning > later * s.config.groups_per_step

@@ -8,18 +8,22 @@ one with attributes, and a list is a container, whose kind comes first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 from dora_jax.orchestrate.drafts import DraftGain
-from dora_jax.orchestrate.fleet import Fleet, Group, Instance, Unit
+from dora_jax.orchestrate.fleet import PENDING, STARTING, Fleet, Group, Instance, Unit
 from dora_jax.orchestrate.line import Line
-from dora_jax.orchestrate.state import State
-from dora_jax.types import InstanceId
+from dora_jax.orchestrate.state import PLACEMENTS, State
+from dora_jax.types import EARLIER, Incarnation, InstanceId
 
-FORMAT = 14
+FORMAT = 15
+OLDEST = 6  # the first format that `_upgraded` knows
 UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
 INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
+SINCE_ATTEMPTS = {"placed", "started"}  # fields of a sample that format 15 added
+SINCE_QUARANTINE = {"ran", "spoilt"} | SINCE_ATTEMPTS
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
 
 
@@ -48,7 +52,7 @@ def load(s: State, data: dict[str, Any]) -> None:
     s.fleet.instances = {
         instance.id: instance for instance in (_load_instance(s, values) for values, _ in data["instances"])
     }
-    s.fleet.alone = {id: (id,) for id in s.fleet.instances}
+    s.fleet.alone = {id: ((id, instance.life),) for id, instance in s.fleet.instances.items()}
     s.groups = {group.id: group for group in (_load_group(s.fleet, row) for row in data["groups"])}
     for instance, (_, ids) in zip(s.fleet.instances.values(), data["instances"], strict=True):
         instance.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in ids)}
@@ -75,10 +79,10 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
             "fleet": data["fleet"] | {"measured": measured},
         }
     if data["format"] == 8:  # no sample waited for an environment
-        data |= {"format": 9, "groups": _with(data["groups"], {"home": None, "waits_s": 0.0}, {"ran", "spoilt"})}
+        data |= {"format": 9, "groups": _with(data["groups"], {"home": None, "waits_s": 0.0}, SINCE_QUARANTINE)}
         data["queue"] = data["queue"] | {"in_environment": _encode({})}
     if data["format"] == 9:  # no instance was ever in quarantine, and nobody asked which ones had sampled what
-        groups = _with(data["groups"], {"ran": (), "spoilt": False}, set())
+        groups = _with(data["groups"], {"ran": (), "spoilt": False}, SINCE_ATTEMPTS)
         data |= {"format": 10, "groups": [[*group, [], False, units] for *group, units in groups]}
         data |= {"sampled_by": _encode({}), "trained_by": _encode({})}
     if data["format"] == 10:  # no mode had rounds
@@ -95,7 +99,32 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
     if data["format"] == 13:  # nothing was known of drafts
         measured = data["fleet"]["measured"] | {"drafts": _encode(DraftGain())}
         data |= {"format": 14, "fleet": data["fleet"] | {"measured": measured}}
+    if data["format"] == 14:  # Start and Resume had no number, and provenance named instances without their incarnation
+        data |= {"format": 15, "fleet": data["fleet"] | {"unhealthy": _encode({})}, "requests": 0}
+        data |= {"placements": PLACEMENTS, "groups": [_with_attempts(group) for group in data["groups"]]}
+        data["sampled_by"] = _with_incarnations(data["sampled_by"])
+        kind, *steps = data["trained_by"]
+        data["trained_by"] = [kind, *([version, _with_incarnations(groups)] for version, groups in steps)]
     return data
+
+
+def _with_attempts(group: list) -> list:
+    """The row of a group whose samples were placed without a number. A sample that may have started is one that has."""
+    *head, ran, begins_again, units = group
+    (group,) = _with([[units]], {"placed": 0, "started": False}, set())
+    for _, values, _ in group[0]:
+        unit = dict(zip(UNIT, values, strict=True))
+        unit["started"] = begins_again or unit["state"] not in (PENDING, STARTING)
+        unit["ran"] = [[instance, EARLIER] for instance in unit["ran"]]
+        values[:] = [unit[name] for name in UNIT]
+    return [*head, [[instance, EARLIER] for instance in ran], begins_again, group[0]]
+
+
+def _with_incarnations(groups: list) -> list:
+    """Encoded {group: instances that have sampled of it}, as incarnations: any of an instance, which none comes before."""
+    kind, *rows = groups
+    named = [(id, [["tuple", instance, EARLIER] for instance in ran]) for id, (_, *ran) in rows]
+    return [kind, *([id, ["tuple", *ran]] for id, ran in named)]
 
 
 def _fitted(instances: list, unset: dict[str, Any], later: set[str]) -> list:
@@ -188,15 +217,20 @@ def _destination(unit: Unit) -> list | None:
 def _load_group(fleet: Fleet, row: list) -> Group:
     id, version, samples, left, abandoned, ran, begins_again, rows = row
     group = Group(id, version, samples)
-    group.left, group.abandoned, group.ran, group.begins_again = left, abandoned, tuple(ran), begins_again
+    group.left, group.abandoned, group.begins_again = left, abandoned, begins_again
+    group.ran = _incarnations(ran)
     units, group.units = group.units, [None] * samples
     for dst, values, index in rows:
         unit = group.units[index] = units[index]
         for name, value in zip(UNIT, values, strict=True):
             setattr(unit, name, value)
-        unit.ran = tuple(unit.ran)
+        unit.ran = _incarnations(unit.ran)
         unit.dst = None if dst is None else _instance(fleet, *dst)
     return group
+
+
+def _incarnations(ran: Sequence[Sequence[int]]) -> tuple[Incarnation, ...]:
+    return tuple((instance, life) for instance, life in ran)
 
 
 def _instance(fleet: Fleet, id: InstanceId, life: int) -> Instance:

@@ -20,6 +20,7 @@ from dora_jax.types import (
     MAX_RENEWALS,
     RENEWAL,
     GroupId,
+    Incarnation,
     InstanceId,
     SampleId,
     Version,
@@ -31,6 +32,10 @@ from dora_jax.types import (
 
 # Groups over which a task's share of trainable groups is averaged: a few steps' worth of one task.
 RATE_GROUPS = 64
+
+
+# Numbers of Start and Resume begin here, apart from those of moves, which journals of older formats name.
+PLACEMENTS = 1 << 32
 
 
 class Due:
@@ -63,9 +68,9 @@ class State:
         self.task_open: dict[str, int] = {}  # outstanding groups by task, where tasks have limits
         self.task_rates = dict.fromkeys(config.tasks, 1.0)  # running share of a task's groups that can be trained on
         self.task_limits = config.task_limits
-        self.sampled_by: dict[GroupId, tuple[InstanceId, ...]] = {}  # groups that are ready or in training
+        self.sampled_by: dict[GroupId, tuple[Incarnation, ...]] = {}  # groups that are ready or in training
         self.trained_by: dict[
-            Version, dict[GroupId, tuple[InstanceId, ...]]
+            Version, dict[GroupId, tuple[Incarnation, ...]]
         ] = {}  # of the last steps, by what they made
         self.redo: list[GroupId] = []  # issued again before new ones
         self.evaluating: dict[Version, int] = {}  # groups whose evaluation has not finished
@@ -78,6 +83,8 @@ class State:
         self.halted = False
         self.dropped: dict[str, int] = {}  # facts that came late, by kind
         self.attempts = 0  # moves that were asked for, in groups
+        self.placements = PLACEMENTS  # the number of the last Start or Resume
+        self.requests = 0  # the attempt of the last request that came
         self.moves_total = 0
         self.reloads_total = 0
         self.due = Due()
@@ -130,6 +137,11 @@ class State:
                 self.due.drained[version] = self.due.drained.get(version, 0) + 1
             if not instance.counts.get(version):
                 self.due.emptied[instance.id] = None
+
+    @property
+    def returning(self) -> int:
+        """Prompts that were given up and are issued again, once the last samples of their groups have ended."""
+        return sum(group.abandoned == "evicted" for group in self.groups.values())
 
     def end_unit(self, unit: Unit) -> None:
         """The sample is done, cancelled, or will never start."""
@@ -189,19 +201,18 @@ class State:
             self.abandon(group, "evicted", reason)
 
     def discard(self, group_id: GroupId, reason: str) -> None:
-        """Forget a whole group, which is being scored or has been."""
+        """End a group that is not trained; none of its samples is left."""
         self.groups.pop(group_id, None)
-        ids = tuple(SampleId(group_id, i) for i in range(self.size(group_id)))
-        self.out.append(ev.Cancel(ids=ids, instance=None, reason=reason))
+        self.out.append(ev.Discard(group_id=group_id, reason=reason))
 
     def abandon(self, group: Group, how: str, reason: str) -> None:
-        """End a group that will not be trained: samples that wait for their first slot at once, the others by Cancel."""
+        """Give up a group: its samples that have never started end at once, the others by Cancel."""
         group.abandoned = how
         by_instance: dict[InstanceId | None, list[SampleId]] = {}
         for unit in [u for u in group.units if u is not None]:
-            if unit.state == fl.PENDING:
+            if unit.state == fl.PENDING and not unit.started:
                 self.end_unit(unit)
-            elif unit.state in (fl.STARTING, fl.RUNNING, fl.RESUMING, fl.PARKED, fl.WAITING):
+            elif unit.state in (fl.PENDING, fl.STARTING, fl.RUNNING, fl.RESUMING, fl.PARKED, fl.WAITING):
                 if unit.state == fl.WAITING:
                     self.queue.end_wait(unit, fl.CANCELLING)
                 by_instance.setdefault(unit.instance, []).append(unit.id)
@@ -210,8 +221,8 @@ class State:
             self.out.append(ev.Cancel(ids=tuple(ids), instance=instance, reason=reason))
 
     def end_group(self, group: Group) -> None:
-        """The last sample of a group that will not be trained has ended."""
-        self.groups.pop(group.id, None)
+        """The last sample of a group that was given up has ended."""
+        self.discard(group.id, "its last sample has ended")
         if group.abandoned == "evicted":
             self.renew(group.id)
 

@@ -59,9 +59,13 @@ def lost(s: State, instance: Instance) -> None:
 
 
 def instance_unhealthy(s: State, event: ev.InstanceUnhealthy) -> None:
+    """Of an incarnation that ended before, too: only what it has left is in quarantine then."""
     quarantine.name(s, event)
-    lost(s, s.fleet.instances[event.instance])
-    quarantine.begin_again(s, event.instance, f"instance {event.instance} is in quarantine: {event.reason}")
+    s.fleet.unhealthy[event.instance] = event.life
+    instance = s.fleet.instances.get(event.instance)
+    if instance is not None and instance.life == event.life:
+        lost(s, instance)
+    quarantine.begin_again(s, event, f"instance {event.instance} is in quarantine: {event.reason}")
 
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
@@ -101,7 +105,8 @@ def time_passed(s: State, event: ev.TimePassed) -> None:
 
 def sample_started(s: State, event: ev.SampleStarted) -> None:
     unit = s.live_unit(event.id)
-    unit.began_s, unit.ran = s.now_s, s.fleet.alone.get(event.instance, (event.instance,))
+    unit.started = True
+    unit.began_s, unit.ran = s.now_s, s.fleet.alone[event.instance]
     group = unit.group
     if is_training(group.id):
         s.ledger.running(group.id)
@@ -125,7 +130,7 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
         if is_training(group.id):
             s.ledger.scoring(group.id)
         elif is_served(group.id):
-            s.end_group(group)
+            del s.groups[group.id]
 
 
 def sample_cancelled(s: State, event: ev.SampleCancelled) -> None:
@@ -141,7 +146,7 @@ def sample_moved(s: State, event: ev.SampleMoved) -> None:
     if dst is None:
         s.recorded(unit)
         return
-    s.fleet.reserve(unit, dst, fl.RUNNING)
+    s.fleet.reserve(unit, dst, fl.RUNNING, event.attempt)
     s.fleet.offer(dst)
     _goes_on(s, unit)
 
@@ -164,8 +169,8 @@ def _goes_on(s: State, unit: Unit) -> None:
         s.cancel(unit)
     elif unit.spoilt:
         quarantine.put_aside(s, unit)
-    elif unit.instance not in unit.ran:
-        unit.ran += (unit.instance,)
+    else:
+        _ran(s, unit)
 
 
 def sample_parked(s: State, event: ev.SampleParked) -> None:
@@ -203,17 +208,25 @@ def _runs(s: State, unit: Unit) -> None:
     """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is put aside at once."""
     assert unit.instance is not None
     unit.state = fl.RUNNING
-    if unit.instance not in unit.ran:
-        unit.ran += (unit.instance,)
+    _ran(s, unit)
     outdated = s.decisions.mixes_versions and unit.version < s.ledger.base and is_training(unit.group.id)
     if outdated or unit.spoilt:
         quarantine.put_aside(s, unit)
+
+
+def _ran(s: State, unit: Unit) -> None:
+    """The incarnation that has the sample samples tokens of it from now on."""
+    assert unit.instance is not None
+    here = s.fleet.alone[unit.instance]
+    if here[0] not in unit.ran:
+        unit.ran += here
 
 
 # ---------------------------------------------------------------- groups and steps
 
 
 def request_came(s: State, event: ev.RequestCame) -> None:
+    s.requests = event.attempt or s.requests
     if event.version not in s.alive:
         s.discard(event.group_id, f"version {event.version} has retired")
         return
@@ -251,7 +264,7 @@ def group_failed(s: State, event: ev.GroupFailed) -> None:
         s.ledger.failed(group.id)
         s.group_lost(group.id)
     if group.left == 0:
-        s.end_group(group)
+        s.discard(group.id, event.reason)
     else:
         s.abandon(group, "failed", event.reason)
 

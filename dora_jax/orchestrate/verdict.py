@@ -1,7 +1,8 @@
 """Whether a fact counts: before anything changes, and the same while a run works and when its journal is replayed.
 
 `counts(state, event)` is True for a fact that answers what the orchestrator has asked for; False for one that is late or
-said twice (of an earlier life of its instance, of an earlier attempt to move, of a sample or a group that has ended):
+said twice (of an earlier life of its instance, of an earlier attempt to place or to move, of a sample or a group that
+has ended):
 it is dropped. A fact that no order of delivery can explain raises ImpossibleFact.
 """
 
@@ -31,7 +32,13 @@ def _down(s: State, event: ev.InstanceDown) -> bool:
     return event.life > s.fleet.lives.get(event.instance, -1) or (instance is not None and event.life == instance.life)
 
 
-def _lives(s: State, event: ev.InstanceReported | ev.InstanceUnhealthy | ev.WeightsLoaded) -> bool:
+def _unhealthy(s: State, event: ev.InstanceUnhealthy) -> bool:
+    """Of an incarnation that has come up, over or not, which is believed so far."""
+    fleet = s.fleet
+    return fleet.unhealthy.get(event.instance, -1) < event.life <= fleet.lives.get(event.instance, -1)
+
+
+def _lives(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
     """Said by the present life of its instance."""
     instance = s.fleet.instances.get(event.instance)
     return instance is not None and instance.life == event.life
@@ -56,7 +63,8 @@ def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
 
 
 def _of_unit(*states: str):
-    """Said by the instance that has the sample, in one of these states."""
+    """Said by the instance that has the sample, in one of these states, of what placed it there. An end needs no attempt:
+    no sample has two."""
 
     def said(
         s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed | ev.SampleWaiting
@@ -65,6 +73,8 @@ def _of_unit(*states: str):
         group = s.groups.get(id.group_id)
         unit = None if group is None else group.units[id.index]
         if unit is None or unit.instance is None or unit.instance != event.instance or unit.state not in states:
+            return False
+        if not isinstance(event, ev.SampleDone) and event.attempt not in (None, unit.placed):
             return False
         instance = s.fleet.instances.get(unit.instance)
         return instance is not None and instance.life == event.life
@@ -95,9 +105,11 @@ def _done(s: State, event: ev.SampleDone) -> bool:
 
 
 def _ready(s: State, event: ev.SampleReady) -> bool:
-    """What a sample has only grows: fewer tokens than it waits with are the answer to an earlier wait."""
+    """What a sample has only grows: where no wait is named, fewer tokens than it waits with answer an earlier one."""
     unit = s.unit(event.id)
-    return unit is not None and unit.state == fl.WAITING and (event.tokens >= unit.tokens or not event.tokens)
+    if unit is None or unit.state != fl.WAITING or event.attempt not in (None, unit.placed):
+        return False
+    return event.tokens >= unit.tokens or not event.tokens
 
 
 def _cancelled(s: State, event: ev.SampleCancelled) -> bool:
@@ -129,7 +141,7 @@ def _failed(s: State, event: ev.GroupFailed) -> bool:
 def _came(s: State, event: ev.RequestCame) -> bool:
     if not is_served(event.group_id) or event.version > s.ledger.base:
         raise ev.ImpossibleFact(f"a request came as group {event.group_id}, for version {event.version}")
-    return event.group_id not in s.groups
+    return event.group_id not in s.groups and (event.attempt is None or event.attempt > s.requests)
 
 
 def _published(s: State, event: ev.StepPublished) -> bool:
@@ -157,7 +169,7 @@ def _passed(s: State, event: ev.TimePassed) -> bool:
 _COUNTS = {
     ev.InstanceUp: _up,
     ev.InstanceDown: _down,
-    ev.InstanceUnhealthy: _lives,
+    ev.InstanceUnhealthy: _unhealthy,
     ev.WeightsLoaded: _loaded,
     ev.InstanceReported: _reported,
     ev.TimePassed: _passed,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dora_jax import intervals
-from dora_jax.report.load import Row, RunData, number
+from dora_jax.report.load import Row, RunData, configured, number
 from dora_jax.report.markup import rounded
 
 SHOWN_POINTS = 2000  # of a curve
@@ -52,7 +52,7 @@ def _ends(key: str, row: Row, run: RunData) -> tuple[float | None, float | None]
         low, high = accuracy_interval(row)
         return rounded(low), rounded(high)
     mean, std = number(row.get(key)), number(row.get("reward/std"))
-    groups = number((run.config.get("orchestrator") or {}).get("groups_per_step")) if run.config else None
+    groups = number(configured(run, "orchestrator.groups_per_step"))
     if key != "reward/mean" or mean is None or std is None or not groups:
         return None, None
     half = intervals.Z * std / math.sqrt(groups)

@@ -121,7 +121,9 @@ def quarantines(data: RunData) -> dict[int, list[str]]:
 def suspicious(data: RunData) -> dict[int, str]:
     """instance -> what is wrong with it, as far as its finished samples show."""
     found = {}
-    logprobs = {i: row["logprob_sum"] / row["tokens"] for i, row in data.instances.items() if row.get("tokens")}
+    logprobs = {
+        i: row.get("logprob_sum", 0.0) / row["tokens"] for i, row in data.instances.items() if row.get("tokens")
+    }
     middle = sorted(logprobs.values())[len(logprobs) // 2] if logprobs else 0.0
     for i, row in data.instances.items():
         if row.get("nonfinite"):

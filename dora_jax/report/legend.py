@@ -170,6 +170,8 @@ def page() -> str:
         "`python -m dora_jax.report --workdir=DIR` writes one HTML page, `python -m dora_jax.top --workdir=DIR` shows a run live; "
         "both read what the run writes into its workdir (README, \"Try it\"), also from a bucket. This page is made of "
         "`legend.py`; `python tests/test_legend.py` writes it anew.\n\n"
+        "`samples.jsonl` and `timeline.jsonl` keep within `monitor.log_bytes`; what is older is read from `samples.1.jsonl` and "
+        "`timeline.1.jsonl`, and the page says so, for what was before that is gone. A damaged line is left out and counted.\n\n"
         "In a timeline each instance has a row, coloured by version; the height is the share of its slots in use. Grey is idle, "
         "hatched a load of weights, black a dead instance; lines are moves, dashed lines restarts of the run. In a sample's "
         "tokens green is a positive advantage, red a negative one, and the line below the token is the gap of the log-probs, "

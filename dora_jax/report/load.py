@@ -1,18 +1,25 @@
-"""Files of a workdir, a folder or in a bucket, -> `RunData`. A line that is no JSON object is counted and left out: a run may be writing it now."""
+"""Files of a workdir, a folder or in a bucket, -> `RunData`. A line that holds no row is counted and left out: a run may
+be writing it now, or it is damaged."""
 
 from __future__ import annotations
 
-import json
+import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dora_jax import state_files, workdirs
+from dora_jax.retrying_file import earlier
 from dora_jax.types import InstanceId, Version
 
 OWN_EVALUATIONS = "evaluations/metrics.jsonl"  # of dora_jax.evaluate, which go before those of the run
+MOST_S = 1e11  # Unix times are below it
+MOST = 2**53  # whole numbers are below it: a reader in JavaScript has no others
 Row = dict[str, Any]
 Read = Callable[[str], bytes | None]  # a file of the workdir by its name; None: it is not there
+Valid = Callable[[Row], bool]
 
 
 @dataclass(kw_only=True)
@@ -38,19 +45,15 @@ def load(workdir: str | Path, name: str) -> RunData:
     read = _bucket(str(workdir)) if "://" in str(workdir) else _folder(Path(workdir))
     data = RunData(name=name)
     by_step: dict[tuple[int, bool], Row] = {}
-    for row in _rows(read, "metrics.jsonl", data.remarks):
-        step = row.get("step")
-        if isinstance(step, int):
-            by_step[step, any(key.startswith("eval/") for key in row)] = row  # a resumed run writes some steps again
+    for row in _rows(read, "metrics.jsonl", data.remarks, _has_step):
+        by_step[row["step"], any(key.startswith("eval/") for key in row)] = row  # a resumed run writes some steps again
     data.steps = [row for (_, evaluation), row in sorted(by_step.items()) if not evaluation]
     evaluations = {step: row for (step, evaluation), row in by_step.items() if evaluation}
     if read(OWN_EVALUATIONS) is not None:
-        rows = _rows(read, OWN_EVALUATIONS, data.remarks)
-        evaluations |= {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+        evaluations |= {row["step"]: row for row in _rows(read, OWN_EVALUATIONS, data.remarks, _has_step)}
     data.evaluations = [row for _, row in sorted(evaluations.items())]
-    timeline = _rows(read, "timeline.jsonl", data.remarks)
-    data.timeline = [row for row in timeline if number(row.get("t")) is not None]
-    data.samples = list(_rows(read, "samples.jsonl", data.remarks))
+    data.timeline = list(_both(read, "timeline.jsonl", data.remarks, _has_time))
+    data.samples = list(_both(read, "samples.jsonl", data.remarks))
     data.config = _object(read, "config.json", data.remarks)
     data.overrides = _object(read, "overrides.json", data.remarks)
     _read_instances(_object(read, "instances.json", data.remarks), data)
@@ -69,7 +72,9 @@ def number(value: Any) -> float | None:
     """A finite number as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) < float("inf") else None
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 def series(rows: list[Row], key: str) -> list[float | None]:
@@ -77,10 +82,12 @@ def series(rows: list[Row], key: str) -> list[float | None]:
 
 
 def version_of(text: Any) -> Version | None:
+    """A version, an instance or a count; None for anything else."""
     try:
-        return int(text)
-    except (TypeError, ValueError):
+        found = int(text)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return found if abs(found) < MOST else None
 
 
 # ---------------------------------------------------------------- private
@@ -101,25 +108,36 @@ def _bucket(url: str) -> Read:
     return store.get
 
 
-def _rows(read: Read, name: str, remarks: list[str]) -> Iterator[Row]:
+def _has_step(row: Row) -> bool:
+    return type(row.get("step")) is int and 0 <= row["step"] < MOST
+
+
+def _has_time(row: Row) -> bool:
+    time_s = number(row.get("t"))
+    return time_s is not None and 0 <= time_s < MOST_S
+
+
+def _any(row: Row) -> bool:
+    return True
+
+
+def _both(read: Read, name: str, remarks: list[str], valid: Valid = _any) -> Iterator[Row]:
+    """The rows of a log that has a budget, the older ones first."""
+    if read(before := str(earlier(Path(name)))) is not None:
+        yield from _rows(read, before, remarks, valid)
+        remarks.append(f"{name} has reached its budget (monitor.log_bytes): rows older than those of {before} are gone")
+    yield from _rows(read, name, remarks, valid)
+
+
+def _rows(read: Read, name: str, remarks: list[str], valid: Valid = _any) -> Iterator[Row]:
     content = read(name)
     if content is None:
         remarks.append(f"{name} is not there")
         return
-    refused = 0
-    for line in content.split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            yield row
-        else:
-            refused += 1
-    if refused:
-        remarks.append(f"{name}: {refused} lines are no JSON objects and are left out")
+    found = state_files.read_lines(content, valid)
+    yield from (row for _, row in found.rows)
+    if refused := len(found.damaged) + bool(found.torn):
+        remarks.append(f"{name}: {refused} lines hold no row and are left out")
 
 
 def _object(read: Read, name: str, remarks: list[str]) -> Row:
@@ -128,13 +146,10 @@ def _object(read: Read, name: str, remarks: list[str]) -> Row:
         remarks.append(f"{name} is not there")
         return {}
     try:
-        value = json.loads(content)
-    except ValueError:
-        value = None
-    if isinstance(value, dict):
-        return value
-    remarks.append(f"{name} is no JSON object")
-    return {}
+        return state_files.decode(content, name, workdirs.FORMAT)
+    except state_files.StateError as error:
+        remarks.append(f"{error}; it is left out")
+        return {}
 
 
 def _read_instances(summary: Row, data: RunData) -> None:

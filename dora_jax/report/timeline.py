@@ -72,7 +72,10 @@ def bars(rows: list[Row]) -> dict[str, Any]:
             trainer.turn(now, 0, [])
             steps.append([now, version])
         elif isinstance(row.get("moves"), list):
-            moves += [[now, *move] for move in row["moves"] if isinstance(move, list) and len(move) == 3]
+            for move in row["moves"]:
+                counts = [version_of(x) for x in move] if isinstance(move, list) else []
+                if len(counts) == 3 and None not in counts:
+                    moves.append([now, *counts])
         else:
             _instances(row, now, lanes)
     for lane in (*lanes.values(), trainer):

@@ -145,9 +145,6 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
     """adapters: versions are adapters of the same base weights. ValueError: the section's sizes cannot work together."""
     size, paged = section.page_size, section.attention != "reference"
     _check_sampling(section)
-    for name, known in (("weights", ("", "int8", "float8")), ("kv", ("", "float8"))):
-        if getattr(section, name) not in known:
-            raise ValueError(f"rollout.{name} {getattr(section, name)!r} is none of: {', '.join(map(repr, known))}")
     rows = section.decode_rows or section.slots
     if section.slots % rows:
         raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
@@ -155,13 +152,8 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
         raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
     if section.expert not in (1, section.tensor):
         raise ValueError(f"rollout.expert {section.expert} is neither 1 nor rollout.tensor {section.tensor}")
-    if min(section.drafts, section.draft_rows - 1, section.draft_cost) < 0:
-        raise ValueError("rollout.drafts and rollout.draft_cost are at least 0, and rollout.draft_rows at least 1")
-    if min(section.narrow_rows, section.narrow_cost) < 0 or section.narrow_rows >= rows:
-        raise ValueError(
-            f"rollout.narrow_rows {section.narrow_rows} is not less than the {rows} rows of a decode call, or "
-            "rollout.narrow_rows or rollout.narrow_cost is less than 0"
-        )
+    if section.narrow_rows >= rows:
+        raise ValueError(f"rollout.narrow_rows {section.narrow_rows} is not less than the {rows} rows of a decode call")
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(
         _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
@@ -234,13 +226,11 @@ def _check_tables(shapes: Shapes) -> None:
 
 
 def _check_sampling(section: RolloutSection) -> None:
-    if not 0 <= section.min_new_tokens <= section.max_new_tokens:
+    if section.min_new_tokens > section.max_new_tokens:
         raise ValueError(
             f"rollout.min_new_tokens {section.min_new_tokens} is not between 0 and rollout.max_new_tokens "
             f"{section.max_new_tokens}"
         )
-    if section.max_repeats < 0:
-        raise ValueError(f"rollout.max_repeats {section.max_repeats} is less than 0")
     if section.exact and (section.drafts or section.narrow_rows):
         raise ValueError(
             "rollout.exact takes every token by calls of one shape: rollout.drafts and rollout.narrow_rows must be 0 with it"

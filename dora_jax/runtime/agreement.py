@@ -4,7 +4,8 @@
 
 An instance with damaged weights, or with a kernel that computes something else, samples from another policy than it
 says. Consumes gaps and the facts of samples; produces doubts, which become InstanceUnhealthy. Laws: a sample that more
-than one instance ran says nothing of either; where no instance agrees with the trainer, none is blamed. Rounding in
+than one instance ran says nothing of either; where no instance agrees with the trainer, none is blamed; an incarnation
+that is over is judged as long as a group that it sampled waits to be trained. Rounding in
 bfloat16 moves a mean gap by 0.02 nats at most, and a single token does not move a mean over ENOUGH_TOKENS far.
 """
 
@@ -36,6 +37,7 @@ class Agreement:
         self._instances: Mapping[InstanceId, RolloutWorker] = {worker.instance: worker for worker in instances}
         self._ran: dict[GroupId, dict[int, Life | None]] = {}  # None: more than one life ran the sample
         self._newest: dict[Life, collections.deque[SampleGap]] = collections.defaultdict(collections.deque)
+        self._blamed: set[Life] = set()
         self._told = False
 
     def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
@@ -66,19 +68,24 @@ class Agreement:
     # ------------------------------------------------------------ private
 
     def _add(self, life: Life, gap: SampleGap) -> None:
+        if life in self._blamed:
+            return
         newest = self._newest[life]
         newest.append(gap)
         while sum(g.tokens for g in newest) - newest[0].tokens >= ENOUGH_TOKENS:
             newest.popleft()
 
     def _judge(self) -> None:
-        for over in [(i, life) for i, life in self._newest if self._instances[i].life != life]:
-            del self._newest[over]
+        if over := [(i, life) for i, life in self._newest if self._instances[i].life != life]:
+            untrained = {life for samples in self._ran.values() for life in samples.values()}
+            for each in over:
+                if each not in untrained:
+                    del self._newest[each]
         means = {of: mean for of, gaps in self._newest.items() if (mean := _mean(gaps)) is not None}
         far = {of: mean for of, mean in means.items() if mean > self._limit}
         if not far:
             return
-        if len(far) == len(means) == len(self._instances) and not self._told:
+        if len(far) == len(means) and len({i for i, _ in far}) == len(self._instances) and not self._told:
             self._told = True
             self._notify(
                 f"the log-probs of every instance differ from the trainer's at the same version, by "
@@ -88,6 +95,7 @@ class Agreement:
         if len(far) < len(means):
             for (instance, life), mean in far.items():
                 gaps = self._newest.pop((instance, life))
+                self._blamed.add((instance, life))
                 self._instances[instance].doubt(
                     life,
                     f"its log-probs differ from the trainer's by {mean:.3g} nats a token at the same version, measured "

@@ -2,38 +2,58 @@
 
     WORKDIR/checkpoints/base.json   of a run that trains an adapter: the folder of its base, and the digest of its weights
 
-Laws: a reader gets whole weights, stacked; an adapter is never added to other weights than it was trained beside.
+Laws: a reader gets whole weights, stacked; an adapter is never added to other weights than it was trained beside; what
+was trained has the digest that the journal of the workdir has for it, where there is one.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from dora_jax import state_files
 from dora_jax.config import Config, ConfigError, blame
 from dora_jax.digest import digest
 from dora_jax.models import hf, lora
+from dora_jax.runtime.durability.journal_digests import params_digest
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 
 BASE = "base.json"
+FORMAT = 2  # of base.json
+
+
+class ParamsChanged(ConfigError):
+    """A checkpoint whose manifest is right does not hold the params that the run saved."""
 
 
 def read(run: Config, directory: Path, version: Version, like: Any = None) -> Any:
     """The policy of a checkpoint, float32, an adapter added up into its base; like: shapes and shardings of whole weights,
-    None: on the first device. ConfigError: the base is missing, or another."""
+    None: on the first device. ConfigError: the base is missing, or another; the checkpoint is not what the run saved."""
     if not run.lora.on:
-        return checkpoint.read_params(directory, version, like)
-    adapter = checkpoint.read_params(directory, version)
+        return read_trained(directory, version, like)
+    adapter = read_trained(directory, version)
     base = _base(run)
     check_base(run, directory, base)
     merge = jax.jit(functools.partial(lora.merge, gain=run.lora.gain))
     merged = merge(base, adapter)
     return merged if like is None else jax.device_put(merged, jax.tree.map(lambda x: x.sharding, like))
+
+
+def read_trained(directory: Path, version: Version, like: Any = None) -> Any:
+    """The params of a checkpoint as they were trained, weights or an adapter. ParamsChanged: they are not what the
+    journal of the workdir has for this version."""
+    params = checkpoint.read_params(directory, version, like)
+    known = params_digest(directory.parent, version)
+    if known is not None and (found := digest(params)) != known:
+        raise ParamsChanged(
+            f"step: checkpoint {version} cannot be trusted: its params have the digest {found:016x}, and the journal has "
+            f"{known:016x} for them; --step names another one"
+        )
+    return params
 
 
 def check_base(run: Config, directory: Path, base: Any) -> None:
@@ -42,13 +62,23 @@ def check_base(run: Config, directory: Path, base: Any) -> None:
     file, found = directory / BASE, f"{digest(base):016x}"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"path": run.model.path, "digest": found}) + "\n")
+        state_files.replace(file, state_files.encode({"path": run.model.path, "digest": found}, FORMAT))
         return
-    trained = json.loads(file.read_text())
+    try:
+        trained = state_files.read(file, FORMAT)
+        if not isinstance(trained.get("digest"), str):
+            raise state_files.StateError(f"{file} names no digest")
+    except state_files.NewerFormat as error:
+        raise ConfigError(f"workdir: {error}") from error
+    except state_files.StateError as error:
+        raise ConfigError(
+            f"workdir: {error}; where {run.model.path} is the base that the adapters were trained beside, remove that "
+            "file, and it is written anew"
+        ) from error
     if trained["digest"] != found:
         raise ConfigError(
             f"model.path: {run.model.path} holds other weights than the base of the adapters in {directory}, "
-            f"which was {trained['path']}"
+            f"which was {trained.get('path')}"
         )
 
 

@@ -72,6 +72,10 @@ class CodecError(ValueError):
     """These bytes are not a record: the message says what is wrong with them."""
 
 
+class UnknownRecord(CodecError):
+    """They are a record of a class that other code wrote."""
+
+
 class Codec:
     """Encodes and decodes `RECORDS` and the classes given."""
 
@@ -110,7 +114,7 @@ class Codec:
             raise CodecError(f"a {type(row).__name__} stands where a record is expected")
         cls = self._classes.get(row[0])
         if cls is None:
-            raise CodecError(f"{row[0][:40]!r} is no record that can be read here")
+            raise UnknownRecord(f"{row[0][:40]!r} is no record that can be read here")
         names, checks = self._names[cls], self._checks[cls]
         if len(row) != len(names) + 1:
             raise CodecError(f"a {cls.__name__} has {len(names)} fields, not {len(row) - 1}")
@@ -119,7 +123,7 @@ class Codec:
             try:
                 values[name] = check(value)
             except CodecError as error:
-                raise CodecError(f"{cls.__name__}.{name}: {error}") from error
+                raise type(error)(f"{cls.__name__}.{name}: {error}") from error
         return cls(**values)
 
     def _check(self, hint: Any) -> Check:

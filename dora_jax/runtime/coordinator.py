@@ -145,6 +145,11 @@ class Coordinator:
         if self._episodes:
             self._episodes.close()
 
+    def retained(self) -> set[GroupId]:
+        """Groups of which anything is here, the group store aside."""
+        episodes = self._episodes.retained() if self._episodes else set()
+        return self._samples.retained() | self._kept.retained() | self._refused | episodes
+
     def diagnosis(self) -> str:
         return "; ".join(worker.state for worker in self._workers())
 
@@ -172,9 +177,9 @@ class Coordinator:
         if self._siblings:
             _follow(self._siblings, command)
         match command:
-            case ev.Start(ids=ids, instance=instance, version=version):
+            case ev.Start(ids=ids, instance=instance, version=version, attempt=attempt):
                 for sample in ids:
-                    self._submit(sample, self._instances[instance], version)
+                    self._submit(sample, self._instances[instance], version, attempt)
             case ev.LoadWeights(instance=instance, version=version, drop=drop):
                 worker = self._instances[instance]
                 worker.post(worker.load, version, drop)
@@ -190,14 +195,18 @@ class Coordinator:
                 trainer.post(trainer.train, group_ids, base)
             case ev.Cancel(ids=ids, instance=instance, reason=reason):
                 self._cancel(ids, instance, reason)
+            case ev.Discard(group_id=group_id):
+                self._forget([SampleId(group_id, i) for i in range(self._size(group_id))])
+                self._groups.discard(group_id)
+                self._refused.discard(group_id)
             case ev.Park(ids=ids, instance=instance):
                 worker = self._instances[instance]
                 for sample in ids:
                     worker.post(worker.park, sample)
-            case ev.Resume(ids=ids, instance=instance, version=version):
+            case ev.Resume(ids=ids, instance=instance, version=version, attempt=attempt):
                 for sample in ids:
-                    self._resume(sample, self._instances[instance], version)
-            case ev.Quarantine():  # its life is over: it has said so itself
+                    self._resume(sample, self._instances[instance], version, attempt)
+            case ev.Quarantine():  # the life in question is over already
                 self._tell(command)
             case ev.Retire(version=version):
                 self._weights.drop(version)
@@ -221,7 +230,7 @@ class Coordinator:
     def _workers(self) -> list[StageWorker]:
         return [*self._instances.values(), *([self._trainer] if self._trainer else [])]
 
-    def _submit(self, sample: SampleId, worker: RolloutWorker, version: Version) -> None:
+    def _submit(self, sample: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> None:
         group_id = sample.group_id
         if group_id in self._refused:
             return
@@ -236,39 +245,38 @@ class Coordinator:
             self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
             return
         if self._episodes and not is_served(group_id):
-            for event in self._episodes.start(sample, group.prompt, worker, version):
+            for event in self._episodes.start(sample, group.prompt, worker, version, attempt):
                 self._outbox.put(event)
         else:
-            worker.post(worker.submit, sample, group.prompt, version)
+            worker.post(worker.submit, sample, group.prompt, version, attempt)
 
     def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
-        """Forgets the groups. Instance None: discards what is recorded of the samples, or of a scored group."""
-        self._kept.forget(ids)
-        if self._episodes:
-            self._episodes.cancel(ids)
-        groups = self._samples.cancel(ids)
-        for group_id, group in groups.items():
-            if group is not None and group.submitted:
-                self._groups.discard(group_id)
+        """Forgets their groups. Instance None: the answer is given here."""
+        self._forget(ids)
         for sample in ids:
-            group = groups[sample.group_id]
             if instance is not None:
                 worker = self._instances[instance]
                 worker.post(worker.cancel, sample, reason)
-            elif group is None or sample.index not in group.done and not group.submitted:
+            else:
                 self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
-    def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version) -> None:
+    def _forget(self, ids: Sequence[SampleId]) -> None:
+        self._kept.forget(ids)
+        if self._episodes:
+            self._episodes.cancel(ids)
+        self._samples.cancel(ids)
+
+    def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> None:
         recorded = self._samples.waiting(sample) is None
         held = self._samples.resume(sample, version)
         if isinstance(held, Sample):
-            self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life))
+            self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life, attempt=attempt))
             self._outbox.put(Finished(sample=held, instance=worker.instance, life=worker.life))
         elif self._episodes and recorded and not len(held.out_ids) and not is_served(sample.group_id):
-            for event in self._episodes.reopen(sample, worker, held.version):
+            for event in self._episodes.reopen(sample, worker, held.version, attempt):
                 self._outbox.put(event)
         else:
-            self._kept.resume(held, worker)
+            self._kept.resume(held, worker, attempt)
 
     def _drain(self) -> Iterator[ev.Event]:
         """What is in the outbox, and comes within `gather_s`; waits up to TIME_PERIOD_S for the first."""
@@ -313,14 +321,14 @@ class Coordinator:
                 self._tell(item)
             case InstanceReady():
                 self._ready.append(item)
-            case ev.InstanceDown(instance=instance):  # also of one that fell before it was heard to be ready
-                self._ready = [ready for ready in self._ready if ready.event.instance != instance]
+            case ev.InstanceDown(instance=instance, life=life):  # also of one that fell before it was heard to be ready
+                self._ready = [r for r in self._ready if r.event.instance != instance or r.event.life > life]
                 yield item
             case HandedOver(in_flight=in_flight):
                 self._samples.park(in_flight)
             case Parked(id=sample, instance=instance, in_flight=in_flight):
                 self._samples.park(in_flight)
-                yield ev.SampleParked(id=sample, instance=instance, life=item.life)
+                yield ev.SampleParked(id=sample, instance=instance, life=item.life, attempt=item.attempt)
             case _:
                 yield item
 
@@ -364,4 +372,6 @@ def _follow(siblings: Siblings, command: ev.Command) -> None:
         ):
             siblings.sent(ids, instance)
         case ev.Cancel(ids=ids):
-            siblings.forget(ids)
+            siblings.forget(id.group_id for id in ids)
+        case ev.Discard(group_id=group_id):
+            siblings.forget([group_id])

@@ -26,7 +26,7 @@ from dora_jax.config import ConfigError
 from dora_jax.costs import CostOptions, Costs, Hardware, ModelSizes, Roofline
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.seams import Batches, Pack, PolicyTrainer, RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.seams import Batches, Pack, PolicyTrainer, PublishedWeights, RolloutEngine, Tree
 from dora_jax.types import SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class PacedWeights:
     """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time; `put` lasts
     `publish_s`."""
 
-    def __init__(self, weights: WeightStore, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
+    def __init__(self, weights: PublishedWeights, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
         self.weights = weights
         self.load_s = 0.0  # real seconds of all transfers, and of the wait for a lane
         self._costs, self._pace, self._publish_s = costs, pace, publish_s
@@ -246,9 +246,9 @@ class PacedWeights:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weights, name)
 
-    def put(self, version: Version, weights: Tree) -> None:
+    def put(self, version: Version, weights: Tree, digest: int = 0, copy: int = 0) -> int:
         time.sleep(self._pace * self._publish_s)
-        self.weights.put(version, weights)
+        return self.weights.put(version, weights, digest, copy)
 
     def get(self, version: Version, shardings: Tree | None) -> Tree:
         asked = time.monotonic()

@@ -64,17 +64,19 @@ class Episodes:
         self._record = record
         self._of_users = of_users
         self._opening: dict[
-            SampleId, tuple[RolloutWorker, Version] | int
-        ] = {}  # a number: it waits with so many tokens
+            SampleId, tuple[RolloutWorker, Version, int] | int
+        ] = {}  # with the attempt of its Start; a number: it waits with so many tokens
+        self._attempts: dict[SampleId, int] = {}  # that had placed the samples that wait; 0: under an earlier process
 
-    def start(self, id: SampleId, prompt: Prompt, worker: RolloutWorker, version: Version) -> Iterator[ev.Event]:
+    def start(
+        self, id: SampleId, prompt: Prompt, worker: RolloutWorker, version: Version, attempt: int
+    ) -> Iterator[ev.Event]:
         """Its slot is reserved meanwhile, but for a user."""
         if self._of_users:
-            yield ev.SampleStarted(id=id, instance=worker.instance, version=version, life=worker.life)
-            yield ev.SampleWaiting(id=id, instance=worker.instance, tokens=0, life=worker.life)
+            yield from self._started(id, worker, version, attempt)
             self._begin_again(id, version, 0)
             return
-        self._opening[id] = worker, version
+        self._opening[id] = worker, version, attempt
         self._environments.open(id, prompt)
 
     def comes_up(self, instance: InstanceId) -> None:
@@ -83,10 +85,10 @@ class Episodes:
             if not isinstance(waits, int) and waits[0].instance == instance:
                 del self._opening[id]
 
-    def reopen(self, id: SampleId, worker: RolloutWorker, version: Version) -> Iterator[ev.Event]:
+    def reopen(self, id: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> Iterator[ev.Event]:
         """Of a Resume that finds no token recorded: it waits for what its environment says first."""
-        yield ev.SampleResumed(id=id, instance=worker.instance, life=worker.life)
-        yield ev.SampleWaiting(id=id, instance=worker.instance, tokens=0, life=worker.life)
+        yield ev.SampleResumed(id=id, instance=worker.instance, life=worker.life, attempt=attempt)
+        yield self._waiting(id, worker.instance, worker.life, attempt)
         self._begin_again(id, version, 0)
 
     def waits(self, item: Waiting) -> Iterator[ev.Event]:
@@ -95,11 +97,15 @@ class Episodes:
         if held.id.group_id in self._samples.groups:
             self._ask(held)
         kept = self._kept.keep(held, item.instance)
-        yield ev.SampleWaiting(id=held.id, instance=item.instance, tokens=len(held.out_ids), kept=kept, life=item.life)
+        yield self._waiting(held.id, item.instance, item.life, item.attempt, len(held.out_ids), kept)
+        if held.id.group_id not in self._samples.groups:  # it was given up: nobody will resume it
+            self._kept.forget([held.id])
+            self._attempts.pop(held.id, None)
 
     def adopt(self, waiting: Mapping[SampleId, Version]) -> None:
         """Those that waited under an earlier process."""
         for id, version in waiting.items():
+            self._attempts[id] = 0
             if (held := self._samples.owed(id, version)) is None:
                 self._begin_again(id, version, 0)
             else:
@@ -114,6 +120,7 @@ class Episodes:
 
     def finished(self, sample: Sample) -> Sample:
         """Of a sample that an engine ended at a limit: with what its environment gave so far."""
+        self._attempts.pop(sample.id, None)
         if sample.terms is not None:
             return sample
         return self._samples.whole(sample, self._environments.drop(sample.id))
@@ -121,12 +128,28 @@ class Episodes:
     def cancel(self, ids: Iterable[SampleId]) -> None:
         for id in ids:
             self._opening.pop(id, None)
+            self._attempts.pop(id, None)
             self._environments.drop(id)
+
+    def retained(self) -> set[GroupId]:
+        """Groups of whose episodes an answer is awaited."""
+        return {id.group_id for id in (*self._opening, *self._attempts)}
 
     def close(self) -> None:
         self._environments.close()
 
     # ------------------------------------------------------------ private
+
+    def _started(self, id: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> Iterator[ev.Event]:
+        """It waits for what its environment says first, without a slot."""
+        yield ev.SampleStarted(id=id, instance=worker.instance, version=version, life=worker.life, attempt=attempt)
+        yield self._waiting(id, worker.instance, worker.life, attempt)
+
+    def _waiting(
+        self, id: SampleId, instance: InstanceId, life: int, attempt: int, tokens: int = 0, kept: bool = False
+    ) -> ev.SampleWaiting:
+        self._attempts[id] = attempt
+        return ev.SampleWaiting(id=id, instance=instance, tokens=tokens, kept=kept, life=life, attempt=attempt)
 
     def _ask(self, held: InFlightSample) -> None:
         mask = np.ones(len(held.out_ids), bool) if held.mask is None else held.mask
@@ -148,7 +171,7 @@ class Episodes:
         self._opening[id] = tokens
         self._environments.open(id, self._samples.groups[id.group_id].prompt)
 
-    def _opened(self, answer: Answer, waits: tuple[RolloutWorker, Version] | int) -> Iterator[Item]:
+    def _opened(self, answer: Answer, waits: tuple[RolloutWorker, Version, int] | int) -> Iterator[Item]:
         id = answer.id
         if id.group_id not in self._samples.groups:
             return  # it was cancelled
@@ -161,18 +184,17 @@ class Episodes:
             yield from self._failed(EpisodeFailed(id=id, reason=reason, kind="limit"))
             return
         if not isinstance(waits, int):
-            worker, version = waits
+            worker, version, attempt = waits
             if not len(answer.token_ids):
-                worker.post(worker.submit, id, prompt, version)
+                worker.post(worker.submit, id, prompt, version, attempt)
                 return
             self._samples.begin_again(id, version)
-            yield ev.SampleStarted(id=id, instance=worker.instance, version=version, life=worker.life)
-            yield ev.SampleWaiting(id=id, instance=worker.instance, tokens=0, life=worker.life)
+            yield from self._started(id, worker, version, attempt)
             waits = 0
         if len(answer.token_ids):
             yield from self._observed(answer, waits)
         else:
-            yield ev.SampleReady(id=id, tokens=0)
+            yield ev.SampleReady(id=id, tokens=0, attempt=self._attempts.pop(id))
 
     def _answered(self, answer: Answer, held: InFlightSample) -> Iterator[Item]:
         match answer:
@@ -189,7 +211,8 @@ class Episodes:
         after, record = self._samples.observe(answer)
         if self._record:
             yield record
-        yield ev.SampleReady(id=answer.id, tokens=max(before, len(after.out_ids)))
+        tokens = max(before, len(after.out_ids))
+        yield ev.SampleReady(id=answer.id, tokens=tokens, attempt=self._attempts.pop(answer.id))
 
     def _failed(self, answer: Answer) -> Iterator[Item]:
         """The whole group fails: its others would be compared with a sample that is not there."""

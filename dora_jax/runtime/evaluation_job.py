@@ -14,9 +14,9 @@ import json
 import time
 from pathlib import Path
 
-from dora_jax import devices
+from dora_jax import devices, state_files
 from dora_jax.config import Config, RewardModelSection, RunError
-from dora_jax.metrics import Writer
+from dora_jax.metrics import Writer, is_record
 from dora_jax.models.lora_config import OFF
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.runtime import checkpoint_weights
@@ -48,20 +48,26 @@ def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
 def follow(config: Config, workdir: Path, period_s: float = PERIOD_S) -> int:
     """Evaluates each checkpoint that has no record, oldest first, and those to come, until the run's last step has one.
 
-    A checkpoint that the run deletes before its turn is passed over.
+    A checkpoint that the run deletes before its turn is passed over, as is one that cannot be trusted. A damaged record
+    is put aside and made again.
     """
     last, config = config.steps, settled(config)
+    changed: set[Version] = set()  # passed over: these are not the params that the run saved
     directory = workdir / "checkpoints"
     _pull(workdir)
     while True:
         fetch(workdir)
-        waiting = [step for step in checkpoint.steps(directory) if not (workdir / FOLDER / f"{step}.json").exists()]
+        waiting = [step for step in checkpoint.steps(directory) if not _recorded(workdir, step)]
         for step in waiting:
-            if checkpoint.verify(directory, step, full=True) is None:
-                evaluate_one(config, workdir, step)
+            if step not in changed and checkpoint.verify(directory, step, full=True) is None:
+                try:
+                    evaluate_one(config, workdir, step)
+                except checkpoint_weights.ParamsChanged as error:
+                    print(error, flush=True)
+                    changed.add(step)
                 break  # the list may be old by now
         else:
-            if (workdir / FOLDER / f"{last}.json").exists():
+            if _recorded(workdir, last):
                 return 0
             time.sleep(period_s)
 
@@ -92,9 +98,7 @@ def evaluate_one(config: Config, workdir: Path, version: Version) -> None:
     if version not in log.evaluations:
         raise RunError(f"version {version} is not evaluated: none of its held-out groups has a score")
     text = json.dumps({"step": version, **log.evaluations[version]})
-    draft = folder / f"{version}.partial"
-    draft.write_text(text + "\n")
-    draft.replace(folder / f"{version}.json")
+    state_files.replace(folder / f"{version}.json", text.encode() + b"\n")
     if url := url_of(workdir):
         for name in (f"{version}.json", "metrics.jsonl"):
             Objects(url).put(f"{FOLDER}/{name}", (folder / name).read_bytes())
@@ -102,6 +106,18 @@ def evaluate_one(config: Config, workdir: Path, version: Version) -> None:
 
 
 # ---------------------------------------------------------------- private
+
+
+def _recorded(workdir: Path, step: Version) -> bool:
+    """Whether a checkpoint has its record. One that is damaged is put aside."""
+    file = workdir / FOLDER / f"{step}.json"
+    if not file.exists():
+        return False
+    rows = state_files.read_lines(file.read_bytes(), is_record).rows if file.is_file() else []
+    if [row["step"] for _, row in rows] == [step]:
+        return True
+    print(f"{file} is damaged: it is put aside as {state_files.put_aside(file)}", flush=True)
+    return False
 
 
 def _pull(workdir: Path) -> None:

@@ -47,13 +47,13 @@ class Life(Protocol):
 
     def load(self, version: Version, drop: Version | None) -> None: ...
 
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None: ...
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None: ...
 
     def cancel(self, sample: SampleId, reason: str) -> None: ...
 
     def park(self, sample: SampleId) -> None: ...
 
-    def resume(self, in_flight: InFlightSample) -> None: ...
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
 
     def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
         """dst: the Destination of the move."""
@@ -61,7 +61,7 @@ class Life(Protocol):
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
         """in_flight: what `move` of the source's life gave to the Destination."""
 
-    def forward(self, in_flight: InFlightSample, dst: Any) -> None:
+    def forward(self, in_flight: InFlightSample, dst: Any, attempt: int) -> None:
         """dst: the ForwardTarget of the episode."""
 
     def forget(self, sample: SampleId) -> None: ...
@@ -124,9 +124,9 @@ class InstanceProxy(Generic[AnyLife]):
         if life := self._life:
             life.post(life.load, version, drop)
 
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
         if life := self._life:
-            life.post(life.submit, sample, prompt, version)
+            life.post(life.submit, sample, prompt, version, attempt)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
         if life := self._life:
@@ -136,25 +136,25 @@ class InstanceProxy(Generic[AnyLife]):
         if life := self._life:
             life.post(life.park, sample)
 
-    def resume(self, in_flight: InFlightSample) -> None:
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
         if life := self._life:
-            life.post(life.resume, in_flight)
+            life.post(life.resume, in_flight, attempt)
 
-    def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife]) -> None:
+    def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife], attempt: int) -> None:
         with self._lock:
             if (life := self._life) is not None:
-                self._forwarding[in_flight.id] = lambda: dst.resume(in_flight)
+                self._forwarding[in_flight.id] = lambda: dst.resume(in_flight, attempt)
         if life is None:
-            dst.resume(in_flight)
+            dst.resume(in_flight, attempt)
         else:  # a gang's answers before the call returns
-            life.post(life.forward, in_flight, ForwardTarget(self, dst))
+            life.post(life.forward, in_flight, ForwardTarget(self, dst), attempt)
 
-    def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife]) -> None:
+    def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife], attempt: int) -> None:
         """It is out of this life's engine, unless the life was over before."""
         with self._lock:
             if self._forwarding.pop(in_flight.id, None) is None:
                 return
-        dst.resume(in_flight)
+        dst.resume(in_flight, attempt)
 
     def forget(self, sample: SampleId) -> None:
         if life := self._life:
@@ -252,8 +252,8 @@ class ForwardTarget(Generic[AnyLife]):
     def post(self, call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    def resume(self, in_flight: InFlightSample) -> None:
-        self._src.forwarded(in_flight, self._dst)
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
+        self._src.forwarded(in_flight, self._dst, attempt)
 
 
 class Destination(Generic[AnyLife]):

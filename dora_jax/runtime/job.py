@@ -24,6 +24,7 @@ from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.durability import resume
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journaled_world import JournaledWorld
+from dora_jax.runtime.durability.records import Saved
 from dora_jax.runtime.durability.resume import Begun
 from dora_jax.runtime.durability.workdir_mirror import Mirror, fetch, mirrored
 from dora_jax.runtime.evaluations import closing
@@ -131,6 +132,12 @@ class RunStorage:
             version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), log.metrics
         )
 
+    def journal_saves(self, durable: JournaledWorld | None, wait: bool = False) -> None:
+        """Writes to the journal what the saves since the last call were given."""
+        for version, digests in self.side.checkpoints.take_saves(wait):
+            if durable is not None:
+                durable.record_saved(Saved(version=version, **digests._asdict()))
+
     def save_last(self, log: RunLog) -> None:
         """Saves the last version, where a killed process had published it and not saved it."""
         self.side.checkpoints.wait()
@@ -167,6 +174,7 @@ class CheckpointSaver:
         for event in events:
             if isinstance(event, StepPublished):
                 self._published(event.version)
+        self._backing.journal_saves(self._durable)
 
     def _published(self, version: int) -> None:
         checkpoints, orchestrator = self._backing.side.checkpoints, self._backing.begun.orchestrator
@@ -304,8 +312,9 @@ def run_stages(
         environments=parts.environments,
         noisy=any(getattr(config.environment, f"noise_{kind}") for kind in NOISE),
         views=backing.side.views if backing else None,
+        log_bytes=config.monitor.log_bytes,
     )
-    timeline = Timeline(parts.workdir, writer.note)
+    timeline = Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes)
     limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
     agreement = Agreement(limit, seen, instances, writer.note) if seen else None
     also = (*([agreement.record] if agreement else []), *([requests.record] if requests else []))
@@ -333,7 +342,10 @@ def run_stages(
             with serves as told, quiet_collector():
                 writer.note(told)
                 world.start(ups)
-                return run(orchestrator, GuardedWorld(durable or world, guard), observers), log
+                halt = run(orchestrator, GuardedWorld(durable or world, guard), observers)
+                if backing:
+                    backing.journal_saves(durable, wait=True)
+                return halt, log
         except ImpossibleFact as error:
             raise RunError(f"{error}; the same command goes on from before that") from error
 

@@ -24,20 +24,24 @@ class KeptKV:
             self._keeper[held.id] = instance
         return not held.n_pages
 
-    def resume(self, held: InFlightSample, worker: RolloutWorker) -> None:
+    def resume(self, held: InFlightSample, worker: RolloutWorker, attempt: int) -> None:
         """The sample goes on at this instance."""
         keeper = self._keeper.pop(held.id, worker.instance)
         if keeper == worker.instance:
-            worker.post(worker.resume, held)
+            worker.post(worker.resume, held, attempt)
         else:
             source = self._instances[keeper]
-            source.post(source.forward, held, worker)
+            source.post(source.forward, held, worker, attempt)
 
     def forget(self, ids: Iterable[SampleId]) -> None:
         for id in ids:
             if (keeper := self._keeper.pop(id, None)) is not None:
                 worker = self._instances[keeper]
                 worker.post(worker.forget, id)
+
+    def retained(self) -> set[GroupId]:
+        """Groups of whose episodes an instance keeps KV."""
+        return {id.group_id for id in self._keeper}
 
     def forget_group(self, group_id: GroupId) -> None:
         self.forget([id for id in self._keeper if id.group_id == group_id])

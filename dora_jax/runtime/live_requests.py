@@ -9,6 +9,7 @@ Consumes prompts of an endpoint, on its thread; the facts, commands and payload 
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -71,6 +72,7 @@ class LiveRequests:
         self._prompts, self._outbox, self._orchestrator = prompts, outbox, orchestrator
         self._asked: dict[GroupId, Prompt] = {}  # requests that have not ended
         self._known: set[Version] = set()  # that the desk has heard of
+        self._attempts = itertools.count(1)
 
     def prompt_at(self, group_id: GroupId) -> Prompt:
         return self._asked[group_id] if is_served(group_id) else self._prompts.prompt_at(group_id)
@@ -80,7 +82,7 @@ class LiveRequests:
     def ask(self, prompt: Prompt, version: Version) -> None:
         """prompt.group_id: of no request that has not ended."""
         self._asked[prompt.group_id] = prompt
-        self._outbox.put(ev.RequestCame(group_id=prompt.group_id, version=version))
+        self._outbox.put(ev.RequestCame(group_id=prompt.group_id, version=version, attempt=next(self._attempts)))
 
     def give_up(self, group_id: GroupId) -> None:
         self._outbox.put(ev.GroupFailed(group_id=group_id, reason="its client has left, or has enough"))
@@ -114,8 +116,8 @@ class LiveRequests:
                 case ev.Retire(version=version):
                     self._known.discard(version)
                     self.desk.retired(version)
-                case ev.Cancel(ids=ids, reason=reason):
-                    touched.update({id.group_id: reason for id in ids if is_served(id.group_id)})
+                case ev.Discard(group_id=group_id, reason=reason) if is_served(group_id):
+                    touched.setdefault(group_id, reason)
         for group_id, reason in touched.items():
             self._end(group_id, reason)
 

@@ -50,6 +50,7 @@ from dora_jax.runtime.seams import (
     Notify,
     Outbox,
     Prompts,
+    PublishedWeights,
     RolloutEngine,
     RolloutWorker,
     Scorer,
@@ -246,7 +247,7 @@ class LocalBackend:
         gaps = SampleGaps(trainer, probe, self._published) if config.trainer.max_instance_mismatch else None
         return TrainerSide(
             trainer=trainer,
-            checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify),
+            checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify, adopts=True),
             pack=gaps.watching(pack) if gaps else pack,
             digest=digest,
             probe=probe,
@@ -298,7 +299,12 @@ class LocalBackend:
 
 
 def trainer_worker(
-    config: Config, side: TrainerSide, groups: GroupStore, weights: WeightStore, max_lag: int | None, outbox: Outbox
+    config: Config,
+    side: TrainerSide,
+    groups: GroupStore,
+    weights: PublishedWeights,
+    max_lag: int | None,
+    outbox: Outbox,
 ) -> TrainerWorker:
     common = side.trainer, side.pack, groups, weights, max_lag, outbox
     also: dict[str, Any] = {"digest": side.digest, "probe": side.probe, "come_home": side.come_home}

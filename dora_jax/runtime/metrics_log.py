@@ -199,15 +199,16 @@ class RunLog:
         views: SeenTokens | None = None,
         environments: Environments | None = None,
         noisy: bool = False,
+        log_bytes: int = 0,
     ):
-        """noisy: every second held-out sample meets noise."""
+        """noisy: every second held-out sample meets noise. log_bytes: budget of each file of samples; 0: none."""
         self.evaluations = dict(evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
         self._orchestrator = orchestrator
         self._instances = instances
         self._steps = steps
-        self._samples = SampleLog(workdir, writer.note, decode, prompt_of, views)
+        self._samples = SampleLog(workdir, writer.note, decode, prompt_of, views, log_bytes)
         self._overlap = VersionOverlap()
         self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note, noisy)

@@ -4,7 +4,8 @@
     monitor.wandb   each record of metrics.jsonl to a project of Weights & Biases; WANDB_MODE=offline keeps it in WORKDIR/wandb
 
 Consumes the records and the live facts that metrics.Writer is given; decides nothing. Law: what listens here never stops
-the run: a page that nobody reads costs nothing, and no request changes anything.
+the run: a page that nobody reads costs nothing, no request changes anything, and connections hold a bounded number of
+threads for a bounded time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import re
 import secrets
+import socket
+import socketserver
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,12 +27,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from dora_jax import config, prometheus
+from dora_jax import config, prometheus, state_files
 from dora_jax.config import Config, ConfigError
 from dora_jax.metrics import Sink
 
 HOST = "127.0.0.1"
 POLL_S = 0.1  # how long an end of the page may take
+CONNECTIONS = 16  # at a time, a thread each; where one more comes, the oldest ends
+ANSWER_S = 10.0  # for a connection to send its request and take the answer, however slowly its bytes come
+WANDB_ID = r"[^/\\#?%:\s]{1,128}"  # what Weights & Biases takes for the name of a run
 QUIET_S = 60.0  # the loop speaks each second; after so long without a word it is stuck
 
 
@@ -80,10 +88,9 @@ class LivePage(RunFacts):
         self._registry = CollectorRegistry()
         self._registry.register(self.gauges)
         try:
-            self._server = http.server.ThreadingHTTPServer((HOST, port), _handler(self))
+            self._server = _Server((HOST, port), _handler(self))
         except OSError as error:
             raise ConfigError(f"monitor.port: {HOST}:{port} cannot be listened on: {error.strerror}") from error
-        self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), name="live-page", daemon=True
@@ -103,6 +110,53 @@ class LivePage(RunFacts):
             status, said = self.health()
             return status, "application/json", json.dumps(said).encode()
         return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Server whose connections end after ANSWER_S, or earlier where there are more than CONNECTIONS."""
+
+    daemon_threads = True
+    request_queue_size = 4 * CONNECTIONS  # come at once, while the oldest end
+
+    def __init__(self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]):
+        self._since_s: dict[Any, float] = {}  # connection -> when it came, the oldest first
+        self._fewer = threading.Condition()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._fewer:
+            while len(self._since_s) >= CONNECTIONS:
+                _hang_up(next(iter(self._since_s)))
+                if not self._fewer.wait(POLL_S):  # its thread computes an answer: the new one does without
+                    self.shutdown_request(request)
+                    return
+            self._since_s[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Called by the connection's thread as its last act."""
+        super().shutdown_request(request)
+        with self._fewer:
+            self._since_s.pop(request, None)
+            self._fewer.notify()
+
+    def service_actions(self) -> None:
+        """Called every POLL_S."""
+        with self._fewer:
+            for request, since_s in self._since_s.items():
+                if time.monotonic() - since_s > ANSWER_S:
+                    _hang_up(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone, or was hung up on."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+def _hang_up(request: socket.socket) -> None:
+    """Wake the thread that reads from a connection, or writes to it."""
+    with contextlib.suppress(OSError):  # the other side was faster
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def _handler(page: LivePage) -> type[http.server.BaseHTTPRequestHandler]:
@@ -131,12 +185,18 @@ class WandbRun:
             raise ConfigError("monitor.wandb: wandb is not installed (pip install 'dora_jax[wandb]')") from error
         identity = workdir / "wandb_id"
         if not identity.exists():
-            identity.write_text(secrets.token_hex(4))
+            state_files.replace(identity, secrets.token_hex(4).encode())
+        name = identity.read_bytes().decode(errors="replace") if identity.is_file() else ""
+        if not re.fullmatch(WANDB_ID, name) or not name.isascii():
+            raise ConfigError(
+                f"monitor.wandb: {identity} holds no id of a run: write the id that Weights & Biases shows into it, or "
+                "remove it, and another run begins there"
+            )
         try:
             self._run = wandb.init(
                 project=settings.monitor.wandb,
                 name=workdir.resolve().name,
-                id=identity.read_text(),
+                id=name,
                 resume="allow",
                 dir=workdir,
                 config=config.to_json(settings),

@@ -32,7 +32,7 @@ from dora_jax.recording import Recording
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights, TickStats, costs_of
-from dora_jax.runtime.seams import Notify, RolloutEngine, RolloutWorker, TrainerSide, WeightStore
+from dora_jax.runtime.seams import Notify, PublishedWeights, RolloutEngine, RolloutWorker, TrainerSide
 from dora_jax.runtime.supervised_worker import LocalInstance
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
@@ -45,7 +45,7 @@ def instrument(
     config: Config,
     workdir: Path,
     instances: Sequence[RolloutWorker],
-    weights: WeightStore,
+    weights: PublishedWeights,
     side: TrainerSide | None,
     orchestrator: Orchestrator,
     notify: Notify,

@@ -58,7 +58,7 @@ class ResumeTarget(Protocol):
 
     def post(self, call: Callable[..., None], *args: Any) -> None: ...
 
-    def resume(self, in_flight: InFlightSample) -> None: ...
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
 
 
 @dataclasses.dataclass
@@ -122,6 +122,8 @@ class EngineWorker(Worker):
         self._skewed = False  # by a fault
         self._weights = weights
         self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
+        # that placed the samples that are here; none of what an earlier incarnation has left in the engine, or was cancelled
+        self._attempts: dict[SampleId, int] = {}
         self._progress: dict[SampleId, int] = {}  # tokens of what runs here
         self._grew = False  # since the last report
         self._report_s = report_s
@@ -144,8 +146,8 @@ class EngineWorker(Worker):
         self.engine.load(version, weights)
         self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version, life=self.life))
 
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
-        self._versions[sample] = version
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
+        self._versions[sample], self._attempts[sample] = version, attempt
         self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens, prompt.turn_tokens)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
@@ -165,21 +167,24 @@ class EngineWorker(Worker):
         dst.post(dst.receive, self._export(sample), self.instance, attempt)
 
     def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None:
-        self._import(in_flight)
+        self._import(in_flight, attempt)
         self.outbox.put(ev.SampleMoved(id=in_flight.id, src=src, dst=self.instance, attempt=attempt))
 
     def park(self, sample: SampleId) -> None:
         if self.engine.holds(sample):
+            attempt = self._attempts.get(sample, 0)
             in_flight = self._export(sample)
-            self.outbox.put(Parked(id=sample, instance=self.instance, in_flight=in_flight, life=self.life))
+            self.outbox.put(
+                Parked(id=sample, instance=self.instance, in_flight=in_flight, life=self.life, attempt=attempt)
+            )
 
-    def resume(self, in_flight: InFlightSample) -> None:
-        self._import(in_flight)
-        self.outbox.put(ev.SampleResumed(id=in_flight.id, instance=self.instance, life=self.life))
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
+        self._import(in_flight, attempt)
+        self.outbox.put(ev.SampleResumed(id=in_flight.id, instance=self.instance, life=self.life, attempt=attempt))
 
-    def forward(self, in_flight: InFlightSample, dst: ResumeTarget) -> None:
+    def forward(self, in_flight: InFlightSample, dst: ResumeTarget, attempt: int) -> None:
         """An episode whose KV is here goes on at another instance."""
-        dst.post(dst.resume, self.engine.with_kept(in_flight))
+        dst.post(dst.resume, self.engine.with_kept(in_flight), attempt)
 
     def forget(self, sample: SampleId) -> None:
         """An episode that waited has ended: its KV goes. There is no answer."""
@@ -194,6 +199,7 @@ class EngineWorker(Worker):
         again."""
         for sample in self._versions:
             self.engine.cancel(sample)
+            self._attempts.pop(sample, None)
         self._versions.clear()
         for sample in list(self._begun):
             if self.engine.holds(sample):  # others go on while one is copied
@@ -231,7 +237,10 @@ class EngineWorker(Worker):
             version = self._versions.pop(id, None)
             self._begun[id] = None
             if version is not None:  # None: it started on another instance and moved here
-                self.outbox.put(ev.SampleStarted(id=id, instance=self.instance, version=version, life=self.life))
+                attempt = self._attempts[id]
+                self.outbox.put(
+                    ev.SampleStarted(id=id, instance=self.instance, version=version, life=self.life, attempt=attempt)
+                )
         self._progress.update(result.progress)
         self._grew |= bool(result.progress)
         self._grown.update(dict.fromkeys(result.progress))
@@ -239,9 +248,10 @@ class EngineWorker(Worker):
             self._forget(sample.id)
             self.outbox.put(Finished(sample=self._told_wrong(sample), instance=self.instance, life=self.life))
         for in_flight in result.waiting:
+            attempt = self._attempts.get(in_flight.id, 0)
             self._report_rest(in_flight)
             self._forget(in_flight.id)
-            self.outbox.put(Waiting(in_flight=in_flight, instance=self.instance, life=self.life))
+            self.outbox.put(Waiting(in_flight=in_flight, instance=self.instance, life=self.life, attempt=attempt))
         for id in [id for id in result.progress if is_served(id.group_id) and id in self._grown]:
             self._grow(id)  # its client reads along
         now = time.monotonic()
@@ -269,8 +279,9 @@ class EngineWorker(Worker):
         report = ev.InstanceReported.of(self.instance, free_pages, progress, self.life, **took.said())
         self.outbox.put(report)
 
-    def _import(self, in_flight: InFlightSample) -> None:
+    def _import(self, in_flight: InFlightSample, attempt: int) -> None:
         self.engine.import_(in_flight)
+        self._attempts[in_flight.id] = attempt
         self._begun[in_flight.id] = None
         self._progress[in_flight.id] = len(in_flight.out_ids)
         self._told[in_flight.id] = len(in_flight.out_ids), count_rows(in_flight.table)
@@ -302,6 +313,7 @@ class EngineWorker(Worker):
             self.outbox.put(Partial(id=sample, version=version, start=start, row=row, **new._asdict()))
 
     def _forget(self, sample: SampleId) -> None:
+        self._attempts.pop(sample, None)
         self._begun.pop(sample, None)
         self._progress.pop(sample, None)
         self._grown.pop(sample, None)

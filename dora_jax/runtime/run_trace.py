@@ -1,7 +1,8 @@
 """A real run as a Chrome trace, written while it goes on: WORKDIR/trace.json, for https://ui.perfetto.dev.
 
 Consumes the rows of timeline.jsonl as they are written, and so is sampled as they are; produces an array of events. The
-format allows that its end is missing, as it is where the run was killed; a run that resumes writes on.
+format allows that its end is missing, as it is where the run was killed; a run that resumes writes on. A file that has
+reached half its budget ends as trace.1.json, and another begins.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dora_jax import chrome_trace
+from dora_jax import chrome_trace, state_files
 from dora_jax.chrome_trace import MICRO, ROLLOUT, TRAINER
 from dora_jax.retrying_file import PatientFile
 from dora_jax.types import InstanceId
@@ -22,18 +23,22 @@ TAIL_BYTES = 2**16  # more than an event
 
 
 class RunTrace:
-    def __init__(self, workdir: Path, notify: Callable[[str], None]):
+    def __init__(self, workdir: Path, notify: Callable[[str], None], budget_bytes: int = 0):
         path = workdir / "trace.json"
-        self._before = BETWEEN if _reopened(path) else BEGIN  # what stands before the next event
+        self._before = BETWEEN if _reopened(path, notify) else BEGIN  # what stands before the next event
         self._file = PatientFile(path, notify)
+        self._most_bytes = budget_bytes // 2
         self._rows = chrome_trace.Rows("live", self._emit)
         self._loading: set[InstanceId] = set()
         self._busy: dict[InstanceId, str] = {}  # name of the slice, while it has samples
+        self._training = ""  # name of the trainer's slice
         self._arrows = 0
         self._now_s = 0.0
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A row of timeline.jsonl."""
+        if self._most_bytes and self._file.size >= self._most_bytes:
+            self._begin_anew()
         self._now_s = now_s = row["t"]
         match row:
             case {"up": instance}:
@@ -54,14 +59,26 @@ class RunTrace:
                 for source, target, samples in moves:
                     self._arrow(source, target, samples)
             case {"train": base}:
-                self._rows.turn(TRAINER, 0, f"v{base + 1}", now_s)
+                self._training = f"v{base + 1}"
+                self._rows.turn(TRAINER, 0, self._training, now_s)
             case {"published": _}:
+                self._training = ""
                 self._rows.turn(TRAINER, 0, "", now_s)
 
     def close(self) -> None:
         self._rows.end(self._now_s)
         self._file.write(END)
         self._file.close()
+
+    def _begin_anew(self) -> None:
+        """End this file, and go on in another with what every row is doing."""
+        self._rows.end(self._now_s)
+        self._file.write(END)
+        self._before = BEGIN if self._file.begin_anew() else BETWEEN
+        self._rows = chrome_trace.Rows("live", self._emit)
+        self._rows.turn(TRAINER, 0, self._training, self._now_s)
+        for instance in self._busy:
+            self._turn(instance, self._busy[instance])
 
     def _turn(self, instance: InstanceId, name: str) -> None:
         self._busy[instance] = name
@@ -77,9 +94,10 @@ class RunTrace:
         self._before = BETWEEN
 
 
-def _reopened(path: Path) -> bool:
-    """Takes the end of the array away, and an event that a crash cut short; False where there is none before that."""
-    if not path.exists():
+def _reopened(path: Path, notify: Callable[[str], None]) -> bool:
+    """Take the end of the array away, and an event that a crash cut short. False: there is no event before that, and
+    what stood there is put aside."""
+    if not path.is_file():
         return False
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -87,9 +105,11 @@ def _reopened(path: Path) -> bool:
         tail = file.read()
         kept = tail.removesuffix(END)
         head, _, last = kept.rpartition(BETWEEN)
-        try:
-            json.loads(last.removeprefix(BEGIN))
-        except ValueError:
+        if not state_files.read_lines(last.removeprefix(BEGIN)).rows:
             kept = head
-        file.truncate(size - len(tail) + len(kept))
-        return bool(kept)
+        if kept:
+            file.truncate(size - len(tail) + len(kept))
+            return True
+    if size:
+        notify(f"{path} holds no event; it is put aside as {state_files.put_aside(path)}")
+    return False

@@ -3,8 +3,9 @@
     WORKDIR/trajectories.txt    to read
     WORKDIR/samples.jsonl       for programs: a row a step; of some steps each token's advantage and both log-probs
 
-Consumes the groups of a step and, from the trainer's thread, what the trainer made of their tokens (`TokenViews`). Law:
-what is looked at moves nothing: no batch and no weight is changed by it.
+Consumes the groups of a step and, from the trainer's thread, what the trainer made of their tokens (`TokenViews`). Laws:
+what is looked at moves nothing: no batch and no weight is changed by it; each of the two keeps within its budget, the
+older half in trajectories.1.txt and samples.1.jsonl, and the oldest rows are dropped.
 """
 
 from __future__ import annotations
@@ -149,9 +150,11 @@ class SampleLog:
         decode: Callable[[Sequence[int]], str],
         prompt_of: Callable[[GroupId], Prompt],
         views: SeenTokens | None,
+        log_bytes: int = 0,
     ):
-        self._trajectories = PatientFile(workdir / "trajectories.txt", notify)
-        self._samples = PatientFile(workdir / "samples.jsonl", notify)
+        """log_bytes: budget of each of the two; 0: none."""
+        self._trajectories = PatientFile(workdir / "trajectories.txt", notify, budget_bytes=log_bytes, lines=True)
+        self._samples = PatientFile(workdir / "samples.jsonl", notify, budget_bytes=log_bytes, lines=True)
         self._decode, self._prompt_of, self._views = decode, prompt_of, views
 
     def close(self) -> None:

@@ -1,10 +1,9 @@
 """The one registry of a run's samples outside the engines: groups that are under way, parked samples, recorded tokens.
 
 Consumes Start, finished and parked samples, and what a restart recovered; produces the prompt of a Start, the group
-whose
-last sample has finished, and the sample of a Resume. The coordinator uses it, on the main thread. Law: a Resume goes on
-from the tokens that an engine gave, else from those of the journal; a group that is not here is trained, failed or
-cancelled, and what comes late for it is dropped.
+whose last sample has finished, and the sample of a Resume. The coordinator uses it, on the main thread. Laws: a Resume
+goes on from the tokens that an engine gave, else from those of the journal; a group that is not here is trained,
+filtered, failed or given up, and what comes late for it is dropped; nothing is here of a group that was discarded.
 """
 
 from __future__ import annotations
@@ -60,6 +59,11 @@ class SampleRegistry:
         for group_id, group in payloads.scored.items():
             self.opened(group_id).submitted = group.samples
 
+    def retained(self) -> set[GroupId]:
+        """Groups of which anything is here."""
+        samples = (*self._parked, *self._branches, *self._recorded)
+        return {*self.groups, *(id.group_id for id in samples)}
+
     def opened(self, group_id: GroupId) -> OpenGroup:
         """PromptTooLong: the group cannot start."""
         if group_id not in self.groups:
@@ -76,12 +80,13 @@ class SampleRegistry:
         group.done[sample.id.index] = sample
         return group if len(group.done) == group_size else None
 
-    def cancel(self, ids: Sequence[SampleId]) -> dict[GroupId, OpenGroup | None]:
-        """Forgets these samples and their groups; returns what was known of each group."""
+    def cancel(self, ids: Sequence[SampleId]) -> None:
+        """Forgets these samples and their groups."""
         for id in ids:
             self._parked.pop(id, None)
             self._branches.pop(id, None)
-        return {group_id: self.groups.pop(group_id, None) for group_id in {id.group_id: None for id in ids}}
+            self._recorded.pop(id, None)
+            self.groups.pop(id.group_id, None)
 
     def forget(self, id: SampleId) -> None:
         """The sample starts. Of one that had begun on an instance in quarantine nothing is left, not even its end."""

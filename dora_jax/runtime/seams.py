@@ -13,8 +13,8 @@ CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
 Environments    tasks.environments.EnvironmentPool
 GroupStore      buffer.store.MemoryGroupStore (buffer/store.py)
-WeightStore     publish.DeviceWeights and publish.HostWeights (memory), transfer.StoredWeights (storage),
-                cluster.RemoteWeights (the trainer's processes, which send them over the wire)
+WeightStore     publish.HostWeights (memory), transfer.StoredWeights (storage), and of the trainer
+PublishedWeights    publish.DeviceWeights, cluster.RemoteWeights (its processes, which send them over the wire)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dora_jax.runtime.sample_log import SeenTokens
     from dora_jax.tasks.environments import Answer
     from dora_jax.tasks.pool import GroupFailure
-    from dora_jax.trainer.checkpoint import Restored
+    from dora_jax.trainer.checkpoint import Digests, Restored
     from dora_jax.trainer.step import Probe
 
 __all__ = ["GroupStore", "World"]
@@ -63,7 +63,7 @@ class WeightStore(Protocol):
     def versions(self) -> tuple[Version, ...]:
         """The versions that are whole, oldest first."""
 
-    def put(self, version: Version, weights: Tree) -> None:
+    def put(self, version: Version, weights: Tree) -> object:
         """Keeps these weights as `version`."""
 
     def get(self, version: Version, shardings: Tree | None) -> Tree:
@@ -72,6 +72,16 @@ class WeightStore(Protocol):
 
     def drop(self, version: Version) -> None:
         """Forgets the version. A version that is not there is dropped already."""
+
+
+class PublishedWeights(WeightStore, Protocol):
+    """The trainer's store, to which its masters are published."""
+
+    def put(self, version: Version, weights: Tree, digest: int = 0, copy: int = 0) -> int:
+        """Publishes a copy of the masters in the engines' type; returns the digest of that copy, stacked (0: unknown).
+
+        digest: of the masters, where it is known. copy: of an equal copy that the journal knows, for a version that is
+        not copied again because storage has it."""
 
 
 class RolloutEngine(Protocol):
@@ -156,6 +166,10 @@ class CheckpointStore(Protocol):
     ) -> object:
         """Starts to save; the trainer may go on."""
 
+    def take_saves(self, wait: bool = False) -> Sequence[tuple[Version, Digests]]:
+        """The saves that were started since the last call, with digests of what they were given. Cheap, unless it waits
+        for digests that are being computed."""
+
     def protect(self, version: Version) -> None:
         """Samples of this version still run: the checkpoint before it is kept."""
 
@@ -164,15 +178,28 @@ class CheckpointStore(Protocol):
 
     def wait(self) -> None: ...
 
-    def steps(self) -> list[Version]: ...
+    def steps(self) -> list[Version]:
+        """Checkpoints with a manifest, oldest first."""
 
-    def usable(self, step: Version) -> bool:
-        """False: the checkpoint does not verify, and is put aside."""
+    def unsealed(self) -> list[Version]:
+        """Checkpoints that are complete but for their manifest."""
+
+    def adopt(self, step: Version, params: Tree, opt_state: Tree, digests: Digests) -> None:
+        """Gives an unsealed checkpoint its manifest if what it restores to has these digests. UnusableCheckpoint: it has
+        not; nothing changes."""
+
+    def put_aside(self, step: Version, why: str) -> None:
+        """Takes a checkpoint off the list; `why` is in the name of the folder that keeps it."""
+
+    def aside(self) -> list[str]:
+        """Names of the checkpoints that were put aside, now or earlier."""
 
     def undo_after(self, version: Version) -> None:
         """Puts aside the checkpoints of later versions."""
 
-    def restore(self, step: Version, params: Tree, opt_state: Tree) -> Restored: ...
+    def restore(self, step: Version, params: Tree, opt_state: Tree, digests: Digests | None = None) -> Restored:
+        """What `PolicyTrainer.load` takes. UnusableCheckpoint: it cannot be read, or has other digests; nothing
+        changes."""
 
     def close(self) -> None: ...
 
@@ -244,15 +271,16 @@ class RolloutWorker(StageWorker, Protocol):
 
     def load(self, version: Version, drop: Version | None) -> None: ...
 
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None: ...
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
+        """attempt: of the Start; all that is reported of the sample until it leaves carries it."""
 
     def cancel(self, sample: SampleId, reason: str) -> None: ...
 
     def park(self, sample: SampleId) -> None: ...
 
-    def resume(self, in_flight: InFlightSample) -> None: ...
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
 
-    def forward(self, in_flight: InFlightSample, dst: Any) -> None:
+    def forward(self, in_flight: InFlightSample, dst: Any, attempt: int) -> None:
         """An episode that has waited goes on at `dst`, another worker of the same kind, with the KV that is here."""
 
     def forget(self, sample: SampleId) -> None:
@@ -275,8 +303,8 @@ class RolloutWorker(StageWorker, Protocol):
         """The devices are the trainer's again: samples are handed over. The answer is InstanceDown."""
 
     def doubt(self, life: int, reason: str) -> None:
-        """What this life sampled is not believed: it ends, and the instance is said to be unhealthy. A life that is over
-        already changes nothing."""
+        """What the instance sampled up to the end of this life is not believed: it ends, unless it has, and the instance is
+        reported as unhealthy."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +325,7 @@ class Backend(Protocol):
     """Where the stages of a run compute."""
 
     @property
-    def weights(self) -> WeightStore: ...
+    def weights(self) -> PublishedWeights: ...
 
     def trainer_side(self) -> TrainerSide:
         """Loads the model."""

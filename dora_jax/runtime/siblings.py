@@ -46,10 +46,10 @@ class Siblings:
         if not here:
             self._at.pop(sample.id.group_id, None)
 
-    def forget(self, ids: Iterable[SampleId]) -> None:
-        """Their groups were cancelled."""
-        for id in ids:
-            self._at.pop(id.group_id, None)
+    def forget(self, group_ids: Iterable[GroupId]) -> None:
+        """The groups were given up."""
+        for group_id in group_ids:
+            self._at.pop(group_id, None)
 
     def _tell_all(self, group_id: GroupId, place: _Place) -> None:
         if (group := self._samples.groups.get(group_id)) is not None:

@@ -104,9 +104,11 @@ class LocalInstance(InstanceProxy["EngineLife"]):
 
     def doubt(self, life: int, reason: str) -> None:
         """After MAX_LOSSES doubts the instance stays away: it is not its weights alone."""
+        self._doubts += 1
         if (present := self._life) is not None and present.life == life:
-            self._doubts += 1
             self._over(present, reason, RuntimeError(reason), unhealthy=True)
+        else:  # what it has left is not believed either
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life))
 
     def heard(self, life: EngineLife, item: Any) -> None:
         if isinstance(item, Crashed):
@@ -128,14 +130,14 @@ class LocalInstance(InstanceProxy["EngineLife"]):
     def _over(self, life: EngineLife, reason: str, error: BaseException, unhealthy: bool = False) -> None:
         """The life has ended, or is treated so; another one may begin. unhealthy: what it sampled is not believed."""
         with self._lock:
+            if unhealthy:
+                self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
             if self._life is not life:
                 return
             self._tokens += life.tokens
             self._losses += 1
             too_often = max(self._losses, self._doubts) >= MAX_LOSSES
             self.gone = life.hung or self._restart.new_engine is None or too_often
-            if unhealthy:
-                self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
             self._down(life, life.life, reason)
         self._notify(
             f"{self.role} is lost ({reason}); its samples {'begin again' if unhealthy else 'go on'} elsewhere"

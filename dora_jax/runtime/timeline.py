@@ -12,7 +12,8 @@
 
 Consumes the loop's events and commands, and finished samples; produces these files. Law: the files stay small however
 long the run and however many its instances: ROWS samples of time for each doubling of the run's length, fewer where
-there are more than INSTANCES instances.
+there are more than INSTANCES instances; rows of steps and loads add up, so the first two have a budget and leave what
+is older in timeline.1.jsonl and trace.1.json, and drop what is older still. A damaged instances.json is put aside.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax import state_files
 from dora_jax.orchestrate import events as ev
 from dora_jax.retrying_file import PatientFile
 from dora_jax.runtime.metrics_log import quarantined
@@ -39,6 +41,9 @@ PERIOD_S = 0.1  # the shortest between two samples of time
 INSTANCES = 16
 SUMMARY_PERIOD_S = 20.0
 BUCKETS = 8  # of lengths, for each doubling
+FORMAT = 2  # of instances.json
+LENGTHS = ("generated", "trained")
+STATISTICS = ("samples", "tokens", "zero_tokens", "nonfinite", "logprob_sum")
 
 
 def length_bucket(tokens: int) -> int:
@@ -49,9 +54,13 @@ def length_bucket(tokens: int) -> int:
 class Timeline:
     """Observer of the loop (`event`) and listener of payload records (`record`)."""
 
-    def __init__(self, workdir: Path, notify: Callable[[str], None], clock: Callable[[], float] = time.time):
-        self._file = PatientFile(workdir / "timeline.jsonl", notify)
-        self._trace = RunTrace(workdir, notify)
+    def __init__(
+        self, workdir: Path, notify: Callable[[str], None], clock: Callable[[], float] = time.time, log_bytes: int = 0
+    ):
+        """log_bytes: budget of timeline.jsonl, and of trace.json; 0: none."""
+        self._notify = notify
+        self._file = PatientFile(workdir / "timeline.jsonl", notify, budget_bytes=log_bytes, lines=True)
+        self._trace = RunTrace(workdir, notify, log_bytes)
         self._summary_path = workdir / "instances.json"
         self._clock = clock
         self._began_s = self._sampled_s = self._summed_s = clock()
@@ -60,9 +69,7 @@ class Timeline:
         self._changed: set[InstanceId] = set()
         self._moves: collections.Counter[tuple[InstanceId, InstanceId]] = collections.Counter()
         self._instances: dict[InstanceId, dict[str, float]] = {}
-        self._lengths: dict[str, collections.Counter[int]] = {
-            kind: collections.Counter() for kind in ("generated", "trained")
-        }
+        self._lengths: dict[str, collections.Counter[int]] = {kind: collections.Counter() for kind in LENGTHS}
         self._read_summary()
         self._write({"start": True})
 
@@ -176,23 +183,27 @@ class Timeline:
         self._trace.row(told)
 
     def _read_summary(self) -> None:
-        """The statistics of the run's earlier processes; none, where they cannot be read."""
+        """Read the statistics of the run's earlier processes. Where they are damaged they are put aside, and the
+        statistics begin anew."""
+        if not self._summary_path.exists():
+            return
         try:
-            before = json.loads(self._summary_path.read_text())
-            self._instances = {int(i): dict(row) for i, row in before["instances"].items()}
-            for kind, counts in before["lengths"].items():
-                self._lengths[kind].update({int(bucket): n for bucket, n in counts.items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._instances = {}
+            self._instances, self._lengths = _summary(state_files.read(self._summary_path, FORMAT))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            place = state_files.put_aside(self._summary_path)
+            what = error if isinstance(error, state_files.StateError) else f"{self._summary_path} is damaged"
+            self._notify(f"{what}; it is put aside as {place}, and statistics of instances begin anew")
 
     def _write_summary(self) -> None:
         summary = {"instances": self._instances, "lengths": self._lengths}
-        draft = self._summary_path.with_suffix(".tmp")
         try:
-            draft.write_text(json.dumps(summary))
-            draft.replace(self._summary_path)
+            state_files.replace(self._summary_path, state_files.encode(summary, FORMAT))
         except OSError:
             pass  # the disk is full, say: the next summary holds all that this one would
 
 
-STATISTICS = ("samples", "tokens", "zero_tokens", "nonfinite", "logprob_sum")
+def _summary(found: dict[str, Any]) -> tuple[dict[InstanceId, dict[str, float]], dict[str, collections.Counter[int]]]:
+    """The statistics of instances.json. KeyError, TypeError, ValueError, AttributeError: it holds anything else."""
+    instances = {int(i): {name: row[name] + 0 for name in STATISTICS} for i, row in found["instances"].items()}
+    lengths = {kind: {int(bucket): n + 0 for bucket, n in found["lengths"][kind].items()} for kind in LENGTHS}
+    return instances, {kind: collections.Counter(counts) for kind, counts in lengths.items()}

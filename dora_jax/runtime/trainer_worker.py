@@ -23,8 +23,8 @@ from dora_jax.runtime.seams import (
     Outbox,
     Pack,
     PolicyTrainer,
+    PublishedWeights,
     Tree,
-    WeightStore,
 )
 from dora_jax.runtime.worker import StepDone, Worker
 from dora_jax.types import ScoredGroup, Version
@@ -44,7 +44,7 @@ class TrainerWorker(Worker):
         trainer: PolicyTrainer,
         pack: Pack,
         groups: GroupStore,
-        weights: WeightStore,
+        weights: PublishedWeights,
         max_lag: int | None,
         outbox: Outbox,
         digest: Digest = lambda params: 0,
@@ -69,8 +69,8 @@ class TrainerWorker(Worker):
         point("trainer.before_step")
         metrics = self.trainer.step(self._pack(groups, base), **self._mismatch.among(groups, base))
         point("trainer.after_step")
-        self._publish(base)
-        self._report(base, groups, metrics, wait_s, time.monotonic() - began)
+        digests = self._publish(base)
+        self._report(base, groups, metrics, wait_s, time.monotonic() - began, digests)
 
     def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
         self._come_home()
@@ -83,19 +83,30 @@ class TrainerWorker(Worker):
                 )
         return groups
 
-    def _publish(self, base: Version) -> None:
-        """The store keeps base, which is the newest version until the coordinator hears StepDone."""
-        self._weights.put(base + 1, self.trainer.params)
+    def _publish(self, base: Version) -> tuple[int, int]:
+        """Publishes the new version; returns the digests of the masters and of their copy. The store keeps base, which
+        is the newest version until the coordinator hears StepDone."""
+        digest = self._digest(self.trainer.params)
+        copy = self._weights.put(base + 1, self.trainer.params, digest=digest)
         point("trainer.after_put")
         if self._mismatch.wanted:
             self._mismatch.keep(base, self._weights.get(base, None))
+        return digest, copy
 
     def _report(
-        self, base: Version, groups: tuple[ScoredGroup, ...], metrics: Mapping[str, float], wait_s: float, step_s: float
+        self,
+        base: Version,
+        groups: tuple[ScoredGroup, ...],
+        metrics: Mapping[str, float],
+        wait_s: float,
+        step_s: float,
+        digests: tuple[int, int],
     ) -> None:
-        digest = self._digest(self.trainer.params)
+        digest, copy = digests
         self.outbox.put(
-            StepDone(version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s, step_s=step_s, digest=digest)
+            StepDone(
+                version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s, step_s=step_s, digest=digest, copy=copy
+            )
         )
 
 
@@ -107,7 +118,7 @@ class StreamingTrainerWorker(TrainerWorker):
         trainer: PolicyTrainer,
         pack: Pack,
         groups: GroupStore,
-        weights: WeightStore,
+        weights: PublishedWeights,
         max_lag: int | None,
         outbox: Outbox,
         groups_per_step: int,
@@ -130,9 +141,9 @@ class StreamingTrainerWorker(TrainerWorker):
         metrics = self.trainer.step(self._batches(first, base, taken), **self._mismatch.among(first, base))
         point("trainer.after_step")
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
-        self._publish(base)
+        digests = self._publish(base)
         step_s = time.monotonic() - began - waited_s
-        self._report(base, tuple(taken), metrics, self._reported_wait_s - before_s + waited_s, step_s)
+        self._report(base, tuple(taken), metrics, self._reported_wait_s - before_s + waited_s, step_s, digests)
         self._reported_wait_s = self.wait_s
 
     def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Batches]:

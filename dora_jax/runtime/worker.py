@@ -36,6 +36,7 @@ class Parked:
     instance: InstanceId
     in_flight: InFlightSample
     life: int = 0
+    attempt: int = 0  # that placed it there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Waiting:
     in_flight: InFlightSample
     instance: InstanceId
     life: int = 0
+    attempt: int = 0  # that placed it there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ class StepDone:
     wait_s: float  # the trainer had no batch
     step_s: float
     digest: int = 0  # of the version's weights, where somebody asked for it
+    copy: int = 0  # digest of the copy of them that was published; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

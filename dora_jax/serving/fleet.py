@@ -86,7 +86,7 @@ class LocalFleet:
         at = zlib.crc32(session.encode()) % len(self.workers) if session else int(np.argmin(self._load))
         prompt = requested(id.group_id, prompt_ids, max_tokens)
         worker = self._place(id, at)
-        worker.post(worker.submit, id, prompt, version)
+        worker.post(worker.submit, id, prompt, version, 0)
 
     def cancel(self, id: SampleId) -> None:
         worker = self._home.get(id) or self.workers[0]  # one that is parked is nowhere: any engine says so
@@ -98,7 +98,7 @@ class LocalFleet:
 
     def resume(self, in_flight: InFlightSample) -> None:
         worker = self._place(in_flight.id, int(np.argmin(self._load)))
-        worker.post(worker.resume, in_flight)
+        worker.post(worker.resume, in_flight, 0)
 
     # ------------------------------------------------------------ versions
 

@@ -7,10 +7,12 @@ dropped; at most `residents` versions are there at once, one that is being loade
 from __future__ import annotations
 
 import collections
+import re
 
 from dora_jax.serving.request import Refused
 from dora_jax.types import Version
 
+VERSION = r"\d{1,18}"  # as a request writes it
 MAX_SESSIONS = 100_000  # remembered; the longest unused is forgotten first
 
 
@@ -48,10 +50,13 @@ class Versions:
     def asked(self, model: str | None) -> Version | None:
         """The version that a request's `model` names; None: it leaves the choice. Refused (404): no such model."""
         base, at, number = (self.name if model is None else model).partition("@")
-        if base != self.name or (at and not number.isdecimal()):
+        if base != self.name or (at and not re.fullmatch(VERSION, number)):
             there = ", ".join([self.name, *(f"{self.name}@{v}" for v in sorted(self.resident))])
             raise Refused(
-                404, f"The model `{model}` does not exist. There are: {there}.", param="model", code="model_not_found"
+                404,
+                f"The model `{model:.100}` does not exist. There are: {there}.",
+                param="model",
+                code="model_not_found",
             )
         return int(number) if at else None
 

@@ -23,6 +23,7 @@ import ml_collections
 from dora_jax import config_tree
 from dora_jax.chips import CHIPS
 from dora_jax.config import ConfigError
+from dora_jax.config_tree import field
 from dora_jax.costs import CostOptions, Hardware, ModelSizes
 from dora_jax.orchestrate.modes import MODES, Decisions
 from dora_jax.sim.drafts import DraftSection
@@ -34,23 +35,24 @@ class WorkloadSection:
     seed: int = 0
     max_prompt_tokens: int = 2048
     max_new_tokens: int = 30000
-    distribution: str = "lognormal"  # lognormal, heavy, file, or the work of a recorded journal
-    mean_tokens: float = 2400.0  # of a response, the cut at max_new_tokens included; file: 0 keeps its mean
-    sigma: float = 1.0  # of log length
-    tail_share: float = 0.05  # heavy: share of responses in the Pareto tail that begins where the body ends
-    tail_alpha: float = 1.2  # heavy: its exponent
-    path: str = ""  # file: one length a line; journal: see recording.py
-    group_correlation: float = 0.5  # of the log lengths of siblings
-    prompt_tokens: float = 160.0  # mean
+    distribution: str = field("lognormal", "lognormal, heavy, file, or the work of a recorded journal")
+    mean_tokens: float = field(2400.0, "of a response, the cut at max_new_tokens included; file: 0 keeps its mean")
+    sigma: float = field(1.0, "of log length")
+    tail_share: float = field(0.05, "heavy: share of responses in the Pareto tail that begins where the body ends")
+    tail_alpha: float = field(1.2, "heavy: its exponent")
+    path: str = field("", "file: one length a line; journal: see recording.py")
+    group_correlation: float = field(0.5, "of the log lengths of siblings")
+    prompt_tokens: float = field(160.0, "mean")
     prompt_sigma: float = 0.6
-    turns: float = 1.0  # mean turns of a response; between two of them it waits for its environment
-    environment_s: float = 0.0  # median time until the environment answers
-    environment_sigma: float = 1.0  # of its log
-    observation_tokens: int = 0  # that an answer appends
-    filtered_share: float = 0.0  # groups without signal
-    failed_share: float = 0.0  # groups whose scoring fails
-    # several tasks that take turns: name -> {"weight", "limit" as in task.mix, and any of the fields above}
-    mix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    turns: float = field(1.0, "mean turns of a response; between two of them it waits for its environment")
+    environment_s: float = field(0.0, "median time until the environment answers")
+    environment_sigma: float = field(1.0, "of its log")
+    observation_tokens: int = field(0, "that an answer appends")
+    filtered_share: float = field(0.0, "groups without signal")
+    failed_share: float = field(0.0, "groups whose scoring fails")
+    mix: Mapping[str, Any] = field(
+        {}, 'tasks that take turns: name -> {"weight", "limit" as in task.mix, and any of the fields above}'
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,27 +61,29 @@ class OrchestratorSection:
     groups_per_step: int = 512
     group_size: int = 16
     inflight: float = 1.25
-    updates: int = 1  # optimizer updates a step; modes that take parts train each as soon as its groups are ready
+    updates: int = field(1, "optimizer updates a step; modes that take parts train each when its groups are ready")
     rebalance_period_s: float = 20.0
-    task_lead: float = 0.0  # steps of prompts by which a task with a limit may be ahead of the others; 0: any number
+    task_lead: float = field(0.0, "steps of prompts by which a task with a limit may be ahead; 0: any number")
     peer_weights: bool = True
-    elastic: bool = False  # the trainer's chips decode while it waits
-    hold_slots: bool = False  # a sample keeps its slot and KV while it waits for its environment
-    decisions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # replaces choices of the mode
+    elastic: bool = field(False, "the trainer's chips decode while it waits")
+    hold_slots: bool = field(False, "a sample keeps its slot and KV while it waits for its environment")
+    decisions: Mapping[str, Any] = field({}, "replaces choices of the mode")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSection:
-    mtbf_s: float = 0.0  # mean time between losses of one instance; 0: never
+    mtbf_s: float = field(0.0, "mean time between losses of one instance; 0: never")
     repair_s: float = 120.0
-    failed_moves: float = 0.0  # share
+    failed_moves: float = field(0.0, "share")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridSection:
     """What `--tune` tries, the same for every mode."""
 
-    rollout_shares: tuple[float, ...] = tuple(n / 32 for n in range(6, 30))  # of the chips; colocated is tried as well
+    rollout_shares: tuple[float, ...] = field(
+        tuple(n / 32 for n in range(6, 30)), "of the chips; colocated is tried too"
+    )
     inflight: tuple[float, ...] = (0.5, 0.75, 1.0, 1.15, 1.25, 1.5, 2.0, 2.5, 3.0)
     max_versions: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)
 
@@ -89,9 +93,9 @@ class SimConfig:
     modes: tuple[str, ...] = MODES
     rows: tuple[Mapping[str, Any], ...] = ()
     steps: int = 8
-    warmup_steps: int = 2  # left out of every average
-    seeds: int = 1  # runs of each row, from workload.seed on; of several the table shows mean and standard deviation
-    report_tokens: int = 64  # an instance reports progress every so many ticks
+    warmup_steps: int = field(2, "left out of every average")
+    seeds: int = field(1, "runs of each row, from workload.seed on; of several the table shows mean and deviation")
+    report_tokens: int = field(64, "an instance reports progress every so many ticks")
     model: ModelSizes = dataclasses.field(default=ModelSizes())
     hardware: Hardware = dataclasses.field(default=Hardware())
     cost: CostOptions = dataclasses.field(default=CostOptions())

@@ -13,16 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dora_jax.config_tree import field
 from dora_jax.costs import Costs
 from dora_jax.orchestrate.events import Drafted
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSection:
-    tokens: int = 0  # that one call verifies of a sample, at most; 0: no drafts
-    rows: int = 32  # of a version on an instance, at most: with more of them no draft is tried
-    acceptance: float = 0.6  # share of guessed tokens that hold
-    cost: float = 0.0  # of a call that verifies `tokens`, over a decode step's time; 0: from the costs
+    tokens: int = field(0, "that one call verifies of a sample, at most; 0: no drafts")
+    rows: int = field(32, "of a version on an instance, at most: with more of them no draft is tried")
+    acceptance: float = field(0.6, "share of guessed tokens that hold")
+    cost: float = field(0.0, "of a call that verifies `tokens`, over a decode step's time; 0: from the costs")
 
 
 class DecodeTimes:

@@ -33,14 +33,18 @@ class Environments:
             return
         self._away[job.id] = job
         self._meter.waits(self._agenda.now, 1)
-        self._notify(ev.SampleWaiting(id=job.id, instance=instance.id, tokens=job.response, life=instance.life))
+        self._notify(
+            ev.SampleWaiting(
+                id=job.id, instance=instance.id, tokens=job.response, life=instance.life, attempt=job.attempt
+            )
+        )
         self._agenda.at(due_s, self._answered, job)
 
     def _answered(self, job: Job) -> None:
         self._meter.waits(self._agenda.now, -1)
         if self._away.get(job.id) is job:  # else its group was given up
             job.observe()
-            self._notify(ev.SampleReady(id=job.id, tokens=job.response))
+            self._notify(ev.SampleReady(id=job.id, tokens=job.response, attempt=job.attempt))
 
     def _answered_in_place(self, instance: Instance, job: Job) -> None:
         if instance.waits(job):

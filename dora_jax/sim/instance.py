@@ -47,6 +47,7 @@ class Job:
 
     __slots__ = (
         "arrival",
+        "attempt",
         "cached",
         "id",
         "join",
@@ -61,9 +62,10 @@ class Job:
         "visible",
     )
 
-    def __init__(self, id: SampleId, version: Version, prompt: int, turns: list[Turn]):
+    def __init__(self, id: SampleId, version: Version, prompt: int, turns: list[Turn], attempt: int = 0):
         self.id = id
         self.version = version
+        self.attempt = attempt  # that placed it where it is
         self.prompt = prompt
         self.observed = 0  # tokens that environments have appended
         self.turns = turns
@@ -214,6 +216,9 @@ class Instance:
         job.arrival, job.cached = arrival, 0
         self._queue.append(job)
         self._prefill()
+
+    def where(self, job: Job) -> dict[str, int]:
+        return {"instance": self.id, "life": self.life, "attempt": job.attempt}
 
     def receive(self, job: Job) -> None:
         """The sample goes on with the KV that came with it: what that lacks is prefilled."""

@@ -48,10 +48,8 @@ class SimWorld:
         self.meter = Meter(config, decisions)
         self._config, self._cost = config, config.cost
         self._repartitions = decisions.repartitions
-        self._until = until
-        self._trace = trace
-        self._workload = Workload(config.workload)
-        self._seed = config.workload.seed
+        self._until, self._trace = until, trace
+        self._workload, self._seed = Workload(config.workload), config.workload.seed
         hardware = config.hardware
         self._network = Network(
             self.costs, hardware.trainer_chips // hardware.instance_chips, config.orchestrator.peer_weights
@@ -69,8 +67,7 @@ class SimWorld:
         self._new_instance = prefill.maker(config, self.costs, self._live)
         self._chips = TrainerChips(hardware, self.costs, self.meter, self._agenda, self._up, self._ends)
         self._outbox: list[ev.Event] = []
-        self._quiet = 0
-        self._told_s = 0.0
+        self._quiet, self._told_s = 0, 0.0
         self._clock_s = CLOCK_SHARE * config.orchestrator.rebalance_period_s
         for id in range(hardware.instances):
             self._up(id, versions=(0,))
@@ -107,7 +104,7 @@ class SimWorld:
         for id in command.ids:
             self._groups.setdefault(id.group_id, SimGroup(command.version, self._workload.task(id.group_id)))
             prompt, turns = self._workload.prompt_tokens(id.group_id), self._workload.turns(id)
-            instance.submit(Job(id, command.version, prompt, turns), "start")
+            instance.submit(Job(id, command.version, prompt, turns, command.attempt), "start")
         self._schedule(instance)
 
     def _load(self, command: ev.LoadWeights) -> None:
@@ -150,7 +147,7 @@ class SimWorld:
             job = self._away[id]
             if job.version != command.version:  # other weights: its KV is of no use
                 job.go_on_under(command.version)
-            job.arrival = "" if job.cached else "resume"
+            job.attempt, job.arrival = command.attempt, "" if job.cached else "resume"
             if job.cached:
                 end += self.costs.park_s(job.cached)
                 self._agenda.at(end, self._resumed, job, instance)
@@ -174,8 +171,11 @@ class SimWorld:
                 self.meter.cancelled_tokens += job.sampled
             if job is not None or command.instance is not None:
                 self._notify(ev.SampleCancelled(id=id, reason=command.reason))
-            self._ready.discard(id.group_id)  # a group of which something was cancelled will not be trained
-            self._groups.pop(id.group_id, None)
+            self._forget_group(id.group_id)  # a group of which something was cancelled will not be trained
+
+    def _forget_group(self, group_id: GroupId) -> None:
+        self._ready.discard(group_id)
+        self._groups.pop(group_id, None)
 
     def _train(self, command: ev.Train) -> None:
         groups = [self._groups.pop(g) for g in command.group_ids]
@@ -206,6 +206,7 @@ class SimWorld:
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
         ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None, ev.Pause: _pause, ev.Unpause: _pause,
+        ev.Discard: lambda world, command: world._forget_group(command.group_id),
         ev.Lend: lambda world, command: world._chips.lend(command.instance, command.version),
         ev.Return: lambda world, command: world._chips.give_back(world._touch(command.instance)),
     }  # fmt: skip
@@ -236,9 +237,9 @@ class SimWorld:
 
     def _entered(self, instance: Instance, job: Job) -> None:
         if job.arrival == "start":
-            self._notify(ev.SampleStarted(id=job.id, instance=instance.id, version=job.version, life=instance.life))
+            self._notify(ev.SampleStarted(id=job.id, version=job.version, **instance.where(job)))
         elif job.arrival == "resume":
-            self._notify(ev.SampleResumed(id=job.id, instance=instance.id, life=instance.life))
+            self._notify(ev.SampleResumed(id=job.id, **instance.where(job)))
         job.arrival = ""
 
     def _stopped(self, instance: Instance, job: Job) -> None:
@@ -294,6 +295,7 @@ class SimWorld:
         if self._instances.get(move.dst) is dst and dst is not None and fate >= self._config.fault.failed_moves:
             self.meter.moves += 1
             self.meter.move_bytes += job.cached * self.costs.kv_bytes_per_token
+            job.attempt = move.attempt
             self._settle(job, dst)
             self._notify(ev.SampleMoved(**way))
             return
@@ -304,18 +306,17 @@ class SimWorld:
     def _settle(self, job: Job, instance: Instance) -> None:
         """The sample goes on where its KV is."""
         del self._away[job.id]
-        instance.advance(self.now)
-        instance.receive(job)
+        self._touch(instance.id).receive(job)
         self._schedule(instance)
 
     def _parked(self, job: Job, instance: Instance) -> None:
         if self._away.get(job.id) is job and self._instances.get(instance.id) is instance:
-            self._notify(ev.SampleParked(id=job.id, instance=instance.id, life=instance.life))
+            self._notify(ev.SampleParked(id=job.id, **instance.where(job)))
 
     def _resumed(self, job: Job, instance: Instance) -> None:
         if self._away.get(job.id) is job and self._instances.get(instance.id) is instance:
             self._settle(job, instance)
-            self._notify(ev.SampleResumed(id=job.id, instance=instance.id, life=instance.life))
+            self._notify(ev.SampleResumed(id=job.id, **instance.where(job)))
 
     def _part_trained(self, version: Version, last: bool) -> None:
         if not self._trainer.ends(self.now):
@@ -342,8 +343,7 @@ class SimWorld:
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
         self._lives[id] += 1
         instance = self._new_instance(id, self._lives[id])
-        instance.time = self.now
-        instance.slowed = self.costs.contention if self._trainer.busy else 1.0
+        instance.time, instance.slowed = self.now, self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = instance
         self.meter.up(self.now, id)
         self._network.loaded(id, *versions)

@@ -4,8 +4,9 @@
     <dir>/<step>/manifest.json                         size and checksum of every file, written last (manifest.py)
 
 Laws: a step whose manifest does not verify is never the latest (Orbax itself lists empty folders and saves that failed
-in the background); a save that fails is said, cleared away and survived; nothing is deleted before something newer has
-verified; no parameter that is not finite is ever saved; what `save` was given is what comes back, though the next
+in the background); a manifest is written by the process that saved the step, or after a restore whose digests are those
+of the save (`adopt`); a save that fails is said, cleared away and survived; nothing is deleted before something newer
+has verified; no parameter that is not finite is ever saved; what `save` was given is what comes back, though the next
 training step donates those buffers; a restore may use another mesh, and another dtype only where that is asked for.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +29,9 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 from orbax.checkpoint.options import MultiprocessingOptions
 
+from dora_jax import exits
 from dora_jax.config import RunError
+from dora_jax.digest import digest, digest_json
 from dora_jax.exits import NO_ROOM_WORDS, never_print
 from dora_jax.fault_injection import point
 from dora_jax.trainer import manifest
@@ -44,12 +48,18 @@ NOISE = (
     "Handler Commit operations or the Commit callback",
     "[wait_until_finished] Save Finalize thread",
     "Failed to write metadata=",
+    "Failed to get item metadata from directory",
     "Failed to update metadata=",
 )
 logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
+STEP_METADATA = "_CHECKPOINT_METADATA"  # a file of Orbax, in every step that it has completed
+UNPROVED = "unproved"  # in the name of a folder put aside: it lacks its manifest, and no digests vouch for it
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 # The writes of a save that has failed find their event loop closed.
 never_print(lambda error: isinstance(error, RuntimeError) and str(error) == "Event loop is closed")
+
+
+WHY_CHARS = 300  # of a library's error, which may list every array
 
 
 class Restored(NamedTuple):
@@ -59,11 +69,24 @@ class Restored(NamedTuple):
     metrics: dict[str, float]
 
 
+class Digests(NamedTuple):
+    """Digests of what a checkpoint was given to save. 0: not known."""
+
+    params: int
+    opt_state: int
+    rl_state: int  # and of the metrics beside it
+
+
+class UnusableCheckpoint(ValueError):
+    """A checkpoint that cannot be read, or does not restore to what was saved; the message says why."""
+
+
 class Checkpoints:
     """The one writer of a checkpoint folder; used by one thread. `section`: keep, keep_best, keep_every.
 
     `put(folder)`: each process of the trainer has a folder of its own, and its part of a step is as good as saved once
-    this has taken it to where it meets the others; what it gives is `part`, with the newest step.
+    this has taken it to where it meets the others; what it gives is `part`, with the newest step. `adopts`: the caller
+    looks at the `unsealed` steps; else they are put aside.
     """
 
     def __init__(
@@ -72,6 +95,7 @@ class Checkpoints:
         section: Any,
         notify: Callable[[str], None] = logging.warning,
         put: Callable[[Path], Files] | None = None,
+        adopts: bool = False,
     ):
         self._dir = Path(directory).absolute()
         self._dir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +104,9 @@ class Checkpoints:
         self._seals = put is not None or jax.process_index() == 0
         if self._seals:
             tidy(self._dir, notify)
+            for step in [] if adopts else unsealed(self._dir):
+                notify(f"checkpoint {step} has no manifest and is put aside")
+                put_aside(self._dir / str(step), UNPROVED)
         self._manager = _own_manager(self._dir) if put else _manager(self._dir)
         self.part: tuple[int, Files] | None = None
         self._finite = jax.jit(_all_finite)
@@ -87,6 +114,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._sealing: tuple[int, concurrent.futures.Future] | None = None
         self._floor: int | None = None
+        self._saves: list[tuple[int, Digests]] = []
 
     def save(
         self, step: int, params: Any, opt_state: Any, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
@@ -95,6 +123,7 @@ class Checkpoints:
         self._settle()
         if not self._finite(params):
             raise ValueError(f"version {step} has parameters that are not finite: it is not saved")
+        digests = Digests(digest(params), digest(opt_state), digest_json([dict(rl_state), dict(metrics)]))
         save = ocp.args.PyTreeSave if self._put else ocp.args.StandardSave
         args = ocp.args.Composite(
             params=save(params),
@@ -112,8 +141,14 @@ class Checkpoints:
                 f"checkpoint of step {step} was refused: {self._dir} already holds step {self._manager.latest_step()}"
             )
         self._saving = step
+        self._saves.append((step, digests))
         point("checkpoint.started")
         return True
+
+    def take_saves(self, wait: bool = False) -> list[tuple[int, Digests]]:
+        """The saves that were started since the last call, with digests of what they were given."""
+        saves, self._saves = self._saves, []
+        return saves
 
     def protect(self, version: int) -> None:
         """The newest step up to this version stays: samples that run at it could not go on without."""
@@ -138,22 +173,42 @@ class Checkpoints:
     def steps(self) -> list[int]:
         return steps(self._dir)
 
-    def usable(self, step: int) -> bool:
-        """Reads every byte of a step; one that cannot be trusted is put out of the way, and said."""
-        fault = verify(self._dir, step, full=True)
-        if fault is not None:
-            self._notify(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
-            self._put_aside(step, "broken")
-        return fault is None
+    def unsealed(self) -> list[int]:
+        return unsealed(self._dir)
+
+    def aside(self) -> list[str]:
+        return aside(self._dir)
+
+    def adopt(self, step: int, params: Any, opt_state: Any, digests: Digests) -> None:
+        """Writes the manifest of an unsealed step whose arrays, restored as by `restore`, have these digests.
+        UnusableCheckpoint: it stays as it is."""
+        proved(self._dir, step, params, opt_state, digests)
+        manifest.write(self._dir / str(step))
+        self._manager.reload()
 
     def undo_after(self, version: int) -> None:
         """Steps that a fallback has undone make room for those that will be made again."""
         for step in [step for step in steps(self._dir) if step > version]:
             self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
-            self._put_aside(step, "undone")
+            self.put_aside(step, "undone")
 
-    def restore(self, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
-        return restore(self._dir, step, params, opt_state, cast=cast)
+    def put_aside(self, step: int, why: str) -> None:
+        put_aside(self._dir / str(step), why)
+        self._manager.reload()
+
+    def restore(
+        self, step: int, params: Any, opt_state: Any, digests: Digests | None = None, *, cast: bool = False
+    ) -> Restored:
+        """As the function `restore`, of a step whose every byte verifies and whose contents have these digests.
+        UnusableCheckpoint: it has not, or cannot be read."""
+        if fault := verify(self._dir, step, full=True):
+            raise UnusableCheckpoint(fault)
+        try:
+            return proved(self._dir, step, params, opt_state, digests, cast=cast)
+        except UnusableCheckpoint as error:
+            if isinstance(cause := error.__cause__, Exception) and exits.refusal(cause) is not None:
+                raise cause from None  # too little memory, say: the files are as they were written
+            raise
 
     def close(self) -> None:
         """What fails now has been said; `wait` first where that must not be."""
@@ -227,10 +282,6 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
         self._manager.reload()
 
-    def _put_aside(self, step: int, why: str) -> None:
-        put_aside(self._dir / str(step), why)
-        self._manager.reload()
-
 
 # ------------------------------------------------------- readers, no writer needed
 
@@ -260,6 +311,58 @@ def restore(directory: str | os.PathLike, step: int, params: Any, opt_state: Any
     )
 
 
+def proved(
+    directory: str | os.PathLike, step: int, params: Any, opt_state: Any, digests: Digests | None, *, cast: bool = False
+) -> Restored:
+    """As `restore`. UnusableCheckpoint: it cannot be read, or does not have these digests."""
+    try:
+        restored = restore(directory, step, params, opt_state, cast=cast)
+        rl_state = digest_json([restored.rl_state, restored.metrics])
+        held = digests and Digests(digest(restored.params), digest(restored.opt_state), rl_state)
+    except Exception as error:  # of Orbax, tensorstore, JSON or the file system: whatever the damage leads to
+        raise UnusableCheckpoint(f"it cannot be read ({why(error)})") from error
+    if digests and held and (fault := difference(digests, held)):
+        raise UnusableCheckpoint(fault)
+    return restored
+
+
+def difference(wanted: Sequence[int], held: Sequence[int]) -> str | None:
+    """Which items have other digests than are wanted, in a sentence; None: none. 0 is wanted of what is not known."""
+    names = [name for name, a, b in zip(Digests._fields, wanted, held, strict=True) if a and a != b]
+    return f"{' and '.join(names)} came back with other values than were saved" if names else None
+
+
+def read_texts(read: Callable[[str], Any], wanted: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """(rl_state, metrics), each as `read(item)` finds it; UnusableCheckpoint: they cannot be read, or do not have this
+    digest."""
+    try:
+        rl_state, metrics = read("rl_state"), read("metrics")
+    except (ValueError, RecursionError, FileNotFoundError) as error:
+        raise UnusableCheckpoint(f"it cannot be read ({why(error)})") from error
+    if fault := difference((0, 0, wanted), (0, 0, digest_json([rl_state, metrics]))):
+        raise UnusableCheckpoint(fault)
+    return rl_state, metrics
+
+
+def why(error: Exception) -> str:
+    """The message of a library's error, on one line of bounded length."""
+    text = " ".join(str(error).split())[:WHY_CHARS]
+    return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__} {text}".strip()
+
+
+def check_layout(directory: str | os.PathLike, step: int, item: str, like: Any) -> None:
+    """ValueError: an item's metadata, by which Orbax would read it, is not of arrays like these."""
+    path = Path(directory).absolute() / str(step) / item
+    with ocp.StandardCheckpointer() as reader:
+        stored = _stored(reader, path)
+    there, wanted = (
+        {_name(key): (x.shape, x.dtype) for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (stored, like)
+    )
+    if there != wanted:
+        raise ValueError(f"{path}: its metadata lists other arrays than the trainer has")
+
+
 def read_params(directory: str | os.PathLike, step: int, like: Any = None, *, cast: bool = False) -> Any:
     """Params of a step onto `like` (ShapeDtypeStructs with shardings); None: as stored, whole on the first device."""
     return read_arrays(directory, step, "params", like, cast)
@@ -269,7 +372,7 @@ def read_arrays(directory: str | os.PathLike, step: int, item: str, like: Any = 
     """An item of a step, `like` as in `read_params`."""
     path = Path(directory).absolute() / str(step) / item
     with ocp.StandardCheckpointer() as reader:
-        stored = reader.metadata(path).item_metadata.tree
+        stored = _stored(reader, path)
         if like is None:
             like = _on_first_device(stored)
         elif not cast:
@@ -297,8 +400,15 @@ def to_keep(
     return kept
 
 
+def unsealed(directory: str | os.PathLike) -> list[int]:
+    """Steps that Orbax has completed, and that lack their manifest, oldest first. Call `tidy` before."""
+    folders = [path for path in Path(directory).iterdir() if path.name.isdigit() and path.is_dir()]
+    return sorted(int(path.name) for path in folders if not (path / MANIFEST).exists())
+
+
 def tidy(directory: Path, notify: Callable[[str], None]) -> None:
-    """What a killed writer left: half-written folders go, a whole step that only lacks its manifest gets one."""
+    """Removes the half-written folders that a killed writer left, and puts broken steps aside. A complete step that only
+    lacks its manifest stays: nothing here vouches for its bytes."""
     for path in sorted(directory.iterdir()):
         if TEMPORARY in path.name:
             notify(f"{path.name} was never finished and is removed")
@@ -306,14 +416,20 @@ def tidy(directory: Path, notify: Callable[[str], None]) -> None:
         elif not path.name.isdigit() or not path.is_dir():
             continue
         elif not (path / MANIFEST).exists():
-            if all((path / item).is_dir() for item in ITEMS) and (path / "_CHECKPOINT_METADATA").is_file():
-                manifest.write(path)  # Orbax renames a step into place only when all of it is written
-            else:
-                notify(f"{path.name} is no checkpoint and is removed")
+            if not any(inside.is_file() for inside in path.rglob("*")):
+                notify(f"{path.name} is empty, no checkpoint, and is removed")
                 shutil.rmtree(path)
+            elif not (all((path / item).is_dir() for item in ITEMS) and (path / STEP_METADATA).is_file()):
+                notify(f"{path.name} is no complete checkpoint and is put aside")
+                put_aside(path, "broken")
         elif (fault := verify(directory, int(path.name))) is not None:
             notify(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
             put_aside(path, "broken")
+
+
+def aside(directory: str | os.PathLike) -> list[str]:
+    """Names of the folders of steps that were put aside."""
+    return sorted(path.name for path in Path(directory).glob("*") if re.fullmatch(r"\d+\.[a-z]+\d*", path.name))
 
 
 def put_aside(path: Path, why: str) -> None:
@@ -329,9 +445,17 @@ def put_aside(path: Path, why: str) -> None:
 # ---------------------------------------------------------------- private
 
 
+class _Manager(ocp.CheckpointManager):
+    """Orbax reads the metrics of every step whenever it lists them, and raises where one is damaged. Which steps to keep
+    is decided here (`to_keep`), so it needs none."""
+
+    def metrics(self, step: int) -> None:
+        return None
+
+
 def _manager(directory: Path) -> ocp.CheckpointManager:
     arrays, text = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler
-    return ocp.CheckpointManager(
+    return _Manager(
         directory,
         options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
         item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()},
@@ -358,11 +482,19 @@ def _own_manager(directory: Path) -> ocp.CheckpointManager:
         # made beside the save, folders are said to be there under a name that all processes of a world share
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
-    return ocp.CheckpointManager(
+    return _Manager(
         directory,
         options=options,
         item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()},
     )
+
+
+def _stored(reader: ocp.StandardCheckpointer, path: Path) -> Any:
+    """The tree of an item's metadata. ValueError: the metadata cannot be read."""
+    found = reader.metadata(path).item_metadata
+    if found is None:
+        raise ValueError(f"{path.name}: its metadata cannot be read")
+    return found.tree
 
 
 def _on_first_device(stored: Any) -> Any:

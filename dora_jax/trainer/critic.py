@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.trainer import loss, optim
-from dora_jax.trainer.model import unrouted
+from dora_jax.trainer.model import Model, unrouted
 
 
 class CriticState(NamedTuple):
@@ -28,7 +29,7 @@ class CriticState(NamedTuple):
 class Critic:
     """The static part: how to initialise, evaluate and update a CriticState."""
 
-    def __init__(self, model: Any, section: Any):
+    def __init__(self, model: Model, section: TrainerSection):
         self.model, self.section = model, section
         rate = optax.constant_schedule(section.value_learning_rate)
         self._tx = optim.optimizer(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dora_jax.config import TrainerSection
 from dora_jax.trainer import correction, health, loss, routing
 from dora_jax.trainer.model import Arrays, Model
 
@@ -53,7 +54,9 @@ def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays) -> 
     return jnp.moveaxis(out_MxBxL, 0, 1).reshape(-1, out_MxBxL.shape[-1])
 
 
-def micro_loss(model: Model, section: Any, params: Any, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
+def micro_loss(
+    model: Model, section: TrainerSection, params: Any, arrays: Arrays
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(sum of weighted per-token losses, metric sums) of one micro-batch."""
     mask, segments, adv = arrays["mask"], arrays["segment_ids"], arrays["advantages"]
     (l, entropy), routed = model.logprobs_routed(params, arrays, entropy_grad=section.entropy_coef > 0)

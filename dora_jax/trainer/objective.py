@@ -1,4 +1,4 @@
-"""Stage 5, train: which objectives exist, what each takes, and which do not go together. Standard library only.
+"""Stage 5, train: which objectives exist, what each takes, and which do not go together. No JAX.
 
 Consumes the trainer's section of the config; produces sentences, one per mistake, before JAX is imported.
 Law: the tables below name exactly the keywords of the functions in loss.py, advantage.py and correction.py.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from dora_jax.config import Config, RolloutSection, TrainerSection
+from dora_jax.models.config import ModelConfig
 
 ADVANTAGES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("eps",),
@@ -40,10 +43,6 @@ CORRECTIONS: Mapping[str, tuple[str, ...]] = {
     "opsm": ("delta",),
     "vcpo_lr": ("rho_base",),
 }
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
-ANCHORS = ("behavior", "proximal")
-KLS = ("none", "k1", "k2", "k3")
-ATTENTIONS = ("reference", "splash", "cudnn")
 SPLASH_UNIT = 128  # positions: a TPU's vector, of which the kernel's blocks are multiples
 CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient take more than 1 GiB
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
@@ -68,7 +67,7 @@ WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values ar
 }
 
 
-def check(section: Any, rollout: Any = None) -> list[str]:
+def check(section: TrainerSection, rollout: RolloutSection | None = None) -> list[str]:
     """What is wrong with a TrainerSection (and with the RolloutSection it learns from): one sentence each."""
     errors = _unknown_names(section)
     if errors:
@@ -76,26 +75,26 @@ def check(section: Any, rollout: Any = None) -> list[str]:
     return [*_params(section), *_pairings(section), *_numbers(section), *(_sampling(rollout) if rollout else [])]
 
 
-def needs_old_logprobs(section: Any) -> bool:
+def needs_old_logprobs(section: TrainerSection) -> bool:
     """Whether the trainer's log-probs under the step's starting weights are used at all."""
     return section.anchor == "proximal" or section.correction != "none" or section.advantage == "vcpo"
 
 
-def needs_reference(section: Any) -> bool:
+def needs_reference(section: TrainerSection) -> bool:
     return section.kl != "none"
 
 
-def needs_value(section: Any) -> bool:
+def needs_value(section: TrainerSection) -> bool:
     return section.advantage in VALUE_ADVANTAGES
 
 
-def needs_scores(section: Any) -> bool:
+def needs_scores(section: TrainerSection) -> bool:
     """Whether log-probs or values must be computed on the packed batch before its advantages."""
     before_advantages = needs_value(section) or section.advantage == "vcpo" or needs_reference(section)
     return before_advantages or (needs_old_logprobs(section) and section.updates > 1)
 
 
-def may_start_early(section: Any) -> bool:
+def may_start_early(section: TrainerSection) -> bool:
     """Whether a step's first update may run before the groups of its later ones are there.
 
     Denominators are per update anyway. Not where the starting weights must score every batch of the step first, nor
@@ -104,7 +103,7 @@ def may_start_early(section: Any) -> bool:
     return section.updates > 1 and not needs_scores(section) and section.advantage not in WHITENED
 
 
-def batch_dtypes(section: Any, exact: bool = False) -> dict[str, str]:
+def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]:
     """Arrays of a packed batch as this objective uses it: name -> dtype. exact: with log-probs of the engine's calls."""
     integers: tuple[str, ...] = ("tokens", "targets", "segment_ids", "positions", "version")
     integers += ("prefix_ids",) if section.share_prompts == "on" else ()
@@ -121,21 +120,21 @@ def batch_dtypes(section: Any, exact: bool = False) -> dict[str, str]:
     return names | dict.fromkeys(floats, "float32")
 
 
-def may_share_prompts(section: Any) -> bool:
+def may_share_prompts(section: TrainerSection) -> bool:
     """Not where a trajectory has to stand alone for the norm of its gradient."""
     return section.advantage != "vcpo"
 
 
-def may_skip_zero_advantage(section: Any) -> bool:
+def may_skip_zero_advantage(section: TrainerSection) -> bool:
     """Where nothing but the advantage moves the weights, and no score or weight is taken over all trajectories."""
     return not needs_scores(section) and not section.entropy_coef and section.correction != "vcpo_lr"
 
 
-def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
+def attention_problems(section: TrainerSection, platform: str, dtype: str) -> list[str]:
     """Why trainer.attention does not run on these devices (platform cpu, tpu or gpu) in this type; one sentence each."""
     kind, local = section.attention, section.pack_tokens // section.context
     rules = [
-        (kind not in ATTENTIONS, f"trainer.attention={kind!r} is unknown: known are {', '.join(ATTENTIONS)}"),
+        (kind == "auto", "trainer.attention=auto is open: presets.resolve names the kernel of a platform"),
         (
             kind == "splash" and platform != "tpu",
             f"trainer.attention=splash is a kernel for TPUs; the trainer's devices are {platform}: use reference",
@@ -174,7 +173,7 @@ def attention_problems(section: Any, platform: str, dtype: str) -> list[str]:
     return [sentence for broken, sentence in rules if broken]
 
 
-def mixture_problems(section: Any, model: Any) -> list[str]:
+def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
     """What a TrainerSection asks of the experts that the model (a ModelConfig) does not have; one sentence each."""
     experts = model.experts
     rules = [
@@ -194,7 +193,7 @@ def mixture_problems(section: Any, model: Any) -> list[str]:
     ]
 
 
-def exact_problems(config: Any) -> list[str]:
+def exact_problems(config: Config) -> list[str]:
     """What a Config asks for that the trainer cannot replay to the bit (exact.py); one sentence each."""
     hosts = max(config.cluster.trainer_hosts, config.cluster.hosts_per_instance)
     rules = [
@@ -206,19 +205,8 @@ def exact_problems(config: Any) -> list[str]:
     return [f"{name}: rollout.exact=True needs another value: {why}" for broken, name, why in rules if broken]
 
 
-def _unknown_names(section: Any) -> list[str]:
-    known = {
-        "advantage": ADVANTAGES,
-        "policy_loss": LOSSES,
-        "aggregation": AGGREGATIONS,
-        "anchor": ANCHORS,
-        "correction": CORRECTIONS,
-        "kl": KLS,
-        "kl_in": ("loss", "reward"),
-        "schedule": ("constant", "cosine", "linear"),
-        "remat": ("none", "full", "dots"),
-        "optimizer_memory": ("device", "host"),
-    }
+def _unknown_names(section: TrainerSection) -> list[str]:
+    known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "correction": CORRECTIONS}
     return [
         f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
         for field, names in known.items()
@@ -226,7 +214,7 @@ def _unknown_names(section: Any) -> list[str]:
     ]
 
 
-def _params(section: Any) -> list[str]:
+def _params(section: TrainerSection) -> list[str]:
     tables = {
         "loss_params": (LOSSES, section.policy_loss),
         "advantage_params": (ADVANTAGES, section.advantage),
@@ -260,7 +248,7 @@ def _wrong_value(name: str, key: str, value: Any) -> str:
     return "" if type(value) in (int, float) else "not a number"
 
 
-def _pairings(section: Any) -> list[str]:
+def _pairings(section: TrainerSection) -> list[str]:
     loss, adv = section.policy_loss, section.advantage
     aggregation, correction = section.aggregation, section.correction
     rules = [
@@ -331,48 +319,13 @@ def _pairings(section: Any) -> list[str]:
     return [sentence for broken, sentence in rules if broken]
 
 
-def _numbers(section: Any) -> list[str]:
-    lowest = {
-        "data": 1,
-        "tensor": 1,
-        "context": 1,
-        "expert": 1,
-        "pack_tokens": 1,
-        "peak_tflops": 0,
-        "rows": 0,
-        "micro_batches": 1,
-        "updates": 1,
-        "learning_rate": 0,
-        "warmup_steps": 0,
-        "weight_decay": 0,
-        "max_grad_norm": 0,
-        "kl_coef": 0,
-        "ref_refresh_steps": 0,
-        "value_learning_rate": 0,
-        "value_clip": 0,
-        "overlong_cache": 0,
-        "load_balance_coef": 0,
-        "router_bias_rate": 0,
-        "max_mismatch": 0,
-        "max_instance_mismatch": 0,
-    }
-    errors = [
-        f"trainer.{field}={getattr(section, field)} must be at least {low}"
-        for field, low in lowest.items()
-        if not getattr(section, field) >= low
-    ]
-    if section.context >= 1 and section.pack_tokens % section.context:
+def _numbers(section: TrainerSection) -> list[str]:
+    errors = []
+    if section.pack_tokens % section.context:
         errors.append(
             f"trainer.pack_tokens={section.pack_tokens} is not divisible by the mesh axis "
             f"trainer.context={section.context}"
         )
-    if section.fsdp != -1 and section.fsdp < 1:
-        errors.append(f"trainer.fsdp={section.fsdp} must be at least 1, or -1 for every device left")
-    errors += [
-        f"trainer.{field}={getattr(section, field)} must lie in [0, 1)"
-        for field in ("b1", "b2")
-        if not 0 <= getattr(section, field) < 1
-    ]
     if section.moments == "bfloat16" and section.b2 > MAX_BFLOAT16_B2:
         errors.append(
             f"trainer.b2={section.b2}: a second moment in bfloat16 rounds away what an update changes above "
@@ -381,7 +334,7 @@ def _numbers(section: Any) -> list[str]:
     return errors
 
 
-def _sampling(rollout: Any) -> list[str]:
+def _sampling(rollout: RolloutSection) -> list[str]:
     errors = []
     if not rollout.temperature > 0:
         errors.append(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.config import TrainerSection
 from dora_jax.trainer import advantage, loss
 
 
@@ -36,7 +37,7 @@ class Unjudged:
 class Prepare:
     """Advantages and loss weights as a TrainerSection asks for them; max_len is the response limit."""
 
-    def __init__(self, section: Any, max_len: int):
+    def __init__(self, section: TrainerSection, max_len: int):
         self._section = section
         self._max_len = max_len
 

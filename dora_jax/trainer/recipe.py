@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
 from dora_jax.models.lora_config import OFF, Lora
@@ -31,7 +32,7 @@ class TrainState(NamedTuple):
 class Recipe:
     """The static part of an update: objective, optimizer, schedule, critic."""
 
-    def __init__(self, model: Model, section: Any, total_steps: int, exact: bool = False):
+    def __init__(self, model: Model, section: TrainerSection, total_steps: int, exact: bool = False):
         """exact: log-probs come along with the batch."""
         self.model, self.section, self.lora, self.exact = model, section, model.lora, exact
         self.rate = optim.schedule(
@@ -97,7 +98,7 @@ class Recipe:
 
 def new_recipe(
     model_cfg: decoder.ModelConfig,
-    section: Any,
+    section: TrainerSection,
     mesh: Mesh,
     *,
     total_steps: int,

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
 from dora_jax.models.lora_config import OFF, Lora
@@ -52,7 +53,7 @@ class Trainer:
     def __init__(
         self,
         model_cfg: decoder.ModelConfig,
-        section: Any,
+        section: TrainerSection,
         mesh: Mesh,
         params: Any,
         *,

@@ -36,6 +36,7 @@ print(
     json.dumps(
         {
             "files": checkpoints.part[1],
+            "digests": checkpoints.take_saves(),
             "same": [
                 bool(np.array_equal(a.data, b.data))
                 for x, y in zip(jax.tree.leaves(back), jax.tree.leaves((values["params"], values["opt_state"])))

@@ -97,10 +97,11 @@ class Published(Weights):
         self._publisher = publisher
         publisher.tell(ex.Stored(version=0, there=True))
 
-    def put(self, version, params):
-        super().put(version, params)
+    def put(self, version, params, digest=0, copy=0):
+        digest = super().put(version, params)
         self._publisher.begin(version)
         self._publisher.tell(ex.Stored(version=version, there=True))
+        return digest
 
     def drop(self, version):
         super().drop(version)
@@ -342,4 +343,6 @@ class OnePorter:
         del self.here[number]
 
 
-OFFER = Manifest(key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1, shards=())
+OFFER = Manifest(
+    key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1, shards=(), crc32=()
+)

@@ -20,7 +20,6 @@ from unittest import mock
 
 import numpy as np
 
-from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import lending
 from dora_jax.orchestrate.core import Orchestrator
@@ -41,6 +40,7 @@ from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.trainer_worker import TrainerWorker
 from dora_jax.runtime.worker import StepDone, Worker
 from dora_jax.types import SampleId
+from tests.fakes.coordinator_ends import Ends, Store
 from tests.fakes.coordinator_world import SECTION, TURN_TOKENS, Scorer, Task, Trainer, Weights, expected
 from tests.fakes.environments import ScriptedEnvironments
 from tests.fakes.journal_world import Disk
@@ -62,6 +62,22 @@ TWICE_SAID = (
     ev.InstanceDown,
     ev.InstanceUnhealthy,
 )
+
+
+# What is repeated a long time after it counted. Weights are not: nothing in WeightsLoaded names the LoadWeights.
+SAID_AGAIN = (
+    ev.SampleStarted,
+    ev.SampleCancelled,
+    ev.SampleMoved,
+    ev.MoveFailed,
+    ev.SampleParked,
+    ev.SampleResumed,
+    ev.SampleWaiting,
+    ev.SampleReady,
+    ev.InstanceDown,
+    ev.InstanceUnhealthy,
+)
+AGAIN = 0.02
 
 
 class Pipe(queue.SimpleQueue):
@@ -160,7 +176,7 @@ class Process:
         self.heard = Pipe()
         self.pipes = [Source(self.heard) for _ in range(game.instances + 1)]  # of the instances, then of the trainer
         base = found.base if found else 0
-        self.weights, groups = Weights(), MemoryGroupStore()
+        self.weights, self.groups = Weights(), Store()
         self.weights.held = set(found.debts.versions) if found else {0}
         self.brain = found.orchestrator if found else Orchestrator(config)
         self.pool: dict[int, LocalInstance] = {}
@@ -176,13 +192,13 @@ class Process:
                 self.pool[i] = LocalInstance(up, engine, *common)
         options = {"come_home": memory.state.come_home}
         bound, pack = config.decisions.max_lag, lambda groups, base: None
-        self.trainer = TrainerWorker(self.state, pack, groups, self.weights, bound, self.pipes[-1], **options)
+        self.trainer = TrainerWorker(self.state, pack, self.groups, self.weights, bound, self.pipes[-1], **options)
         self.world = Coordinator(
             instances=list(self.pool.values()),
             trainer=self.trainer,
             task=EpisodePrompts(Task(game.too_long), TURN_TOKENS) if game.turns else Task(game.too_long),
             scorer=SlowScorer(config.decisions.mixes_versions, self.draw),
-            groups=groups,
+            groups=self.groups,
             weights=self.weights,
             outbox=self.heard,
             group_size=config.group_size,
@@ -203,6 +219,9 @@ class Process:
             self.world.recall(payloads)
         self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool if i not in config.lendable])
         assert base == self.brain.state.ledger.base
+
+        game.ends.begin(self.brain)
+        self.past: collections.deque[ev.Event] = collections.deque(maxlen=200)
 
     def acts(self) -> list:
         acts = [lambda pipe=pipe: self.pass_on(pipe) for pipe in self.pipes if not pipe.empty()]
@@ -228,6 +247,7 @@ class Game:
         self.moves = self.lives = 0
         self.dropped: collections.Counter = collections.Counter()
         self.lends = 0
+        self.ends = Ends(config.group_size)
 
     def new_engine(self) -> OracleEngine:
         return OracleEngine(SECTION, length=self.length, version_in=int)
@@ -263,19 +283,30 @@ class Game:
                     process.pool[self.draw.randrange(self.instances)].lose("killed by the test")
                 if self.draw.random() < DOUBT:
                     says_nan(process.pool[self.draw.randrange(self.instances)])
+                worker = process.pool[self.draw.randrange(self.instances)]
+                if worker.life > 0 and self.draw.random() < DOUBT:
+                    worker.doubt(self.draw.randrange(worker.life), "found out late")
+                if process.past and self.draw.random() < AGAIN:
+                    process.heard.put(self.draw.choice(process.past))
                 if self.kills and self.draw.random() < KILLED:
                     return self.ended(process, False)
             self.draw.choice(process.acts())()
             if self.draw.random() < BUSY:
                 continue
             for event in process.durable.events():
+                self.ends.hear(process.brain, event)
+                if isinstance(event, SAID_AGAIN) and process.brain.counts(event):
+                    assert getattr(event, "attempt", 0) is not None, f"{event} names no attempt"
+                    process.past.append(event)
                 process.brain.commit(event)
                 process.brain.state.ledger.check()
             for command in process.brain.decide():
                 if isinstance(command, ev.Halt):
                     assert command.ok, command.reason
                     return self.ended(process, True)
+                self.ends.follow(command)
                 process.durable.execute(command)
+            self.ends.check_retained(process.brain, process.world, process.durable.payloads, process.groups)
 
     def ended(self, process: Process, over: bool) -> bool:
         self.dropped.update(process.brain.state.dropped)
@@ -285,6 +316,9 @@ class Game:
 
     def audit(self) -> None:
         """Every group once, whole, in time, and every token by the version that is claimed."""
+        assert not self.ends.unended, f"{self.ends.unended} have started, and have no end"
+        assert not self.ends.open, f"groups {self.ends.open} have begun, and have no end"
+        assert not self.state.redo, f"prompts {self.state.redo} were given up, and are not issued again"
         steps = {r.version: r for r in self.records if isinstance(r, StepDone)}  # of a step made again: its last making
         assert sorted(steps) == list(range(1, self.config.total_steps + 1))
         ids = [group.group_id for step in steps.values() for group in step.groups]

@@ -78,9 +78,10 @@ class Weights:
     def __init__(self):
         self.held = {0}
 
-    def put(self, version, params):
+    def put(self, version, params, digest=0, copy=0):
         assert version not in self.held
         self.held.add(version)
+        return 0
 
     def get(self, version, shardings):
         assert version in self.held, f"version {version} was dropped before {shardings}"

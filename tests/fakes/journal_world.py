@@ -24,7 +24,7 @@ from dora_jax.orchestrate.loop import each, run
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.journaled_world import JournaledWorld
 from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC, Partial
+from dora_jax.runtime.durability.records import CODEC, Partial, Saved
 from dora_jax.runtime.durability.recovery import Recovered, recover
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
@@ -197,7 +197,13 @@ class Body(World):
             case ev.StepPublished(version=version):
                 self.tell(
                     StepDone(
-                        version=version, groups=(), metrics={}, wait_s=0.0, step_s=0.0, digest=self.weights[version]
+                        version=version,
+                        groups=(),
+                        metrics={},
+                        wait_s=0.0,
+                        step_s=0.0,
+                        digest=self.weights[version],
+                        copy=self.weights[version] ^ 1,
                     )
                 )
 
@@ -368,6 +374,7 @@ class History:
         if chance(self.shape.seed, "save fails", version, self.lives) < 0.2:
             return  # the background save died
         self.checkpoints[version] = body.weights[version]
+        world.record_saved(Saved(version=version, params=body.weights[version], opt_state=version, rl_state=1))
         floor = min(body.brain.state.alive)
         needed = max((v for v in self.checkpoints if v <= floor), default=0)
         newest = sorted(self.checkpoints)[-self.keep :]

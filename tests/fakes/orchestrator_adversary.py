@@ -23,6 +23,7 @@ from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.orchestrate.restart import restart
 from dora_jax.types import SampleId, is_eval
 from tests.fakes.orchestrator_doubts import Doubts
+from tests.fakes.orchestrator_ends import Ends
 from tests.fakes.orchestrator_environment import Environments, OtherSources
 from tests.fakes.orchestrator_lending import Chips
 from tests.fakes.orchestrator_life import InFlightSample, Life
@@ -31,6 +32,7 @@ MAX_MOVES = 60_000
 # states of a given-up sample whose end is still heard: its Cancel is out, or follows when it is parked or has moved
 LEAVING = ("cancelling", "parking", "moving")
 DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS, DOUBT = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3, 0.003
+AGAIN = 0.05  # how often a fact of the last ones is repeated
 
 
 class Adversary(OtherSources):
@@ -58,6 +60,7 @@ class Adversary(OtherSources):
         self.batches: dict[int, list[int]] = collections.defaultdict(list)
         self.retired: set[int] = set()
         self.published = self.moves = self.heard = 0
+        self.ends = Ends()
         self.now_s = 0.0
         self.halt: ev.Halt | None = None
 
@@ -79,12 +82,14 @@ class Adversary(OtherSources):
         if self.lives and self.draw.random() < DEATH:
             self.die(self.draw.choice(sorted(self.lives)))
         if self.lives and self.draw.random() < DOUBT:
-            self.doubts.say(self.lives[self.draw.choice(sorted(self.lives))])
+            self.doubts.say(self.draw.choice([self.lives[i] for i in sorted(self.lives)] + self.dead[-3:]))
         if self.draw.random() < RESTORED:
             self.decide()
             self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
         if self.draw.random() < KILLED:
             self.kill()
+        if self.ends.past and self.draw.random() < AGAIN:
+            self.hear(self.ends.again(self.brain, self.draw.choice(self.ends.past)))
 
     def acts(self) -> list:
         """Everything that may happen next; what is overheard least often is as likely as the rest."""
@@ -105,7 +110,6 @@ class Adversary(OtherSources):
 
     def deliver(self, said: collections.deque) -> None:
         twice = self.moves <= self.calm_after and self.draw.random() < TWICE
-        twice &= not isinstance(said[0], ev.SampleReady) or said[0].tokens > 0  # a sample is lost once
         self.hear(said[0] if twice else said.popleft())
 
     def hear(self, event: ev.Event) -> None:
@@ -115,6 +119,7 @@ class Adversary(OtherSources):
         if self.brain.counts(event):
             self.keep(event)
             self.doubts.hear(event)
+            self.ends.keep(event)
         self.heard += 1
         self.brain.commit(event)
         self.brain.state.ledger.check()
@@ -133,8 +138,8 @@ class Adversary(OtherSources):
             case ev.SampleStarted(id=id):
                 assert id not in self.started, f"{id} is started twice"
                 self.started.add(id)
-            case ev.SampleWaiting(id=id):
-                self.environments.ask(id)
+            case ev.SampleWaiting(id=id, attempt=attempt):
+                self.environments.ask(id, attempt)
             case ev.SampleDone(id=id):
                 assert id.index not in self.done[id.group_id], f"{id} ends twice"
                 assert id.group_id not in self.given_up or self.brain.state.unit(id).state in LEAVING
@@ -185,7 +190,7 @@ class Adversary(OtherSources):
                 for id in ids:
                     if id in life.runs:
                         self.recorded[id] = life.runs.pop(id)
-                        said.append(ev.SampleParked(id=id, instance=i, life=number))
+                        said.append(ev.SampleParked(id=id, instance=i, life=number, attempt=life.attempts[id]))
             case ev.Cancel(ids=ids):
                 for id in ids:
                     life.runs.pop(id, None)
@@ -202,25 +207,19 @@ class Adversary(OtherSources):
             case ev.Pause() | ev.Unpause():
                 life.paused = isinstance(command, ev.Pause)
             case tuple():
-                id, version, resumed = command
-                self.take_in(life, id, version)
+                id, version, resumed, attempt = command
+                self.take_in(life, id, version, attempt)
                 life.begun.discard(id)
                 if resumed:
                     life.begun.add(id)
-                    said.append(ev.SampleResumed(id=id, instance=i, life=number))
+                    said.append(ev.SampleResumed(id=id, instance=i, life=number, attempt=attempt))
 
-    def take_in(self, life: Life, id: SampleId, version: int) -> None:
+    def take_in(self, life: Life, id: SampleId, version: int, attempt: int) -> None:
         assert version in life.versions, f"{id} goes to instance {life.instance}, which has {life.versions}"
         assert len(life.runs) < life.slots, f"instance {life.instance} has no slot for {id}"
         elsewhere = [other for other in self.lives.values() if id in other.runs]
         assert not elsewhere, f"{id} runs twice"
-        life.runs[id] = version
-
-    def move_failed(self, said: collections.deque, command: ev.Move) -> None:
-        said.extend(
-            ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt, reason="gone")
-            for id in command.ids
-        )
+        life.runs[id], life.attempts[id] = version, attempt
 
     def work(self, life: Life) -> None:
         i, number, said = life.instance, life.number, life.said
@@ -233,7 +232,8 @@ class Adversary(OtherSources):
         id = self.draw.choice(sorted(life.runs))
         if id not in life.begun:
             life.begun.add(id)
-            said.append(ev.SampleStarted(id=id, instance=i, version=life.runs[id], life=number))
+            placed = {"instance": i, "life": number, "attempt": life.attempts[id]}
+            said.append(ev.SampleStarted(id=id, version=life.runs[id], **placed))
         elif self.draw.random() < PROGRESS:
             progress = {id: self.draw.randrange(1, self.config.max_new_tokens) for id in life.runs}
             decoded = self.chips.decoded(len(life.runs))
@@ -244,33 +244,20 @@ class Adversary(OtherSources):
             del life.runs[id]
             said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))
 
-    def post(self, instance: int, command: object) -> None:
-        """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
-        life = self.known(instance)
-        if life is not None:
-            life.inbox.append(command)
-            if isinstance(command, ev.Move):
-                life.destinations.append(self.known(command.dst))
-        elif isinstance(command, ev.Move):
-            self.move_failed(self.says["supervisor", instance], command)
-
-    def known(self, instance: int) -> Life | None:
-        """The life that the orchestrator has heard of, while it lasts."""
-        life, host = self.lives.get(instance), self.brain.state.fleet.instances.get(instance)
-        return life if life is not None and host is not None and host.life == life.number else None
-
     def do_loadweights(self, command: ev.LoadWeights) -> None:
         assert command.version <= self.published and command.version not in self.retired
         self.post(command.instance, command)
 
     def do_start(self, command: ev.Start) -> None:
         for id in command.ids:
+            if id.group_id not in self.versions:
+                self.ends.open.add(id.group_id)
             self.doubts.start(id)
             assert id.group_id not in self.given_up and id not in self.started, f"{id} starts over"
             tagged = self.versions.setdefault(id.group_id, command.version)
             assert tagged == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
-            if not self.environments.resets(self.known(command.instance), id, command.version):
-                self.post(command.instance, (id, command.version, False))
+            if not self.environments.resets(self.known(command.instance), id, command):
+                self.post(command.instance, (id, command.version, False, command.attempt))
             if self.draw.random() < 0.002 and self.moves < self.calm_after:
                 self.says["controller"].append(ev.GroupFailed(group_id=id.group_id, reason="the prompt is too long"))
 
@@ -279,7 +266,7 @@ class Adversary(OtherSources):
             assert id not in self.environments.asked, f"{id} goes on before its environment has answered"
             version = self.recorded.pop(id, command.version)
             assert version == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
-            self.post(command.instance, (id, command.version, True))
+            self.post(command.instance, (id, command.version, True, command.attempt))
 
     def do_move(self, command: ev.Move) -> None:
         self.post(command.src, command)
@@ -295,10 +282,16 @@ class Adversary(OtherSources):
             self.recorded.pop(id, None)
             self.says["controller"].append(ev.SampleCancelled(id=id, reason=command.reason))
 
+    def do_discard(self, command: ev.Discard) -> None:
+        self.ends.end(command.group_id)
+        self.ready.discard(command.group_id)
+        self.given_up.add(command.group_id)
+
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published and set(command.group_ids) <= self.ready
         self.chips.train()
         self.doubts.train(command.group_ids)
+        self.ends.train(command)
         self.ready -= set(command.group_ids)
         batch = self.batches[command.base_version]
         batch += command.group_ids
@@ -332,14 +325,18 @@ class Adversary(OtherSources):
 
     def kill(self) -> None:
         """All that is left is the orchestrator at the last fact, and what the journal kept."""
-        self.brain.decide()
+        for command in self.brain.decide():
+            if isinstance(command, ev.Discard):  # of the others nothing is carried out
+                self.do_discard(command)
         self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
         debts = restart(self.brain)
+        self.ends.kill(self.brain, debts)
+        self.doubts.kill()
         self.lives, self.dead, self.parcels, self.scoring = {}, [], [], list(debts.score)
         self.born.clear()
         self.says.clear()
         self.recorded = dict(debts.recorded | debts.waiting)
-        self.environments.asked = dict(debts.waiting)
+        self.environments.asked, self.environments.attempts = dict(debts.waiting), dict.fromkeys(debts.waiting, 0)
         self.published = self.brain.state.ledger.base
         if debts.cancel is not None:
             self.do_cancel(debts.cancel)
@@ -354,6 +351,7 @@ class Adversary(OtherSources):
         assert self.halt.ok, self.halt.reason
         trained = [g for groups in self.batches.values() for g in groups]
         assert len(trained) == len(set(trained)) == self.config.total_steps * self.config.groups_per_step
+        self.ends.audit(self.brain)
         lag = self.brain.state.decisions.max_lag
         for base, groups in self.batches.items():
             for g in groups:

@@ -36,6 +36,11 @@ class Audit:
                 assert self.ended[SampleId(group_id, i)] == "done", f"group {group_id} is trained, but not whole"
         assert self.started == self.ends, "a started sample has no end, or more than one"
         state = self.brain.state
+        ends = [set(ids), set(self.filtered_ids), set().union(*self.evaluated.values()), self.discarded]
+        ended = set().union(*ends)
+        assert sum(map(len, ends)) == len(ended), "a group ends twice"
+        assert {id.group_id for id in self.started} <= ended, "a group has no end"
+        assert self.begun_with or not state.redo, f"prompts {state.redo} were given up, and are not issued again"
         assert not state.groups and not state.queue.unfinished
         for host in state.fleet.instances.values():
             assert (host.used, host.pages_used, host.incoming, host.counts) == (0, 0, 0, {}), f"{host.id} leaks"

@@ -1,5 +1,7 @@
 """A small orchestrator whose facts a test tells one by one."""
 
+import dataclasses
+
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -29,6 +31,12 @@ def begin(brain: Orchestrator, *ids: SampleId) -> None:
     for id in ids:
         unit = brain.state.unit(id)
         brain.step(ev.SampleStarted(id=id, instance=unit.instance, version=unit.version))
+
+
+def unnumbered(*commands: ev.Command) -> tuple[ev.Command, ...]:
+    """The commands, whatever the numbers of their Start and Resume are."""
+    placed = ev.Start | ev.Resume
+    return tuple(dataclasses.replace(c, attempt=0) if isinstance(c, placed) else c for c in commands)
 
 
 A, B = SampleId(0, 0), SampleId(0, 1)

@@ -7,38 +7,46 @@ from collections.abc import Iterable
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.types import GroupId, InstanceId, SampleId
+from dora_jax.types import EARLIER, GroupId, Incarnation, InstanceId, SampleId
 from tests.fakes.orchestrator_life import Life
 
 
 class Doubts:
     def __init__(self, body: Any):
         self._body = body
-        self.ran: dict[SampleId, set[InstanceId]] = collections.defaultdict(set)  # since it began
+        self.ran: dict[SampleId, set[Incarnation]] = collections.defaultdict(set)  # since it began
         self.said: list[Life] = []  # that they are unhealthy
         self._tainted: set[SampleId] = set()
-        self._trained: dict[GroupId, set[InstanceId]] = {}
+        self._trained: dict[GroupId, set[Incarnation]] = {}
 
     def say(self, life: Life) -> None:
-        """It works on until it hears of it."""
+        """It works on until it hears of it, unless it is over."""
         self.said.append(life)
         life.said.append(ev.InstanceUnhealthy(instance=life.instance, reason="NaN", life=life.number))
 
     def hear(self, event: ev.Event) -> None:
         """A fact that counts. Of a sample that goes on, no tokens are heard before it is heard where."""
         match event:
-            case ev.SampleStarted(id=id, instance=i) | ev.SampleResumed(id=id, instance=i):
-                self.ran[id].add(i)
+            case ev.SampleStarted(id=id, instance=i, life=life) | ev.SampleResumed(id=id, instance=i, life=life):
+                self.ran[id].add((i, life))
             case ev.SampleMoved(id=id, dst=i):
                 state = self._body.brain.state
                 if state.unit(id).dst is state.fleet.instances.get(i):  # else it was lost on arrival
-                    self.ran[id].add(i)
-            case ev.InstanceUnhealthy(instance=i):
-                self._unhealthy(i)
+                    self.ran[id].add((i, state.fleet.instances[i].life))
+            case ev.InstanceUnhealthy(instance=i, life=life):
+                self._unhealthy(i, life)
 
-    def _unhealthy(self, instance: InstanceId) -> None:
+    def _unhealthy(self, instance: InstanceId, life: int) -> None:
         """Nothing that it has sampled a part of is to be trained from now on."""
-        self._tainted |= {id for id, ran in self.ran.items() if instance in ran and id.group_id not in self._trained}
+        tainted = {id for id, ran in self.ran.items() if any(i == instance and n <= life for i, n in ran)}
+        self._tainted |= {id for id in tainted if id.group_id not in self._trained}
+
+    def kill(self) -> None:
+        """The next process counts incarnations anew."""
+        for ran in (*self.ran.values(), *self._trained.values()):
+            earlier = {(i, EARLIER) for i, _ in ran}
+            ran.clear()
+            ran.update(earlier)
 
     def start(self, id: SampleId) -> None:
         """A sample that had begun begins again: all that the body has of it is forgotten."""
@@ -59,5 +67,7 @@ class Doubts:
 
     def check(self, command: ev.Quarantine) -> None:
         """Every group that was trained with tokens of the instance is named, and no other that was trained lately."""
-        named, mine = set(command.group_ids), {g for g, ran in self._trained.items() if command.instance in ran}
+        i, life = command.instance, self._body.brain.state.fleet.unhealthy[command.instance]
+        named = set(command.group_ids)
+        mine = {g for g, ran in self._trained.items() if any(each == i and n <= life for each, n in ran)}
         assert mine <= named, f"{command} does not name {mine - named}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
@@ -22,6 +23,7 @@ class Environments:
         self._body, self._turns = body, turns
         self._tokens: dict[SampleId, int] = {}
         self.asked: dict[SampleId, int] = {}  # sample -> its version
+        self.attempts: dict[SampleId, int] = {}  # that had placed what waits; 0: under an earlier process
 
     def ends_turn(self) -> bool:
         return self._body.draw.random() < self._turns
@@ -32,24 +34,26 @@ class Environments:
         body.recorded[id] = life.runs.pop(id)
         life.said.append(self._waiting(id, life))
 
-    def resets(self, life: Life | None, id: SampleId, version: int) -> bool:
+    def resets(self, life: Life | None, id: SampleId, start: ev.Start) -> bool:
         """Whether the sample begins with a question to its environment, before any instance hears of it."""
         body = self._body
         if life is None or not self._turns or body.draw.random() >= RESET:
             return False
-        body.recorded[id] = version
-        begun = ev.SampleStarted(id=id, instance=life.instance, version=version, life=life.number)
+        body.recorded[id], life.attempts[id] = start.version, start.attempt
+        placed = {"instance": life.instance, "life": life.number, "attempt": start.attempt}
+        begun = ev.SampleStarted(id=id, version=start.version, **placed)
         body.says["controller"] += [begun, self._waiting(id, life)]
         return True
 
     def _waiting(self, id: SampleId, life: Life) -> ev.SampleWaiting:
         kept = self._body.draw.random() < KEPT
         tokens = self._tokens.get(id, 0)
-        return ev.SampleWaiting(id=id, instance=life.instance, tokens=tokens, kept=kept, life=life.number)
+        placed = {"instance": life.instance, "life": life.number, "attempt": life.attempts[id]}
+        return ev.SampleWaiting(id=id, tokens=tokens, kept=kept, **placed)
 
-    def ask(self, id: SampleId) -> None:
+    def ask(self, id: SampleId, attempt: int) -> None:
         if id.group_id not in self._body.given_up:
-            self.asked[id] = self._body.recorded[id]
+            self.asked[id], self.attempts[id] = self._body.recorded[id], attempt
 
     def forget(self, id: SampleId) -> None:
         """The sample begins again from its prompt; a late answer is no answer."""
@@ -66,14 +70,14 @@ class Environments:
         said, kind = body.says["controller"], body.draw.random()
         if kind < GOES_ON:
             self._tokens[id] = self._tokens.get(id, 0) + body.draw.randrange(3)
-            said.append(ev.SampleReady(id=id, tokens=self._tokens[id]))
+            said.append(ev.SampleReady(id=id, tokens=self._tokens[id], attempt=self.attempts[id]))
         elif kind < GOES_ON + ENDS or body.moves > body.calm_after:
             said.append(ev.SampleDone(id=id, instance=None, tokens=self._tokens.get(id, 0), finish="stop"))
         elif kind < GOES_ON + ENDS + FAILS:
             said.append(ev.GroupFailed(group_id=id.group_id, reason="the environment broke"))
         else:
             self._tokens[id] = 0
-            said.append(ev.SampleReady(id=id, tokens=0))
+            said.append(ev.SampleReady(id=id, tokens=0, attempt=self.attempts[id]))
 
     def check(self) -> None:
         """A sample that waits holds no slot, is counted, and its version is alive."""
@@ -88,7 +92,7 @@ class Environments:
 
 
 class OtherSources:
-    """Of the adversary: the scorer, the clock and the network."""
+    """Of the adversary: the scorer, the clock and the network, which carries commands too."""
 
     def score(self) -> None:
         group_id = self.scoring.pop(self.draw.randrange(len(self.scoring)))
@@ -116,6 +120,27 @@ class OtherSources:
             parcel.src.runs[parcel.id] = parcel.version
             parcel.src.said.append(ev.MoveFailed(**way, reason="cut off"))
         else:
-            self.take_in(parcel.dst, parcel.id, parcel.version)
+            self.take_in(parcel.dst, parcel.id, parcel.version, parcel.move.attempt)
             parcel.dst.begun.add(parcel.id)
             parcel.dst.said.append(ev.SampleMoved(**way))
+
+    def post(self, instance: int, command: object) -> None:
+        """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
+        life = self.known(instance)
+        if life is not None:
+            life.inbox.append(command)
+            if isinstance(command, ev.Move):
+                life.destinations.append(self.known(command.dst))
+        elif isinstance(command, ev.Move):
+            self.move_failed(self.says["supervisor", instance], command)
+
+    def known(self, instance: int) -> Life | None:
+        """The life that the orchestrator has heard of, while it lasts."""
+        life, host = self.lives.get(instance), self.brain.state.fleet.instances.get(instance)
+        return life if life is not None and host is not None and host.life == life.number else None
+
+    def move_failed(self, said: collections.deque, command: ev.Move) -> None:
+        said.extend(
+            ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt, reason="gone")
+            for id in command.ids
+        )

@@ -28,6 +28,7 @@ class Life:
         self.versions: list[int] = []
         self.loading: list[int] = []
         self.runs: dict[SampleId, int] = {}  # id -> version
+        self.attempts: dict[SampleId, int] = {}  # that placed what runs or ran here
         self.begun: set[SampleId] = set()
         self.inbox: collections.deque = collections.deque()
         self.destinations: collections.deque = collections.deque()  # of the moves in the inbox

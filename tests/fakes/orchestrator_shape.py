@@ -54,6 +54,7 @@ class Run:
     began: bool = False
     turn: int = 1
     turns: int = 1
+    attempt: int = 0  # that placed it where it is
 
     @property
     def stop(self) -> int:

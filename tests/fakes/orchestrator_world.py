@@ -20,6 +20,7 @@ from tests.fakes.orchestrator_shape import Engine, Run, Shape, chance
 class World(Audit):
     def __init__(self, config: OrchestratorConfig, shape: Shape, orchestrator: Orchestrator | None = None, **kwargs):
         self.config, self.shape = config, shape
+        self.begun_with = tuple(kwargs.get("redo", ()))  # prompts of a run before, more perhaps than are trained
         self.brain = orchestrator or Orchestrator(config, **kwargs)
         self.heap: list[tuple[float, int, ev.Event | tuple]] = []
         self.sequence = 0
@@ -37,6 +38,7 @@ class World(Audit):
         self.trained: list[tuple[int, tuple[int, ...]]] = []  # base, groups
         self.given_up: set[SampleId] = set()  # ended by Cancel
         self.given_up_ids: set[int] = set()  # groups of which something was cancelled
+        self.discarded: set[int] = set()
         self.first_version = self.published = kwargs.get("start_version", 0)
         self.filtered_ids: list[int] = []
         self.failed_ids: list[int] = []
@@ -144,10 +146,10 @@ class World(Audit):
         self.schedule(run, i)
         life = self.engines[i].life
         if resumed:
-            return [ev.SampleResumed(id=run.id, instance=i, life=life)]
+            return [ev.SampleResumed(id=run.id, instance=i, life=life, attempt=run.attempt)]
         self.started[run.id] = self.started.get(run.id, 0) + 1
         assert self.started[run.id] == 1, f"{run.id} is started twice"
-        return [ev.SampleStarted(id=run.id, instance=i, version=run.version, life=life)]
+        return [ev.SampleStarted(id=run.id, instance=i, version=run.version, life=life, attempt=run.attempt)]
 
     def on_progress(self, i: int, run: Run, epoch: int) -> list[ev.Event]:
         if run.epoch != epoch or i not in self.engines:
@@ -167,7 +169,8 @@ class World(Audit):
         seed, shape = self.shape.seed, self.shape
         self.at(2 * shape.environment_s * chance(seed, "wait", run.id, run.turn), ("answer", run, run.epoch))
         kept = chance(seed, "kept", run.id, run.turn) < 0.5
-        return [ev.SampleWaiting(id=run.id, instance=i, tokens=run.tokens, kept=kept, life=self.engines[i].life)]
+        here = {"instance": i, "life": self.engines[i].life, "attempt": run.attempt}
+        return [ev.SampleWaiting(id=run.id, tokens=run.tokens, kept=kept, **here)]
 
     def on_answer(self, run: Run, epoch: int) -> list[ev.Event]:
         if self.waiting.get(run.id) is not run or run.epoch != epoch:
@@ -181,7 +184,7 @@ class World(Audit):
             return [ev.GroupFailed(group_id=group_id, reason="its environment broke")]
         if chance(*key, "ends") < 0.2:
             return self.done(run, None)
-        return [ev.SampleReady(id=run.id, tokens=run.tokens)]
+        return [ev.SampleReady(id=run.id, tokens=run.tokens, attempt=run.attempt)]
 
     def done(self, run: Run, i: int | None) -> list[ev.Event]:
         self.end(run.id, "done")
@@ -219,6 +222,7 @@ class World(Audit):
         run.epoch, run.started_s = self.epoch, self.now_s
         fails = chance(self.shape.seed, "move", id, src, dst, self.epoch) < self.shape.move_fails
         if target is not None and self.engines.get(dst) is target and not fails:
+            run.attempt = move.attempt
             self.host(run, dst)
             self.schedule(run, dst)
             return [ev.SampleMoved(id=id, src=src, dst=dst, attempt=move.attempt)]
@@ -282,7 +286,7 @@ class World(Audit):
                 self.refuse(id.group_id)
                 continue
             self.epoch += 1
-            run = Run(id, command.version, 0, self.length(id), self.now_s, self.epoch)
+            run = Run(id, command.version, 0, self.length(id), self.now_s, self.epoch, attempt=command.attempt)
             run.turns = 1 + int(self.shape.turns * chance(self.shape.seed, "turns", id))
             tagged = self.group_version.setdefault(id.group_id, command.version)
             assert tagged == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
@@ -301,6 +305,7 @@ class World(Audit):
             assert run.version == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
             self.epoch += 1
             run.version, run.epoch, run.began = command.version, self.epoch, False
+            run.attempt = command.attempt
             self.host(run, command.instance)
             self.at(0.05, ("begin", command.instance, run, run.epoch, True))
 
@@ -317,7 +322,7 @@ class World(Audit):
             run = self.take_off(id, command.instance)
             if run is not None:
                 self.recorded[id] = run
-                self.at(0.02, ("parked", id, command.instance))
+                self.at(0.02, ("parked", id, command.instance, run.attempt))
 
     def take_off(self, id: SampleId, instance: int) -> Run | None:
         """Stop a sample where it is; None: it had just ended, which is said instead."""
@@ -332,9 +337,14 @@ class World(Audit):
             self.at(0.0, event)
         return None
 
-    def on_parked(self, id: SampleId, instance: int) -> list[ev.Event]:
+    def on_parked(self, id: SampleId, instance: int, attempt: int) -> list[ev.Event]:
         engine = self.engines.get(instance)
-        return [ev.SampleParked(id=id, instance=instance, life=engine.life)] if engine else []
+        return [ev.SampleParked(id=id, instance=instance, life=engine.life, attempt=attempt)] if engine else []
+
+    def do_discard(self, command: ev.Discard) -> None:
+        assert command.group_id not in self.discarded, f"group {command.group_id} ends twice"
+        self.discarded.add(command.group_id)
+        self.given_up_ids.add(command.group_id)
 
     def do_cancel(self, command: ev.Cancel) -> None:
         self.given_up_ids |= {id.group_id for id in command.ids}

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.types import InstanceId, Version
 
 FORMER_WANTED = "replicas"
+WANTED_ADVICE = "write the number of rollout gangs into it, or remove it"
 LOOK_S = 1.0  # how often the file of the wanted instances is read
 
 
@@ -219,13 +221,16 @@ def _launcher(config: Config, workdir: Path, place: str) -> Launcher:
 def wish_at(place: str) -> Callable[[], str | None]:
     """Reads the file of the wanted instances, None without one. `place`: a workdir, which may be a URL.
 
-    ConfigError where the file has its former name.
+    ConfigError where the file has its former name, or cannot be read.
     """
 
     def read(name: str) -> bytes | None:
         if "://" in place:
             return Objects(place).get(name)
-        return path.read_bytes() if (path := Path(place) / name).exists() else None
+        try:
+            return path.read_bytes() if (path := Path(place) / name).exists() else None
+        except OSError as error:
+            raise ConfigError(f"workdir: {place}/{name} cannot be read ({error.strerror}): {WANTED_ADVICE}") from error
 
     def wish() -> str | None:
         if read(FORMER_WANTED) is not None:
@@ -240,7 +245,10 @@ class Scalable(Protocol):
 
 
 class InstanceScaler:
-    """Reads the wish once before it returns, so that no gang is started for nothing; then on a thread of its own."""
+    """Reads the wish once before it returns, so that no gang is started for nothing; then on a thread of its own.
+
+    ConfigError: at the start the wish is no number of gangs. While the run goes on, it only says so.
+    """
 
     def __init__(
         self,
@@ -253,7 +261,9 @@ class InstanceScaler:
         self._look_s = look_s
         self._text: str | None = None  # as it was read last; None: no file
         self._closed = threading.Event()
+        self._started = False
         self._look()
+        self._started = True
         self._thread = threading.Thread(target=self._run, name="instances", daemon=True)
         self._thread.start()
 
@@ -279,9 +289,12 @@ class InstanceScaler:
             return
         self._text = text
         most = len(self._instances)
-        n = most if text is None else int(text) if text.isdecimal() else 0
+        n = most if text is None else int(text) if re.fullmatch(r"\d{1,9}", text) else 0
         if not 1 <= n <= most:
-            self._notify(f"{WANTED}: {text!r} is no number of rollout gangs from 1 to {most}; nothing is changed")
+            wrong = f"{WANTED}: {text!r:.60} is no number of rollout gangs from 1 to {most}"
+            if not self._started:
+                raise ConfigError(f"workdir: {wrong}: {WANTED_ADVICE}")
+            self._notify(f"{wrong}; nothing is changed")
             return
         self._notify(f"{n} of {most} rollout gangs are wanted from now on")
         for number, instance in enumerate(self._instances):

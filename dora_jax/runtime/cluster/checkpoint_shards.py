@@ -44,7 +44,17 @@ class StepStore(Protocol):
     def tidy(self) -> None:
         """Removes what is half done. Nothing may write meanwhile."""
 
-    def steps(self) -> list[Version]: ...
+    def steps(self) -> list[Version]:
+        """The steps with a manifest."""
+
+    def unsealed(self) -> list[Version]:
+        """The steps that are complete but for their manifest."""
+
+    def adopt(self, step: Version) -> None:
+        """Writes the manifest of an unsealed step."""
+
+    def aside(self) -> list[str]:
+        """Names of the folders of steps that were put aside."""
 
     def fault(self, step: Version) -> str | None:
         """Reads every byte of the step; returns what is wrong with it, or None."""
@@ -70,6 +80,15 @@ class StepFolder:
 
     def steps(self) -> list[Version]:
         return checkpoint.steps(self._folder)
+
+    def unsealed(self) -> list[Version]:
+        return checkpoint.unsealed(self._folder)
+
+    def adopt(self, step: Version) -> None:
+        manifest.write(self._folder / str(step))
+
+    def aside(self) -> list[str]:
+        return checkpoint.aside(self._folder)
 
     def fault(self, step: Version) -> str | None:
         return checkpoint.verify(self._folder, step, full=True)
@@ -97,6 +116,15 @@ class StepBucket:
 
     def steps(self) -> list[Version]:
         return self._stored.steps()
+
+    def unsealed(self) -> list[Version]:
+        return []  # no process says that it has put all of one
+
+    def adopt(self, step: Version) -> None:
+        raise RuntimeError("in a bucket a step without a manifest is none")
+
+    def aside(self) -> list[str]:
+        return []
 
     def fault(self, step: Version) -> str | None:
         if (vouched := self._stored.manifest(step)) is None:
@@ -156,10 +184,16 @@ class FolderCheckpointWriter:
         return Checkpoints(self.folder / STEPS, section, notify)
 
     def restore(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """(params, opt_state) of a step that verifies, laid out as `params` and `opt_state` say: ShapeDtypeStructs with
-        shardings of any mesh."""
-        restored = checkpoint.restore(self.folder / STEPS, step, params, opt_state)
-        return restored.params, restored.opt_state
+        """(params, opt_state) of a step, laid out as `params` and `opt_state` say: ShapeDtypeStructs with shardings of any
+        mesh. Each process reads what its own devices hold and waits for no other, so that one may fail alone."""
+        return read_state(Objects(str(self.folder)), step, params, opt_state)
+
+    def restore_unsealed(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        """As `restore`, of a step whose files nothing vouches for: the metadata by which Orbax finds the arrays is
+        checked too."""
+        for item, like in (("params", params), ("opt_state", opt_state)):
+            checkpoint.check_layout(self.folder / STEPS, step, item, like)
+        return self.restore(step, params, opt_state)
 
 
 class BucketCheckpointWriter:
@@ -182,10 +216,11 @@ class BucketCheckpointWriter:
         return Checkpoints(self.folder / STEPS, newest, notify, self._put)
 
     def restore(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """As FolderCheckpointWriter.restore, straight from the bucket: only what the devices of this process hold is
-        read."""
-        folder = f"{STEPS}/{step}"
-        return _item(self._store, f"{folder}/params", params), _item(self._store, f"{folder}/opt_state", opt_state)
+        """As FolderCheckpointWriter.restore, straight from the bucket."""
+        return read_state(self._store, step, params, opt_state)
+
+    def restore_unsealed(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        raise ValueError("in a bucket a step without a manifest is none")
 
     def _put(self, root: Path) -> Files:
         files = {
@@ -203,18 +238,23 @@ def home(begin: Begin) -> FolderCheckpointWriter | BucketCheckpointWriter:
     )
 
 
+def read_state(store: Objects, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+    """(params, opt_state) of a step in a bucket or a folder, laid out as these ShapeDtypeStructs say."""
+    folder = f"{STEPS}/{step}"
+    return _item(store, f"{folder}/params", params), _item(store, f"{folder}/opt_state", opt_state)
+
+
 def _item(store: Objects, folder: str, like: Tree) -> Tree:
-    base = f"{store.url}/{folder}/"
     merged = store.get(folder + "/" + OCDBT) is not None
 
     def spec_of(name: str) -> dict[str, Any]:
-        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if merged else f"{base}{name}/"
-        return {"driver": "zarr", "kvstore": kvstore}
+        whole = {"driver": "ocdbt", "base": store.spec(f"{folder}/"), "path": f"{name}/"}
+        return {"driver": "zarr", "kvstore": whole if merged else store.spec(f"{folder}/{name}/")}
 
     def check(path: jax.tree_util.KeyPath, found: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
-                f"{base}{name_of(path)} is {found.dtype}{list(found.shape)}, and was asked for as "
+                f"{store.url}/{folder}/{name_of(path)} is {found.dtype}{list(found.shape)}, and was asked for as "
                 f"{wanted.dtype}{list(wanted.shape)}"
             )
         return found

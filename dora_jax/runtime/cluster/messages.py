@@ -21,7 +21,7 @@ import numpy as np
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.cluster.kv_messages import DropStagedKV, FetchKV, KVStaged, ReleaseKV, StageKV
 from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.durability.records import Partial, Saved
 from dora_jax.runtime.sample_gaps import SampleGap
 from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.transfer import weight_messages
@@ -128,14 +128,26 @@ class WriteWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreCheckpoint:
-    """Trainer: go on from a checkpoint."""
+    """Trainer: go on from a checkpoint. Declined where it cannot be read, or its digests are others; 0: not known."""
 
     step: int
+    params: int = 0
+    opt_state: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCheckpoint:
+    """Trainer: read a checkpoint that has no manifest, and change nothing. Declined as RestoreCheckpoint is."""
+
+    step: int
+    params: int
+    opt_state: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
-    """Trainer: start to save a checkpoint of this version; declined where the trainer is at another."""
+    """Trainer: start to save a checkpoint of this version; declined where the trainer is at another. The answer is Saved
+    where it was started."""
 
     version: Version
     rl_state: Any
@@ -173,6 +185,7 @@ TrainerCall = (
     | PublishWeights
     | WriteWeights
     | RestoreCheckpoint
+    | CheckCheckpoint
     | SaveCheckpoint
     | PollCheckpoint
     | ComputeDigest
@@ -215,7 +228,7 @@ class CallDeclined:
     error: str
 
 
-CallResult = StepFinished | Done | CheckpointFiles | CallDeclined
+CallResult = StepFinished | Done | CheckpointFiles | Saved | CallDeclined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +260,7 @@ class StartSample:
     id: SampleId
     prompt: Prompt
     version: Version
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +295,7 @@ class ParkSample:
 class ResumeSample:
     in_flight: InFlightSample
     number: int  # of the KV that every process has here; 0: with what it kept when the sample left
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

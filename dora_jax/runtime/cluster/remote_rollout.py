@@ -112,8 +112,8 @@ class GangWorker:
     def load(self, version: Version, drop: Version | None) -> None:
         self._publisher.want(self.gang, version, lambda: self._use(version, drop))
 
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version) -> None:
-        self.gang.post(messages.StartSample(id=sample, prompt=prompt, version=version))
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
+        self.gang.post(messages.StartSample(id=sample, prompt=prompt, version=version, attempt=attempt))
 
     def cancel(self, sample: SampleId, reason: str) -> None:
         message = messages.CancelSample(id=sample, reason=reason)
@@ -126,21 +126,21 @@ class GangWorker:
     def park(self, sample: SampleId) -> None:
         self.gang.post(messages.ParkSample(id=sample))
 
-    def resume(self, in_flight: InFlightSample) -> None:
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
         if self.gang.hosts == 1 or not in_flight.n_pages:
-            return self.gang.post(messages.ResumeSample(in_flight=in_flight, number=0))
+            return self.gang.post(messages.ResumeSample(in_flight=in_flight, number=0, attempt=attempt))
         number, tokens = next(NUMBERS), without_pages(in_flight)
         shards = [messages.StageKV(number=number, in_flight=shard) for shard in parted(in_flight, self.gang.hosts)]
         with self._lock:
             self._stagings[number] = _Staging(
-                in_flight.id, lambda number: messages.ResumeSample(in_flight=tokens, number=number)
+                in_flight.id, lambda number: messages.ResumeSample(in_flight=tokens, number=number, attempt=attempt)
             )
             self.gang.tell_each(shards)
 
-    def forward(self, in_flight: InFlightSample, dst: ForwardTarget[GangWorker]) -> None:
+    def forward(self, in_flight: InFlightSample, dst: ForwardTarget[GangWorker], attempt: int) -> None:
         """KV that a gang has kept does not leave it: the other one makes it again."""
         self.forget(in_flight.id)
-        dst.resume(in_flight)
+        dst.resume(in_flight, attempt)
         self._remade += 1
         if worth_saying(self._remade):
             self._notify(
@@ -285,6 +285,8 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def doubt(self, life: int, reason: str) -> None:
         if (present := self._life) is not None and present.life == life:
             self._unhealthy(present, reason)
+        else:  # what it has left is not believed either
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life))
 
     def stop(self, timeout_s: float = 0.0) -> None:
         """Ends the gang, without waiting for what it does."""
@@ -309,9 +311,9 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def _unhealthy(self, life: GangWorker, reason: str) -> None:
         """Nothing of this life is heard from now on."""
         with self._lock:
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
             if self._life is not life:
                 return
-            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
             life.end()
             self._down(life, life.life, reason)
         life.gang.die(reason)

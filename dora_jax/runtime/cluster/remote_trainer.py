@@ -25,12 +25,13 @@ from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import TRAINER, WeightPublisher
 from dora_jax.runtime.durability.payload_state import Step
+from dora_jax.runtime.durability.records import Saved
 from dora_jax.runtime.durability.resume import INITIAL
 from dora_jax.runtime.sample_gaps import SampleGap
 from dora_jax.runtime.sample_log import TokenView
 from dora_jax.runtime.seams import Tree
 from dora_jax.trainer import checkpoint
-from dora_jax.trainer.checkpoint import Restored
+from dora_jax.trainer.checkpoint import Digests, Restored, UnusableCheckpoint
 from dora_jax.types import SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class RemoteTrainer:
         self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
         self._views: tuple[Version, tuple[TokenView, ...]] = INITIAL, ()  # of the newest step
         self._gaps: tuple[Version, tuple[SampleGap, ...]] = INITIAL, ()  # of the newest step
+        self.digests: dict[Version, Digests] = {}  # of the checkpoints that were saved
         self._begun: tuple[ScoredGroup, ...] = ()  # of the step under way, that the gang has learned from
         self._checkpoints, self._steps_since, self._notify = checkpoints, steps_since, notify
         self._publisher = publisher
@@ -107,8 +109,9 @@ class RemoteTrainer:
         return made.metrics
 
     def load(self, params: Tree, opt_state: Tree, step: Version) -> None:
-        self._do(messages.RestoreCheckpoint(step=step))
-        self.state.step, self._digest = step, None
+        """The gang has loaded it (`restore`)."""
+        if step != self.state.step:
+            raise RuntimeError(f"version {step} is asked of a trainer that has restored version {self.state.step}")
 
     def abstract_state(self) -> RemoteState:
         return self.state
@@ -125,20 +128,33 @@ class RemoteTrainer:
 
     # -------------------------------------------------------------- its own
 
+    def restore(self, step: Version) -> None:
+        """Makes the gang go on from this checkpoint. CallRefused: it cannot be used, and nothing has changed."""
+        self._do(_restoring(step, self.digests))
+        self.state.step, self._digest = step, None
+
+    def check(self, step: Version) -> None:
+        """CallRefused: the arrays of this checkpoint, which has no manifest, are not what was saved."""
+        known = self.digests[step]
+        self._do(messages.CheckCheckpoint(step=step, params=known.params, opt_state=known.opt_state))
+
     def digest(self) -> int:
         if self._digest is None:
             self._digest = self._do(messages.ComputeDigest()).value
         return self._digest
 
-    def publish(self, version: Version) -> None:
-        """Publishes the version: on return instances can load it, from the trainer's processes or from storage."""
+    def publish(self, version: Version, copy: int = 0) -> int:
+        """Publishes the version: on return instances can load it, from the trainer's processes or from storage.
+
+        Returns the digest of its copy. copy: what the journal has for it, where the version is in storage already."""
         if version != self.state.step:
             raise RuntimeError(f"version {version} cannot be published by a trainer at version {self.state.step}")
-        self._publisher.begin(version)
+        self._publisher.begin(version, copy)
         while True:
             gang = self._brought()  # a gang that comes anew publishes what is live and nowhere
             try:
-                return self._publish(gang, version)
+                self._publish(gang, version)
+                return self._publisher.digest(version)
             except GangDied:
                 continue
 
@@ -160,8 +176,16 @@ class RemoteTrainer:
         """Publishes the version, unless it is in storage already."""
         if version in self._publisher.stored.versions:
             return
-        gang.call(messages.PublishWeights(version=version))
-        self._publisher.kept(gang, version)
+        copies = {answer.value for answer in gang.call(messages.PublishWeights(version=version))}
+        known = self._publisher.digest(version)
+        if len(copies) > 1 or (known and known not in copies):
+            found = ", ".join(f"{copy:016x}" for copy in sorted(copies))
+            gang.die(
+                f"its copy of version {version} has the digest {found}"
+                + (f", and the one that was published {known:016x}" if known else ", which is not one number")
+            )
+            raise GangDied(gang.reason)
+        self._publisher.kept(gang, version, copies.pop())
 
     def _do(self, what: messages.TrainerCall) -> Any:
         """The answer on which all processes agree. If the gang dies over it, the next gang is asked."""
@@ -192,21 +216,12 @@ class RemoteTrainer:
         """From the weights of model.path to `self.state.step`."""
         at, nowhere = self.state.step, self._publisher.nowhere_else()
         oldest = min([at, *nowhere])
-        start = next(
-            (
-                step
-                for step in reversed(self._checkpoints.steps())
-                if step <= oldest and self._checkpoints.fault(step) is None
-            ),
-            INITIAL,
-        )
+        start = self._restored_by(gang, oldest)
         steps: dict[Version, tuple[tuple[ScoredGroup, ...], int | None]] = {
             step.base: (step.groups, step.published.digest) for step in self._steps_since(start)
         }
         if self._last is not None:
             steps.setdefault(self._last[0], (self._last[1], self._digest))
-        if start != INITIAL:
-            gang.call(messages.RestoreCheckpoint(step=start))
         if start in nowhere:
             self._publish(gang, start)
         recalled = 0
@@ -236,6 +251,24 @@ class RemoteTrainer:
                 f"again, {recalled} remembered"
             )
 
+    def _restored_by(self, gang: Gang, newest: Version) -> Version:
+        """The version up to `newest` that a new gang has: of the newest checkpoint that it can use, or the initial."""
+        for step in [step for step in reversed(self._checkpoints.steps()) if step <= newest]:
+            fault = self._checkpoints.fault(step)
+            try:
+                if fault is None:
+                    gang.call(_restoring(step, self.digests))
+                    return step
+            except CallRefused as error:
+                fault = str(error)
+            self._notify(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+        return INITIAL
+
+
+def _restoring(step: Version, digests: Mapping[Version, Digests]) -> messages.RestoreCheckpoint:
+    known = digests.get(step, Digests(0, 0, 0))
+    return messages.RestoreCheckpoint(step=step, params=known.params, opt_state=known.opt_state)
+
 
 def _essence(answer: Any) -> Any:
     return answer.digest if isinstance(answer, messages.StepFinished) else answer
@@ -246,7 +279,7 @@ def digest_of(trainer: RemoteTrainer) -> int:
 
 
 class RemoteWeights:
-    """`WeightStore` of the controller, to which weights never come: the trainer's processes hold them for the
+    """`PublishedWeights` of the controller, to which weights never come: the trainer's processes hold them for the
     instances."""
 
     def __init__(self, publisher: WeightPublisher):
@@ -256,8 +289,8 @@ class RemoteWeights:
     def versions(self) -> tuple[Version, ...]:
         return self._publisher.versions
 
-    def put(self, version: Version, weights: RemoteTrainer) -> None:
-        weights.publish(version)
+    def put(self, version: Version, weights: RemoteTrainer, digest: int = 0, copy: int = 0) -> int:
+        return weights.publish(version, copy)
 
     def get(self, version: Version, shardings: Tree) -> Tree:
         raise KeyError(f"version {version} is in the trainer's processes, not in the controller's")
@@ -276,6 +309,7 @@ class RemoteCheckpoints:
         self._stored, self._section, self._trainer, self._notify = stored, section, trainer, notify
         self._floor: Version = INITIAL
         self._pending: list[Any] = []
+        self._saves: list[tuple[Version, Digests]] = []
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "seal")
         self._sealing: concurrent.futures.Future | None = None
         self._failing = False
@@ -286,13 +320,22 @@ class RemoteCheckpoints:
         floats = {name: float(value) for name, value in metrics.items()}
         self._ask(messages.SaveCheckpoint(version=step, rl_state=json.loads(json.dumps(rl_state)), metrics=floats))
 
+    def take_saves(self, wait: bool = False) -> list[tuple[Version, Digests]]:
+        self._look(wait)
+        saves, self._saves = self._saves, []
+        return saves
+
     def protect(self, version: Version) -> None:
         self._floor = version
 
     def poll(self) -> None:
         self._ask(messages.PollCheckpoint(floor=self._floor, wait=False))
-        done = [pending for pending in self._pending if pending.done.is_set()]
-        self._pending = [pending for pending in self._pending if not pending.done.is_set()]
+        self._look()
+
+    def _look(self, wait: bool = False) -> None:
+        """Takes in the answers that have come, or all of them."""
+        done = [pending for pending in self._pending if wait or pending.done.is_set()]
+        self._pending = [pending for pending in self._pending if pending not in done]
         for pending in done:
             self._see(pending)
 
@@ -307,24 +350,51 @@ class RemoteCheckpoints:
     def steps(self) -> list[Version]:
         return self._stored.steps()
 
-    def usable(self, step: Version) -> bool:
-        fault = self._stored.fault(step)
-        if fault is not None:
-            self._notify(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
-            self._stored.put_aside(step, "broken")
-        return fault is None
+    def unsealed(self) -> list[Version]:
+        return self._stored.unsealed()
+
+    def adopt(self, step: Version, params: Tree, opt_state: Tree, digests: Digests) -> None:
+        self._texts(step, digests)
+        self._trainer.digests[step] = digests
+        try:
+            self._trainer.check(step)
+        except CallRefused as error:
+            raise UnusableCheckpoint(str(error)) from error
+        self._stored.adopt(step)
+
+    def put_aside(self, step: Version, why: str) -> None:
+        self._stored.put_aside(step, why)
+
+    def aside(self) -> list[str]:
+        return self._stored.aside()
 
     def undo_after(self, version: Version) -> None:
         for step in [step for step in self.steps() if step > version]:
             self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
             self._stored.put_aside(step, "undone")
 
-    def restore(self, step: Version, params: Tree, opt_state: Tree) -> Restored:
-        return Restored(None, None, self._stored.read_json(step, "rl_state"), self._stored.read_json(step, "metrics"))
+    def restore(self, step: Version, params: Tree, opt_state: Tree, digests: Digests | None = None) -> Restored:
+        """Its arrays go to the gang, which holds the version on return."""
+        if fault := self._stored.fault(step):
+            raise UnusableCheckpoint(fault)
+        texts = self._texts(step, digests)
+        if digests is not None:
+            self._trainer.digests[step] = digests
+        try:
+            self._trainer.restore(step)
+        except CallRefused as error:
+            raise UnusableCheckpoint(str(error)) from error
+        return Restored(None, None, *texts)
 
     def close(self) -> None:
         self.wait()
         self._pool.shutdown()
+
+    def _texts(self, step: Version, digests: Digests | None) -> tuple[dict[str, Any], dict[str, float]]:
+        def read(item: str) -> dict[str, Any]:
+            return self._stored.read_json(step, item)
+
+        return checkpoint.read_texts(read, digests.rl_state if digests else 0)
 
     def _ask(self, what: Any) -> None:
         gang = self._trainer.gang
@@ -342,9 +412,20 @@ class RemoteCheckpoints:
         except (GangDied, CallRefused) as error:
             self._notify(f"the trainer did not finish with its checkpoint: {error}")
             return
+        if all(isinstance(answer, Saved) for answer in answers):
+            self._take(answers)
         put = {answer.step: answer for answer in answers if isinstance(answer, messages.CheckpointFiles)}
         if len(put) == 1 and all(isinstance(answer, messages.CheckpointFiles) for answer in answers):
             self._seal(answers[0].step, [answer.files for answer in answers])
+
+    def _take(self, answers: Sequence[Saved]) -> None:
+        """Of all processes, which have computed the same."""
+        if len(set(answers)) > 1:
+            raise RuntimeError(f"the processes of the trainer disagree over SaveCheckpoint: {answers}")
+        saved = answers[0]
+        digests = Digests(params=saved.params, opt_state=saved.opt_state, rl_state=saved.rl_state)
+        self._trainer.digests[saved.version] = digests
+        self._saves.append((saved.version, digests))
 
     def _seal(self, step: Version, parts: Sequence[Any]) -> None:
         """Beside the run; a store that fails is asked again with the next poll."""

@@ -192,8 +192,8 @@ class RolloutRole:
                 if drop is not None:
                     self._weights.weights.drop(drop)
                     self._sender.forget(drop)
-            case messages.StartSample(id=id, prompt=prompt, version=version):
-                worker.submit(id, prompt, version)
+            case messages.StartSample(id=id, prompt=prompt, version=version, attempt=attempt):
+                worker.submit(id, prompt, version, attempt)
             case messages.CancelSample(id=id, reason=reason):
                 worker.cancel(id, reason)
             case messages.MoveSample(id=id, attempt=attempt):
@@ -202,8 +202,8 @@ class RolloutRole:
                 worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
             case messages.ParkSample(id=id):
                 worker.park(id)
-            case messages.ResumeSample(in_flight=in_flight, number=number):
-                worker.resume(self._kv.take(number) if number else self._sender.with_own_pages(in_flight))
+            case messages.ResumeSample(in_flight=in_flight, number=number, attempt=attempt):
+                worker.resume(self._kv.take(number) if number else self._sender.with_own_pages(in_flight), attempt)
             case messages.ForgetKept(id=id):
                 worker.forget(id)
                 self._sender.forget_sample(id)

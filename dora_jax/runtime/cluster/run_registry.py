@@ -2,16 +2,16 @@
 
     WORKDIR/controller.json      token, address, build, {gang: [epoch, pids]}; in a folder only its owner may read it
 
-Consumes what the keepers start and end; produces what an earlier controller has left. Laws: it is always whole; no
-gang runs that is not in it, unless the storage refuses, which is said and stops nobody; a run that ends itself removes
-it, so a process that finds none ends too.
+Consumes what the keepers start and end; produces what an earlier controller has left. Laws: it is always whole, and a
+damaged one is refused; no gang runs that is not in it, unless the storage refuses, which is said and stops nobody; a run
+that ends itself removes it, so a process that finds none ends too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -19,8 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dora_jax import state_files
 from dora_jax.config import ConfigError
 from dora_jax.runtime.durability.object_storage import ROSTER, Objects
+
+FORMAT = 2  # of controller.json
+PRIVATE = 0o600  # it holds the token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +40,18 @@ class RunRegistry:
     def __init__(self, place: str | None = None, build: str = "", notify: Callable[[str], None] = print):
         self._page, self._build, self._notify = None if place is None else page_at(place), build, notify
         try:
-            found = json.loads((self._page and self._page.read()) or "{}")
-            self.token = bytes.fromhex(found["token"]) if found else secrets.token_bytes(32)
-            self.left = {
-                name: RegisteredGang(epoch=epoch, pids=tuple(pids))
-                for name, (epoch, pids) in (found["gangs"].items() if found else ())
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            data = self._page.read() if self._page is not None else None
+            found = {} if data is None else state_files.decode(data, f"{place}/{ROSTER}", FORMAT)
+            self.token = secrets.token_bytes(32) if data is None else bytes.fromhex(found["token"])
+            self.left = {} if data is None else _gangs(found["gangs"])
+        except state_files.NewerFormat as error:
+            raise ConfigError(f"workdir: {error}, or delete it once no process of this run is left") from error
+        except (ValueError, KeyError, TypeError, AttributeError, IsADirectoryError) as error:
             raise ConfigError(
                 f"workdir: {place}/{ROSTER} is not what a controller writes ({error}): delete it once no "
                 f"process of this run is left"
             ) from error
-        self.fits = bool(found) and found.get("build") == build
+        self.fits = found.get("build") == build
         self._gangs = dict(self.left)
         self._address = ""
         self._lock = threading.Lock()
@@ -76,10 +80,10 @@ class RunRegistry:
             return
         with self._lock:
             gangs = {name: [member.epoch, member.pids] for name, member in self._gangs.copy().items()}
-            text = json.dumps(
-                {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}
+            data = state_files.encode(
+                {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}, FORMAT
             )
-            self._try(lambda: page.write(text))
+            self._try(lambda: page.write(data))
 
     def _try(self, do: Callable[[], None]) -> None:
         """A supervisor must go on where a disk is full, or a bucket does not answer."""
@@ -92,27 +96,41 @@ class RunRegistry:
 
 
 def address_in(place: str) -> str | None:
-    """Of the controller that wrote it last; None: the run has ended."""
-    text = page_at(place).read()
-    return None if text is None else json.loads(text)["address"]
+    """Return the address of the controller that wrote the file last; None: the run has ended.
+
+    ValueError: the file is damaged, which the controller mends with its next change.
+    """
+    data = page_at(place).read()
+    if data is None:
+        return None
+    address = state_files.decode(data, f"{place}/{ROSTER}", FORMAT).get("address")
+    if not isinstance(address, str) or not re.fullmatch(r".+:\d{1,5}", address):
+        raise ValueError(f"{place}/{ROSTER} names no address")
+    return address
+
+
+def _gangs(found: dict[str, Any]) -> dict[str, RegisteredGang]:
+    """ValueError, TypeError, AttributeError: it is not what a controller writes."""
+    gangs = {}
+    for name, (epoch, pids) in found.items():
+        if not all(type(number) is int for number in (epoch, *pids)):
+            raise ValueError(f"gang {name!r:.40} has an epoch or a process that is no number")
+        gangs[name] = RegisteredGang(epoch=epoch, pids=tuple(pids))
+    return gangs
 
 
 class _File:
     def __init__(self, path: Path):
         self._path = path
 
-    def read(self) -> str | None:
+    def read(self) -> bytes | None:
         try:
-            return self._path.read_text()
+            return self._path.read_bytes()
         except FileNotFoundError:
             return None
 
-    def write(self, text: str) -> None:
-        partial = self._path.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        with open(partial, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(text)
-        partial.replace(self._path)
+    def write(self, data: bytes) -> None:
+        state_files.replace(self._path, data, PRIVATE)
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -122,11 +140,11 @@ class _Object:
     def __init__(self, url: str):
         self._store = Objects(url)
 
-    def read(self) -> str | None:
-        return None if (data := self._store.get(ROSTER)) is None else data.decode()
+    def read(self) -> bytes | None:
+        return self._store.get(ROSTER)
 
-    def write(self, text: str) -> None:
-        self._store.put(ROSTER, text.encode())
+    def write(self, data: bytes) -> None:
+        self._store.put(ROSTER, data)
 
     def remove(self) -> None:
         self._store.drop(ROSTER)

@@ -5,7 +5,8 @@ over links.
 
 Consumes facts from every process of every gang; sends commands to all processes of the gang that they name. Used by any
 thread. Laws: an instance takes a version into use only after every process of its gang has committed it; a gang that
-cannot be brought what it must serve, or may have committed by halves, is ended; storage takes one version at a time and
+cannot be brought what it must serve, or may have committed by halves, is ended; a version is committed only where it
+has the digest that its publisher took, or the journal knows; storage takes one version at a time and
 skips versions that are not wanted any more, so a slow storage holds nothing up; weights left by an earlier controller
 are used only where the trainer that made them has been taken over too.
 """
@@ -42,6 +43,7 @@ class WeightPublisher:
         self._trusted = past  # weights left by the previous controller are valid
         self._settled = False  # it is known what is live of them
         self._live: set[Version] = set()  # published and not dropped
+        self._digests: dict[Version, int] = {}  # of their copies; 0: unknown
         self._unwritten: list[Version] = []  # kept by the trainer's gang, to be stored in this order
         self._writing: Version | None = None
         self._write: Any = None  # the call; once it is done, it was refused where `_writing` is still set
@@ -102,10 +104,14 @@ class WeightPublisher:
 
     # ------------------------------------------------- of the trainer's gang
 
-    def begin(self, version: Version) -> None:
-        """The version is being published: until `drop`, a trainer gang that is lost leaves it to the next gang."""
+    def begin(self, version: Version, digest: int = 0) -> None:
+        """The version is being published: until `drop`, a trainer gang that is lost leaves it to the next gang.
+
+        digest: of its copy, where an earlier controller left it in storage and the journal knows it."""
         with self._lock:
             self._live.add(version)
+            if version in self.stored.versions:
+                self._known(version, digest)
             self.tell(ex.VersionDue(version=version, due=True))
             if version in self.stored.versions:  # from before
                 self.tell(ex.Stored(version=version, there=True))
@@ -121,8 +127,15 @@ class WeightPublisher:
         with self._lock:
             return sorted(version for version in self._live if version not in self.stored.versions)
 
-    def kept(self, gang: Gang, version: Version) -> None:
-        """Every process of the trainer keeps its shard: instances can fetch the version from now on."""
+    def digest(self, version: Version) -> int:
+        """The digest of the version's copy; 0: it is not known."""
+        return self._digests.get(version, 0)
+
+    def kept(self, gang: Gang, version: Version, digest: int = 0) -> None:
+        """Every process of the trainer keeps its shard: instances can fetch the version from now on. digest: of the
+        copy."""
+        with self._lock:
+            self._known(version, digest)
         if self.by_wire:
             with self._lock:
                 if version not in (*self._unwritten, self._writing):
@@ -144,9 +157,11 @@ class WeightPublisher:
         """No instance will want this version any more."""
         with self._lock:
             self._live.discard(version)
+            self._digests.pop(version, None)
             for fact in (
                 ex.Stored(version=version, there=False),
                 ex.VersionDue(version=version, due=False),
+                ex.VersionDigest(version=version, digest=0),
                 ex.Dropped(world=TRAINER, version=version),
             ):
                 self.tell(fact)
@@ -164,6 +179,10 @@ class WeightPublisher:
                 self._carry_out(each)
 
     # ------------------------------------------------------------ private
+
+    def _known(self, version: Version, digest: int) -> None:
+        self._digests[version] = digest
+        self.tell(ex.VersionDigest(version=version, digest=digest))
 
     def _write_next(self, gang: Gang) -> None:
         with self._lock:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from dora_jax import devices
 from dora_jax.config import Config
 from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
-from dora_jax.publish import HostWeights, Slices
+from dora_jax.publish import HostWeights, Slices, same_types
 from dora_jax.runtime import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import home
@@ -30,6 +32,8 @@ from dora_jax.runtime.cluster.lent_role import LentRole
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
+from dora_jax.runtime.durability.object_storage import StoreError
+from dora_jax.runtime.durability.records import Saved
 from dora_jax.runtime.sample_gaps import SampleGaps
 from dora_jax.runtime.sample_log import TokenViews
 from dora_jax.runtime.seams import Tree
@@ -39,8 +43,11 @@ from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.tokenizer import Tokenizer
+from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import ScoredGroup, Version
+
+Restore = Callable[[Version, Tree, Tree], tuple[Tree, Tree]]  # (step, params, opt_state), the two as they lie
 
 
 class TrainerRole:
@@ -65,6 +72,7 @@ class TrainerRole:
         self._newest: tuple[Version, Tree] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
+        self._copies: dict[Version, int] = {}  # digests of what was published
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
         self._transfers = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
         self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
@@ -134,18 +142,27 @@ class TrainerRole:
             case messages.PublishWeights(version=version) if version < self._held or self._cache.mid_step:
                 if version not in self._kept.versions:
                     raise RuntimeError(f"version {version} is asked for of a trainer that is beyond it")
+                return messages.Done(value=self._copies[version])
             case messages.PublishWeights(version=version):
-                self._publish(version)
+                return messages.Done(value=self._publish(version))
             case messages.RestoreCheckpoint(step=step):
                 if not self._cache.rewind(step, self._held):
-                    like = self._trainer.abstract_state()
-                    self._trainer.load(*self._home.restore(step, like.params, like.opt_state), step)
+                    read = self._read(what, self._home.restore)
+                    if isinstance(read, messages.CallDeclined):
+                        return read
+                    self._trainer.load(*read, step)
                     self._cache.restored()
+            case messages.CheckCheckpoint():
+                read = self._read(what, self._home.restore_unsealed)
+                if isinstance(read, messages.CallDeclined):
+                    return read
             case messages.SaveCheckpoint(version=version, rl_state=rl_state, metrics=metrics):
                 if version != self._version or self._cache.mid_step:
                     return messages.CallDeclined(error=f"the trainer is at version {self._version}, or beyond it")
                 state = self._trainer.state
                 self._saver().save(version, state.params, state.opt_state, rl_state, metrics)
+                for saved, digests in self._saver().take_saves():
+                    return Saved(version=saved, **digests._asdict())
             case messages.PollCheckpoint(floor=floor, wait=wait):
                 if self._checkpoints is not None:
                     self._checkpoints.protect(floor)
@@ -156,6 +173,25 @@ class TrainerRole:
             case messages.ComputeDigest():
                 return messages.Done(value=self._digest())
         return messages.Done(value=self._version)
+
+    def _read(
+        self, what: messages.RestoreCheckpoint | messages.CheckCheckpoint, restore: Restore
+    ) -> tuple[Tree, Tree] | messages.CallDeclined:
+        """(params, opt_state) of a checkpoint, if all processes can read it and it has the digests that are asked for."""
+        like = self._trainer.abstract_state()
+        state, error = None, ""
+        try:
+            state = restore(what.step, like.params, like.opt_state)
+        except StoreError:
+            raise  # the store's trouble, and no damage
+        except Exception as fault:  # of Orbax, tensorstore or the file system: whatever the damage leads to
+            error = checkpoint.why(fault)
+        failed = multihost_utils.process_allgather(np.array(bool(error)))  # a digest takes all processes
+        if state is None or np.any(failed):
+            return messages.CallDeclined(error=error or "another process of the trainer cannot read it")
+        if other := checkpoint.difference((what.params, what.opt_state, 0), (*map(digest, state), 0)):
+            return messages.CallDeclined(error=other)
+        return state
 
     def _learn(self, base: Version, groups: Sequence[ScoredGroup]) -> None:
         self._digest()  # while the weights are those of a version
@@ -189,14 +225,18 @@ class TrainerRole:
             digests[version] = digest(self._trainer.params)
         return digests[version]
 
-    def _publish(self, version: Version) -> None:
+    def _publish(self, version: Version) -> int:
+        """Returns the digest of the copy."""
         if self._newest is not None:
             self._gap.keep(*self._newest)  # before the next copy is made: two at most are on the devices
         copy = jax.block_until_ready(self._copy(self._trainer.params))
         self._newest = (version, copy) if self._gap.wanted else None
         given = slices.offered(copy)
         self._kept.put(version, given)
+        self._copies = {old: self._copies[old] for old in self._copies if old in self._kept.versions}
+        self._copies[version] = self._digest() if same_types(self._trainer.params, copy) else digest(copy)
         self._transfers.soon(functools.partial(jax.tree.map, Slices.bring_home, given))
+        return self._copies[version]
 
     def _write(self, version: Version) -> None:
         self._stored.put(version, self._kept.get(version, None))

@@ -5,41 +5,43 @@
     sync_soon(), and every sync_s   makes durable what was written, on another thread: the disk delays no fact
     rotate(records)                 begins a new segment with a snapshot, whole or not at all
     rotate_behind(records)          the same, of the state as it is now, written by a forked child; `rotated` says when
-    read(segment)                   the records of a segment, up to the first that is torn or damaged
+    read(segment)                   the records of a segment, up to the first that is torn, damaged or out of place
 
-Consumes encoded records (codec.py) and does not look into them. A record is framed as
-    size u32 | crc32 of size and data u32 | data
-and a segment is a run of frames. Laws: a record is read back once `commit` has returned, unless the log `holds` it: a
-store that is slow to write to (object storage) takes one batch every sync_s; what is read is a prefix of what was
-appended, record for record; a run never appends to the segment of an earlier run, so a torn tail stays where it is and
-is reported each time. log_stores.py keeps the bytes, in a folder or in object storage.
+Consumes encoded records (codec.py) and does not look into them. frames.py gives each its number and its checksum;
+log_stores.py keeps the bytes, in a folder or in object storage. Laws: a record is read back once `commit` has returned,
+unless the log `holds` it: a store that is slow to write to (object storage) takes one batch every sync_s; what is read
+is a prefix of what was appended, record for record; a run never appends to the segment of an earlier run, so a torn
+tail stays where it is and is reported each time.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import os
-import struct
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from dora_jax.runtime.durability.forked_writer import Child, fork
-from dora_jax.runtime.durability.log_stores import JournalError, LogStore
+from dora_jax.runtime.durability.frames import (
+    FRAME,
+    MAX_RECORD_BYTES,
+    MAX_SEGMENT,
+    PREAMBLE,
+    Segment,
+    frame,
+    frames,
+    preamble,
+    unframe,
+)
+from dora_jax.runtime.durability.log_stores import JournalError, LogStore, write_all
 
-FRAME = struct.Struct("<II")
-MAX_RECORD_BYTES = 1 << 30  # no record comes near this: a snapshot is many records
+# Of a segment that is no file, is gone, or lies on a damaged disk. Any other error is not the segment's fault.
+UNREADABLE = (errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EIO)
 MAX_BACKLOG_BYTES = 1 << 30  # records held in memory while the disk is full; beyond it the run stops
 RETRY_PERIOD_S = 1.0  # how often a full disk is tried again
 ALARM_PERIOD_S = 30.0  # how often a disk that stays full is reported
-
-
-class Segment(NamedTuple):
-    records: tuple[bytes, ...]
-    fault: str | None  # the sentence that says what ended the reading early
-    lost_bytes: int  # behind the fault
 
 
 class _Rotation:
@@ -47,8 +49,9 @@ class _Rotation:
 
     def __init__(self, number: int, head: Path, child: Child):
         self.number, self.head, self.child = number, head, child
-        self.late: list[bytes] = []  # frames that were written since the fork
+        self.late: list[bytes] = []  # records that were written since the fork
         self.late_bytes = 0
+        self.frames = 0  # that the child has written
         self.staged: concurrent.futures.Future | None = None
 
     def drop(self) -> None:
@@ -70,7 +73,8 @@ class EventLog:
         self._syncing: concurrent.futures.Future | None = None
         self._rotation: _Rotation | None = None
         self._buffer: list[bytes] = []
-        self._bytes = 0
+        self._bytes = 0  # of their frames
+        self._segment = self._index = 0  # of the next frame
         self._alarmed_s = -ALARM_PERIOD_S
         self._degraded_since: float | None = None
         self._tried_s = 0.0
@@ -92,16 +96,24 @@ class EventLog:
         return self._log.segments()
 
     def read(self, segment: int) -> Segment:
-        return unframe(self._log.read(segment))
+        """UnknownFormat: another version of dora_jax wrote its frames. OSError: it could not be read for now."""
+        if segment > MAX_SEGMENT:
+            return Segment((), "has a number that no run reaches", 0)
+        try:
+            return unframe(self._log.read(segment), segment)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            return Segment((), f"cannot be read: {os.strerror(error.errno)}", 0)
 
     def rotate(self, records: Iterable[bytes]) -> int:
         """Begins the next segment with these records and returns its number; later appends go there. OSError: it could
         not be begun, and the present segment goes on."""
         if not self.commit(sync=True):
             raise OSError("the journal cannot begin a segment while older records wait for space")
-        number = max(self._log.segments(), default=0) + 1
-        self._log.begin(number, b"".join(frame(record) for record in records))
-        self._open = True
+        number, head = self._following(), list(records)
+        self._log.begin(number, preamble(len(head)) + frames(head, number))
+        self._open, self._segment, self._index = True, number, len(head)
         return number
 
     def rotate_behind(self, records: Callable[[], Iterable[bytes]]) -> None:
@@ -111,9 +123,9 @@ class EventLog:
             return
         if not self.commit(sync=not self._log.lasting) or self._buffer:
             raise OSError("the journal cannot begin a segment while older records wait for space")
-        number = max(self._log.segments(), default=0) + 1
+        number = self._following()
         head = self._log.head(number)
-        self._rotation = _Rotation(number, head, fork(lambda: _write_frames(head, records())))
+        self._rotation = _Rotation(number, head, fork(lambda: _write_head(head, number, records())))
 
     @property
     def rotating(self) -> bool:
@@ -131,17 +143,20 @@ class EventLog:
             return None
         try:
             if rotation.staged is None:
+                rotation.frames = _head_frames(rotation.head)
                 rotation.staged = self._pool.submit(self._log.stage, rotation.number)
             syncs = self._syncing is not None and not self._syncing.done()
             if syncs or not rotation.staged.done() or self._degraded_since is not None:
                 return None
             rotation.staged.result()
             self._syncing = None  # of the old segment, which the new one holds: `begin` makes that durable
-            self._log.begin(rotation.number, b"".join(rotation.late), staged=True)
+            late = frames(rotation.late, rotation.number, rotation.frames)
+            self._log.begin(rotation.number, late, staged=True)
         except OSError as error:
             self._drop_rotation(str(error))
             return None
         self._rotation = None
+        self._segment, self._index = rotation.number, rotation.frames + len(rotation.late)
         self._synced_s, self._unsynced = time.monotonic(), False
         return rotation.number
 
@@ -155,9 +170,10 @@ class EventLog:
         """Keeps a record for the next commit."""
         if not self._open:
             raise JournalError("the journal has no segment of this run yet: rotate first")
-        data = frame(record)
-        self._bytes += len(data)
-        self._buffer.append(data)
+        if len(record) > MAX_RECORD_BYTES:
+            raise JournalError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD_BYTES}")
+        self._bytes += FRAME.size + len(record)
+        self._buffer.append(record)
         if self._bytes > MAX_BACKLOG_BYTES:
             raise JournalError(
                 f"the journal holds {self._bytes >> 20} MiB that it cannot write: the disk has been full "
@@ -235,10 +251,15 @@ class EventLog:
 
     # ------------------------------------------------------------ private
 
+    def _following(self) -> int:
+        """The number of the next segment."""
+        return max((number for number in self._log.segments() if number < MAX_SEGMENT), default=0) + 1
+
     def _write(self) -> None:
         if not self._buffer and self._degraded_since is None:
             return
-        self._log.append(b"".join(self._buffer))
+        self._log.append(frames(self._buffer, self._segment, self._index))
+        self._index += len(self._buffer)
         self._unsynced = True
         self.commits += 1
         if self._rotation is not None:
@@ -283,53 +304,23 @@ class EventLog:
             )
 
 
-# ---------------------------------------------------------------- frames
+# ---------------------------------------------------------------- the head that a child writes
 
 
-def frame(record: bytes) -> bytes:
-    if len(record) > MAX_RECORD_BYTES:
-        raise JournalError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD_BYTES}")
-    size = len(record)
-    return FRAME.pack(size, _checksum(size, record)) + record
-
-
-def _write_frames(path: Path, records: Iterable[bytes]) -> None:
-    """Runs in the child. It uses no buffer that a thread of the parent could have left locked."""
+def _write_head(path: Path, segment: int, records: Iterable[bytes]) -> None:
+    """Write the head of a segment, in the child. It uses no buffer that a thread of the parent could have left
+    locked."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    write_all(fd, bytes(PREAMBLE.size))
+    count = 0
     for record in records:
-        view = memoryview(frame(record))
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, frame(record, segment, count))
+        count += 1
+    os.pwrite(fd, preamble(count), 0)
     os.fsync(fd)
 
 
-def unframe(data: bytes) -> Segment:
-    """The records of a segment's bytes, up to the first frame that is not whole."""
-    records, view, at = [], memoryview(data), 0
-    fault = None
-    while at < len(data):
-        fault = _fault(view, at)
-        if fault:
-            break
-        size, _ = FRAME.unpack_from(view, at)
-        at += FRAME.size
-        records.append(bytes(view[at : at + size]))
-        at += size
-    if fault:
-        fault = f"record {len(records) + 1} at byte {at} {fault}"
-    return Segment(tuple(records), fault, len(data) - at)
-
-
-def _fault(view: memoryview, at: int) -> str | None:
-    if len(view) - at < FRAME.size:
-        return "is torn"
-    size, crc = FRAME.unpack_from(view, at)
-    if size > len(view) - at - FRAME.size:
-        return f"is torn: {size} bytes were announced, {len(view) - at - FRAME.size} are there"
-    if _checksum(size, view[at + FRAME.size : at + FRAME.size + size]) != crc:
-        return "does not match its checksum"
-    return None
-
-
-def _checksum(size: int, data: bytes | memoryview) -> int:
-    return zlib.crc32(data, zlib.crc32(size.to_bytes(4, "little")))
+def _head_frames(path: Path) -> int:
+    """How many frames the child has written."""
+    with path.open("rb") as head:
+        return PREAMBLE.unpack(head.read(PREAMBLE.size))[2]

@@ -25,12 +25,19 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import World
 from dora_jax.runtime.durability.event_log import EventLog
 from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC, Entry, Fact, Partial, Published, batches
+from dora_jax.runtime.durability.records import CODEC, Batch, Entry, Fact, Partial, Published, Saved, batches
 from dora_jax.runtime.durability.recovery import head_records
 from dora_jax.runtime.worker import Finished, StepDone
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version, is_served
 
-HARD = (ev.SampleDone, ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.SampleCancelled)
+HARD = (
+    ev.SampleDone,
+    ev.GroupScored,
+    ev.GroupFailed,
+    ev.StepPublished,
+    ev.SampleCancelled,
+    ev.InstanceUnhealthy,  # after a restart nobody would report it again
+)
 SOFT_PERIOD_S = 1.0  # how long soft facts may wait for a commit
 LARGE_SAMPLES = 20_000  # unfinished ones of which a snapshot takes a tenth of a second: a forked child makes it
 
@@ -60,7 +67,7 @@ class JournaledWorld:
         self._orchestrator = orchestrator
         self._epoch = epoch
         self._payload: dict[SampleId | GroupId, Sample | ScoredGroup] = {}
-        self._digests: dict[Version, int] = {}
+        self._digests: dict[Version, tuple[int, int]] = {}  # of a version's params and of the copy that travels
         self._entries: list[Entry] = []
         self._held: collections.deque[list[Entry]] = collections.deque()  # batches that were appended, not told
         self._committed_s = time.monotonic()
@@ -110,8 +117,16 @@ class JournaledWorld:
         self._rotate_due = False
         self._began(number, state.ledger.base)
 
+    def record_saved(self, saved: Saved) -> None:
+        """Writes the digests of a checkpoint that is being saved. They belong to no batch of facts, so that a replay
+        decides on nothing here."""
+        self.payloads.apply(saved, self._orchestrator.state)
+        self._journal.append(CODEC.encode(Batch(entries=(saved,), last=False)))
+        self._journal.commit()
+
     def forget_before(self, version: Version) -> None:
-        """Drops the segments that only a start older than this version would need."""
+        """Drops what only a start older than this version would need: segments, and digests of checkpoints."""
+        self.payloads.forget_saved(version)
         number = max((n for n, base in self.segments.items() if base <= version), default=None)
         if number is not None:
             self._journal.drop_before(number)
@@ -163,8 +178,8 @@ class JournaledWorld:
                 self._entries.append(item)
             case Finished(sample=sample) if not is_served(sample.id.group_id):
                 self._payload[sample.id] = sample
-            case StepDone(version=version, digest=digest):
-                self._digests[version] = digest
+            case StepDone(version=version, digest=digest, copy=copy):
+                self._digests[version] = digest, copy
             case ScoredGroup(group_id=group_id):
                 self._payload[group_id] = dataclasses.replace(item, samples=())
 
@@ -175,5 +190,6 @@ class JournaledWorld:
             case ev.GroupScored(group_id=group_id):
                 return self._payload.pop(group_id, None)
             case ev.StepPublished(version=version) if version in self._digests:  # else it is said twice
-                return Published(epoch=self._epoch, digest=self._digests.pop(version))
+                digest, copy = self._digests.pop(version)
+                return Published(epoch=self._epoch, digest=digest, copy=copy)
         return None

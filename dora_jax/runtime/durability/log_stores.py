@@ -3,7 +3,8 @@
     FileLogStore      FOLDER/NUMBER.log; a lock keeps a second run out
     ObjectLogStore    gs://, s3://, file://, memory://: whatever tensorstore's key-value layer opens
         NUMBER-RUN/000000, NUMBER-RUN/000001, ...    one immutable object a commit; they follow without a gap
-        MANIFEST                                     {"segments": {NUMBER: folder}}: one conditional put
+        MANIFEST                                     {"format", "segments": {NUMBER: folder}, "crc32" of these}: one
+                                                     conditional put
 
 Laws of objects: a segment exists from the moment the manifest names it; an object is put where none is, or not at all.
 Opening the store seals its last segment, so a run that was taken for dead is refused at its next commit, not believed.
@@ -18,15 +19,19 @@ import json
 import os
 import signal
 import tempfile
+import zlib
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import tensorstore
 
+from dora_jax.config import UnknownFormat
 from dora_jax.fault_injection import armed, point
+from dora_jax.state_files import put_aside
 from dora_jax.trainer.manifest import sync_folder
 
 MANIFEST = "MANIFEST"
+MANIFEST_FORMAT = 2
 ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
 ANSWER_S = 60.0  # a store that has not answered by then has failed
 
@@ -82,19 +87,24 @@ class FileLogStore:
         self._recent: list[bytes] = []  # appended, perhaps not durable
         self._doubtful = False  # a sync has failed: `_recent` may be on the disk in part
         if not read_only:
-            self._dir.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
+            try:
+                self._dir.mkdir(parents=True, exist_ok=True)
+                self._lock = self._locked()
+            except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+                raise JournalError(f"{error.filename}: {error.strerror}: no run wrote that, move it away") from error
             for part in self._dir.glob("*.part"):  # a segment that a killed run never finished
-                part.unlink()
+                with contextlib.suppress(IsADirectoryError):  # no run has made that one: it stays
+                    part.unlink()
 
     def segments(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._dir.glob("*.log") if path.stem.isdigit())
+        names = (path.stem for path in self._dir.glob("*.log") if path.stem.isascii() and path.stem.isdigit())
+        return sorted(int(name) for name in names if int(name) and name == self._path(int(name)).stem)
 
     def read(self, segment: int) -> bytes:
         return self._path(segment).read_bytes()
 
     def head(self, segment: int) -> Path:
-        return self._path(segment).with_suffix(".part")
+        return self._path(segment).with_suffix(f".{os.getpid()}.part")
 
     def stage(self, segment: int) -> None:
         """The head is written where it belongs."""
@@ -105,7 +115,7 @@ class FileLogStore:
             how = os.O_APPEND if staged else os.O_CREAT | os.O_TRUNC
             fd = os.open(part, os.O_WRONLY | how | os.O_CLOEXEC, 0o644)
             try:
-                _write_all(fd, data)
+                write_all(fd, data)
                 os.fsync(fd)
                 point("journal.half_segment")
                 os.rename(part, path)
@@ -115,6 +125,7 @@ class FileLogStore:
                 raise
         except OSError:
             part.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # renamed, but not durable: the present segment goes on and must be the last
             raise
         if self._file >= 0:
             os.close(self._file)
@@ -126,9 +137,9 @@ class FileLogStore:
             self._write_again()
         try:
             if armed("journal.half_commit"):
-                _write_all(self._file, data[: len(data) // 2 + 1])
+                write_all(self._file, data[: len(data) // 2 + 1])
                 os.kill(os.getpid(), signal.SIGKILL)
-            _write_all(self._file, data)
+            write_all(self._file, data)
         except OSError:
             self._cut(self._size)  # half a frame would hide what follows it
             raise
@@ -147,7 +158,8 @@ class FileLogStore:
         del self._recent[:covered]
 
     def drop(self, segment: int) -> None:
-        self._path(segment).unlink()
+        with contextlib.suppress(IsADirectoryError):  # no run has made that one: it stays
+            self._path(segment).unlink()
 
     def close(self) -> None:
         if self._file >= 0:
@@ -157,7 +169,10 @@ class FileLogStore:
             self._lock.close()
 
     def _locked(self) -> IO[str]:
-        lock = (self._dir / "lock").open("a+")
+        path = self._dir / "lock"
+        if path.is_dir():  # no run made that, and it says nothing of the journal
+            put_aside(path)
+        lock = path.open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -172,7 +187,7 @@ class FileLogStore:
         """After a failed sync the kernel may have forgotten pages that it could not write."""
         recent = b"".join(self._recent)
         self._cut(self._size - len(recent))
-        _write_all(self._file, recent)
+        write_all(self._file, recent)
         self._doubtful = False
 
     def _cut(self, size: int) -> None:
@@ -264,8 +279,7 @@ class ObjectLogStore:
             found = self._answer(self._store.read(MANIFEST))
             if found.value == self._unanswered:
                 self._generation = found.stamp.generation
-        names = {str(number): folder for number, folder in folders.items()}
-        self._unanswered = json.dumps({"segments": names}).encode()
+        self._unanswered = _manifest(folders)
         self._generation = self._put(MANIFEST, self._unanswered, self._generation)
         self._unanswered, self._folders = b"", folders
 
@@ -297,13 +311,13 @@ class ObjectLogStore:
                 self._answer(self._store.write(key, None))
 
 
-# ---------------------------------------------------------------- private
-
-
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+# ---------------------------------------------------------------- private
 
 
 def _folder(segment: int) -> str:
@@ -311,8 +325,28 @@ def _folder(segment: int) -> str:
     return f"{segment:06d}-{os.urandom(4).hex()}"
 
 
+def _manifest(folders: dict[int, str]) -> bytes:
+    names = {str(number): folder for number, folder in folders.items()}
+    content = {"format": MANIFEST_FORMAT, "segments": names}
+    return json.dumps({**content, "crc32": _checksum(content)}).encode()
+
+
 def _folders(data: bytes) -> dict[int, str]:
+    """The folders that a manifest names. Format 1 has no checksum and does not say its format."""
     try:
-        return {int(number): str(folder) for number, folder in json.loads(bytes(data))["segments"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = json.loads(bytes(data))
+        folders = {int(number): str(folder) for number, folder in manifest["segments"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JournalError(f"the journal's {MANIFEST} is damaged: {bytes(data[:60])!r}") from error
+    if "crc32" in manifest and manifest.pop("crc32") != _checksum(manifest):
+        raise JournalError(f"the journal's {MANIFEST} does not match its checksum")
+    written = manifest.get("format", 1)
+    if written not in (1, MANIFEST_FORMAT):
+        raise UnknownFormat(
+            f"workdir: the journal's {MANIFEST} is of format {written}, and this version of dora_jax reads 1 to {MANIFEST_FORMAT}"
+        )
+    return folders
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -8,6 +8,7 @@ runs and when it is replayed, so both give the same payload.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +17,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
-from dora_jax.runtime.durability.records import REWRITTEN, SAMPLED, Entry, Fact, Partial, Published
+from dora_jax.runtime.durability.records import REWRITTEN, SAMPLED, Entry, Fact, Partial, Published, Saved
 from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Span, TokenTable, Version, is_eval, is_served
 
 
@@ -38,12 +39,16 @@ class PayloadState:
         self.evaluated: dict[GroupId, ScoredGroup] = {}
         self.partial: dict[SampleId, list[Partial]] = {}  # chunks, end to end
         self.digests: dict[Version, Published] = {}
+        self.saved: dict[Version, Saved] = {}  # checkpoints -> digests of what they were given to save
 
     def apply(self, entry: Entry, state: State) -> Step | None:
         """`state`: the orchestrator's, before it steps the event. Returns the step that ended, and forgets its
         groups."""
         if isinstance(entry, Partial):
             self._grow(entry, state)
+            return None
+        if isinstance(entry, Saved):
+            self.saved[entry.version] = entry
             return None
         match entry.event:
             case ev.SampleDone(id=id) if not is_served(id.group_id):
@@ -64,10 +69,17 @@ class PayloadState:
         return None
 
     def follow(self, command: ev.Command) -> None:
-        """A sample that is told to start has no tokens: one that began on an instance in quarantine begins again."""
-        if isinstance(command, ev.Start):
-            for id in command.ids:
-                self.partial.pop(id, None)
+        """A sample that is told to start has no tokens: one that began on an instance in quarantine begins again. A group
+        that is discarded has nothing."""
+        match command:
+            case ev.Start(ids=ids):
+                for id in ids:
+                    self.partial.pop(id, None)
+            case ev.Discard(group_id=group_id):
+                self.samples.pop(group_id, None)
+                self.scored.pop(group_id, None)
+                for id in [id for id in self.partial if id.group_id == group_id]:
+                    del self.partial[id]
 
     def tokens(self, id: SampleId) -> tuple[np.ndarray, np.ndarray, tuple[Span, ...]]:
         """(out_ids i32[U], logprobs f32[U], the versions that sampled them) of a running sample. Empty: no tokens of it
@@ -103,6 +115,10 @@ class PayloadState:
         """Makes running samples start over: the weights of their version are not bit for bit what they were."""
         self.partial.clear()
 
+    def forget_saved(self, first: Version, last: float = math.inf) -> None:
+        """Forgets the digests of checkpoints that are gone: all but those from `first` to `last`."""
+        self.saved = {version: saved for version, saved in self.saved.items() if first <= version <= last}
+
     def prune(self, state: State) -> None:
         """Forgets the payload that the orchestrator will not ask for."""
         self.prune_groups(state)
@@ -136,6 +152,8 @@ class PayloadState:
                 (self.evaluated if is_eval(group_id) else self.scored)[group_id] = item
             case Partial(id=id):
                 self.partial.setdefault(id, []).append(item)
+            case _:
+                raise TypeError(f"a {type(item).__name__} stands among the payload")
 
     # ------------------------------------------------------------ private
 

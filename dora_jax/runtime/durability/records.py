@@ -4,6 +4,7 @@
     Batch(entries, last)    what came in together, in order; the orchestrator decided on all of it once
         Fact(event, payload)    one event that the orchestrator consumed
         Partial                 tokens that a running sample has grown by
+        Saved                   digests of a checkpoint
 
 Law: a segment that any format from OLDEST on wrote reads as the records of today (`reader`).
 """
@@ -17,18 +18,32 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.config import UnknownFormat
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 8  # of the records that this version writes; the head of a segment says its own
+FORMAT = 9  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
+    """Digests of a version (digest.py)."""
+
     epoch: int
-    digest: int  # fingerprint of the version's weights
+    digest: int  # of the trainer's params
+    copy: int = 0  # of the copy in the engines' dtype that travels, stacked; 0: an older format did not take it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Digests of the items of a checkpoint, taken of what was given to the save."""
+
+    version: Version
+    params: int
+    opt_state: int
+    rl_state: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +54,7 @@ class Head:
     orchestrator: Any  # snapshot, as plain data
     digests: dict[str, Published]  # of the live versions
     payload_records: int  # records that follow and belong to the snapshot
+    saved: dict[str, Saved]  # of the checkpoints that the journal reaches back to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +83,16 @@ class Partial:
     table: TokenTable = dataclasses.field(default_factory=TokenTable)
 
 
-Entry = Fact | Partial
+Entry = Fact | Partial | Saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    entries: tuple[Fact | Partial, ...]
+    entries: tuple[Fact | Partial | Saved, ...]
     last: bool  # False: more of the same batch follow in the next record, which would else be too large
 
 
-CODEC = Codec(Head, Published, Fact, Partial, Batch)
+CODEC = Codec(Head, Published, Fact, Partial, Saved, Batch)
 TOKENS_A_RECORD = 1 << 20
 NO_TABLE = [TokenTable.__name__, *(None for _ in dataclasses.fields(TokenTable))]  # the row of an empty one
 
@@ -90,19 +106,29 @@ def batches(entries: Sequence[Entry]) -> Iterator[Batch]:
             yield Batch(entries=tuple(part), last=False)
             part, tokens = [], 0
         part.append(entry)
-        payload = entry if isinstance(entry, Partial) else entry.payload
+        payload = entry.payload if isinstance(entry, Fact) else entry
         tokens += len(payload.out_ids) if isinstance(payload, Partial | Sample) else 0
     if part:
         yield Batch(entries=tuple(part), last=True)
 
 
 def upgrade(row: Any, written: int) -> Any:
-    """The row of a record in format `written` -> its row in FORMAT. CodecError: this version does not know that format.
+    """The row of a record in format `written` -> its row in FORMAT. UnknownFormat: this version does not read that
+    format. CodecError: it is no record of it.
 
     A row is [class name, field, ...], and so are the records within it. A change of a record raises FORMAT and adds a
     step here, from one format to the next; no other code knows the older formats."""
-    if not (type(written) is int and OLDEST <= written <= FORMAT):
-        raise CodecError(f"it is of format {written}, and this version reads {OLDEST} to {FORMAT}")
+    if type(written) is not int:
+        raise CodecError("it does not say its format")
+    if not OLDEST <= written <= FORMAT:
+        raise UnknownFormat(f"it is of format {written}, and this version of dora_jax reads {OLDEST} to {FORMAT}")
+    try:
+        return _upgraded(row, written)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise CodecError(f"it is no record of format {written}: {type(error).__name__} {error}") from error
+
+
+def _upgraded(row: Any, written: int) -> Any:
     if written == 3:  # a sample had no table, and each event was decided on by itself
         row = _with_tables(row)
         row = [Batch.__name__, [row], True] if _is(row, Fact) else row
@@ -112,9 +138,37 @@ def upgrade(row: Any, written: int) -> Any:
         row = _with_lead(_with_episodes(row))
     if written <= 6:
         row = _with_sessions(row)
+    if written <= 7:
+        row = _with_lending(row)
     if written <= 7 and _is(row, Batch) and isinstance(row[1], list):
         row = [row[0], [_with_drafts(entry) for entry in row[1]], *row[2:]]
+    if written <= 8:
+        row = _with_digests(row)
     return row
+
+
+def _with_digests(row: Any) -> Any:
+    """The row of a head or a batch, as digests of checkpoints and of the copies that travel are kept, and as facts of a
+    sample name the attempt that placed it."""
+    if _is(row, Head) and isinstance(row[5], dict):
+        return [*row[:5], {version: _with_copy(published) for version, published in row[5].items()}, *row[6:], {}]
+    if _is(row, Batch) and isinstance(row[1], list):
+        facts = [
+            [e[0], _with_attempt(e[1]), _with_copy(e[2]), *e[3:]] if _is(e, Fact) and len(e) > 2 else e for e in row[1]
+        ]
+        return [row[0], facts, *row[2:]]
+    return row
+
+
+NAME_ATTEMPTS = (ev.SampleStarted, ev.SampleParked, ev.SampleResumed, ev.SampleWaiting, ev.SampleReady, ev.RequestCame)
+
+
+def _with_attempt(row: Any) -> Any:
+    return [*row, None] if any(_is(row, kind) for kind in NAME_ATTEMPTS) else row
+
+
+def _with_copy(row: Any) -> Any:
+    return [*row, 0] if _is(row, Published) else row
 
 
 def _with_drafts(row: Any) -> Any:
@@ -122,6 +176,11 @@ def _with_drafts(row: Any) -> Any:
     if _is(row, Fact) and _is(row[1], ev.InstanceReported):
         return [row[0], [*row[1], None], *row[2:]]
     return row
+
+
+def _with_lending(row: Any) -> Any:
+    """The row of a head: its configuration lent no chips. Late runs of format 7 say so themselves."""
+    return [*row[:3], {"lendable": [], "switch_s": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
 
 
 def _with_sessions(row: Any) -> Any:
@@ -182,7 +241,7 @@ def _is(row: Any, record: type) -> bool:
 
 def reader(head: bytes) -> Callable[[bytes], Any]:
     """Decodes the records of a segment that begins with this head, whatever format it was written in. CodecError: this
-    is no head, or its format is unknown."""
+    is no head. UnknownFormat: this version does not read its format."""
     formats: list[Any] = []
 
     def note(row: Any) -> Any:

@@ -6,25 +6,29 @@
     redo    = the batches trained since: on the way every live version's weights are made again
 
 Consumes an `EventLog`; produces `Recovered`. Laws: snapshot + tail = full replay; a damaged segment or checkpoint is
-reported, and an older one is used; a segment is followed up to the first fact that the orchestrator refuses, which is
-where the run that wrote it ended; no group is in two of the returned steps.
+reported, and an older one is used; a segment that another version of dora_jax wrote is not damaged: where it is needed,
+the resume is refused (UnknownFormat); a segment is followed up to the first fact that the orchestrator refuses, which
+is where the run that wrote it ended; no group is in two of the returned steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dora_jax.config import UnknownFormat
+from dora_jax.orchestrate import snapshot
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import Debts, restart
-from dora_jax.runtime.codec import CodecError
+from dora_jax.runtime.codec import CodecError, UnknownRecord
 from dora_jax.runtime.durability.event_log import EventLog
+from dora_jax.runtime.durability.frames import Segment
 from dora_jax.runtime.durability.log_stores import JournalError
 from dora_jax.runtime.durability.payload_state import PayloadState, Step
-from dora_jax.runtime.durability.records import CODEC, FORMAT, Batch, Entry, Fact, Head, Partial, reader
+from dora_jax.runtime.durability.records import CODEC, FORMAT, Batch, Entry, Fact, Head, Partial, Saved, reader
 from dora_jax.types import Version
 
 Notify = Callable[[str], None]
@@ -74,6 +78,7 @@ def head_records(orchestrator: Orchestrator, payloads: PayloadState, epoch: int)
             orchestrator=orchestrator.snapshot(),
             digests={str(v): p for v, p in payloads.digests.items()},
             payload_records=len(records),
+            saved={str(v): saved for v, saved in payloads.saved.items()},
         )
     )
     yield from records
@@ -85,32 +90,44 @@ def recover(
     checkpoints: Sequence[Version],
     usable: Callable[[Version], bool],
     notify: Notify,
+    adopt: Callable[[Mapping[Version, Saved]], Sequence[Version]] = lambda saved: (),
 ) -> Recovered | None:
     """Where the run was; None: there is no journal. `checkpoints`: steps that the trainer can start from, with the
-    initial weights; `usable` verifies one. JournalError: no checkpoint fits the journal."""
-    heads = _heads(journal, notify)
+    initial weights; `usable` verifies one, and is asked last: the run starts from the first that is. `adopt` is given
+    what the journal holds of checkpoints, and returns further ones. JournalError: no checkpoint fits the journal.
+    UnknownFormat: another version of dora_jax wrote a segment that this start needs."""
+    heads, unknown = _heads(journal, notify)
+    newest = max(heads, default=0)
+    if unknown and max(unknown) > newest:
+        raise unknown[max(unknown)]
     if not heads:
         return None
-    newest = max(heads)
     with _sensible(newest):
         end = replay(journal, [newest], notify)
         debts = restart(end.orchestrator)
     floor = min(debts.versions, default=end.base)
+    checkpoints = sorted({*checkpoints, *adopt(_expected(end))})
     for start in sorted((v for v in checkpoints if v <= floor), reverse=True):
         first = max((n for n, base in heads.items() if base <= start), default=None)
-        if first is None or not usable(start):
+        if first is None:
             continue
         chain = [n for n in sorted(heads) if n >= first]
         with _sensible(first):
             past = end if chain == [newest] else replay(journal, chain, lambda sentence: None)
         steps = tuple(step for step in past.steps if step.base >= start)
-        if [step.base for step in steps] == list(range(start, end.base)):
+        if [step.base for step in steps] != list(range(start, end.base)):
+            if unknown:
+                raise unknown[max(unknown)]  # of which the missing batches may be
+            notify(
+                f"the batches between version {start} and {end.base} are not all in the journal: an older start is "
+                f"tried"
+            )
+        elif usable(start):
             orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
             end.payloads.prune(orchestrator.state)
             return Recovered(orchestrator, end.payloads, end.epoch, debts, start, heads, steps)
-        notify(
-            f"the batches between version {start} and {end.base} are not all in the journal: an older start is tried"
-        )
+    if unknown:
+        raise unknown[max(unknown)]
     raise JournalError(
         f"no checkpoint that verifies fits the journal: live versions are {list(debts.versions)}, "
         f"checkpoints {list(checkpoints)}"
@@ -119,7 +136,7 @@ def recover(
 
 def steps_since(journal: EventLog, version: Version) -> tuple[Step, ...]:
     """The steps made since this version, oldest first. Another thread may be writing the log."""
-    heads = _heads(journal, lambda sentence: None)
+    heads, _ = _heads(journal, lambda sentence: None)
     if not heads:
         return ()
     first = max((n for n, base in heads.items() if base <= version), default=min(heads))
@@ -132,7 +149,7 @@ def replay(journal: EventLog, segments: Sequence[int], notify: Notify) -> Replay
     make no sense."""
     state: ReplayedState | None = None
     for number in segments:
-        segment = journal.read(number)
+        segment = _read(journal, number)
         if segment.fault:
             notify(f"journal segment {number}: {segment.fault}; {segment.lost_bytes} bytes behind it are not read")
         state = _replay_one(number, segment.records, state.steps if state else [], notify)
@@ -142,6 +159,13 @@ def replay(journal: EventLog, segments: Sequence[int], notify: Notify) -> Replay
 
 
 # ---------------------------------------------------------------- private
+
+
+def _expected(end: ReplayedState) -> dict[Version, Saved]:
+    """What checkpoints must restore to. Of one that was saved in an older format the params may be known."""
+    published = {v: each.digest for v, each in end.payloads.digests.items() if each.epoch == end.epoch}
+    params = {v: Saved(version=v, params=digest, opt_state=0, rl_state=0) for v, digest in published.items()}
+    return params | end.payloads.saved
 
 
 def _replay_one(
@@ -162,6 +186,8 @@ def _replay_one(
                 followed.append(entry)
             if batch.last:
                 _decide(state)
+        except UnknownRecord as error:
+            raise _unknown(number, f"record {i + 1}: {error}") from error
         except SENSELESS as error:
             notify(
                 f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
@@ -198,23 +224,43 @@ def _follow(state: ReplayedState, entry: Entry) -> None:
         state.steps.append(step)
 
 
-def _heads(journal: EventLog, notify: Notify) -> dict[int, Version]:
-    """The segments that a replay can begin with -> the version at which they begin."""
-    found = {}
+def _heads(journal: EventLog, notify: Notify) -> tuple[dict[int, Version], dict[int, UnknownFormat]]:
+    """(segments that a replay can begin with -> the version at which they begin, segments that another version of
+    dora_jax wrote -> what is unknown about them)"""
+    found: dict[int, Version] = {}
+    unknown: dict[int, UnknownFormat] = {}
     for number in journal.segments():
         try:
-            head, *_ = _open(number, journal.read(number).records)
+            segment = _read(journal, number)
+            if not segment.records and segment.fault:
+                raise JournalError(f"journal segment {number}: {segment.fault}")
+            head, *_ = _open(number, segment.records)
+            with _sensible(number):
+                base = head.orchestrator["ledger"]["base"]
+                if base < 0:
+                    raise JournalError(f"journal segment {number} begins at version {base}, which never was")
+        except UnknownFormat as error:
+            unknown[number] = error
+            continue
         except JournalError as error:
             notify(f"{error}; the segment is stepped over")
             continue
-        base = head.orchestrator["ledger"]["base"]
-        if base < 0:
-            notify(
-                f"segment {number} of the journal begins at version {base}, which never was; the segment is stepped over"
-            )
-            continue
         found[number] = base
-    return found
+    return found, unknown
+
+
+def _read(journal: EventLog, number: int) -> Segment:
+    try:
+        return journal.read(number)
+    except UnknownFormat as error:
+        raise _unknown(number, str(error)) from error
+
+
+def _unknown(number: int, what: str) -> UnknownFormat:
+    return UnknownFormat(
+        f"workdir: journal segment {number} was written by another version of dora_jax ({what}): go on with that "
+        "version; nothing was changed"
+    )
 
 
 def _open(number: int, records: Sequence[bytes]) -> tuple[Head, PayloadState, Sequence[bytes], Callable[[bytes], Any]]:
@@ -229,19 +275,37 @@ def _open(number: int, records: Sequence[bytes]) -> tuple[Head, PayloadState, Se
         payloads = PayloadState()
         for data in records[1 : 1 + head.payload_records]:
             payloads.load(read(data))
-    except CodecError as error:
+        payloads.digests = {int(version): published for version, published in head.digests.items()}
+        payloads.saved = {int(version): saved for version, saved in head.saved.items()}
+        _check_known(head)
+    except (UnknownFormat, UnknownRecord) as error:
+        raise _unknown(number, str(error)) from error
+    except (CodecError, ValueError, KeyError, TypeError) as error:
         raise JournalError(f"journal segment {number} has no readable head: {error}") from error
-    payloads.digests = {int(version): published for version, published in head.digests.items()}
     return head, payloads, records[1 + head.payload_records :], read
+
+
+def _check_known(head: Head) -> None:
+    """Raise UnknownFormat where a head of a known format holds a snapshot or a configuration of another one."""
+    written = head.orchestrator["format"]
+    if type(written) is int and not snapshot.OLDEST <= written <= snapshot.FORMAT:
+        raise UnknownFormat(
+            f"its snapshot is of format {written}, and this version of dora_jax reads {snapshot.OLDEST} to "
+            f"{snapshot.FORMAT}"
+        )
+    if differing := {str(name) for name in head.config} ^ {
+        field.name for field in dataclasses.fields(OrchestratorConfig)
+    }:
+        raise UnknownFormat(f"its configuration differs in {', '.join(sorted(differing))}")
 
 
 @contextlib.contextmanager
 def _sensible(number: int) -> Iterator[None]:
-    """Turns what a replay raises into a JournalError: another version wrote these records, or a bug."""
+    """Turns what a replay raises into a JournalError: a bug wrote these records, or reads them."""
     try:
         yield
     except SENSELESS as error:
-        if isinstance(error, JournalError):
+        if isinstance(error, JournalError | UnknownFormat):
             raise
         raise JournalError(
             f"the journal from segment {number} on cannot be followed by this version of dora_jax: "
@@ -251,13 +315,7 @@ def _sensible(number: int) -> Iterator[None]:
 
 def _config(data: dict[str, Any]) -> OrchestratorConfig:
     """The configuration under which a segment was written. Its tuples were written as lists."""
-    known = {field.name for field in dataclasses.fields(OrchestratorConfig)}
-    if set(data) != known:
-        raise JournalError(
-            f"the journal was written by another version of dora_jax: its configuration differs in "
-            f"{', '.join(sorted(map(str, set(data) ^ known)))}"
-        )
     data = dict(data)
-    data["task_cycle"] = tuple(data["task_cycle"])
+    data["task_cycle"], data["lendable"] = tuple(data["task_cycle"]), tuple(data["lendable"])
     data["task_ratios"] = tuple((task, ratio) for task, ratio in data["task_ratios"])
     return OrchestratorConfig(**data)

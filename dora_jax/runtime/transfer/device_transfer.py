@@ -1,13 +1,12 @@
 """Arrays in host memory between processes of different worlds: weights and KV, shard by shard, over TCP.
 
-    sender    give(key, pieces) -> Manifest           offers arrays, shard by shard; the control plane carries the
-    manifest receiver  take(manifests, wanted, key) -> arrays  checks them against `wanted` and `key`, then reads to a
-    deadline sender    release(key)                            once the receiver has said that it holds them, or never
-    will
+    sender    give(key, pieces) -> Manifest           offers arrays, shard by shard; the control plane carries it
+    receiver  take(manifests, wanted, key) -> arrays  checks them against `wanted` and `key`, then reads to a deadline
+    sender    release(key)                            once the receiver has said that it holds them, or never will
 
 Consumes and produces NumPy arrays, bit for bit; the owner of an array brings it from its devices to the host. Laws: a
 receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
-deadline, on both sides; the port serves only processes that know the token of the run (listener.py), so that
+deadline, on both sides; a shard whose checksum is not the one that was offered is read again, then refused; the port serves only processes that know the token of the run (listener.py), so that
 bytes of a stranger end the stranger's connection and nothing else. `jax.experimental.transfer` is not used: it has no
 authentication, and a few bytes of garbage on one of its ports abort the process.
 """
@@ -21,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing import AuthenticationError, connection
@@ -35,6 +35,7 @@ from dora_jax.runtime.transfer.transfer_manifest import (
     Manifest,
     Shard,
     WireError,
+    box_words,
     check,
     deadline_s,
     empty,
@@ -44,6 +45,7 @@ from dora_jax.runtime.transfer.transfer_manifest import (
 
 STREAMS = 4  # connections over which an offer is read; one alone does not fill a fast network
 STREAM_BYTES = 8 << 20  # an offer of less than two such parts is read over one
+REREADS = 1  # of a shard that has not arrived as it was offered; what is damaged again is damaged at its sender
 READERS = 16  # connections that a receiver reads at a time
 ASK = struct.Struct("!QQQ")  # number of an offer; first byte and end of a part of its pieces, laid end to end
 HAS, HAS_NOT = b"\1", b"\0"
@@ -73,8 +75,9 @@ class Wire:
                 raise WireError(f"{words(key)} is not offered again: the last transfer to it was {last}")
             self._last[key.receiver] = key.sequence
             self._offered[key] = number
-            self._pieces[number] = [_bytes(np.ascontiguousarray(piece)) for piece in pieces.values()]
-        return Manifest(key=key, address=self.address, number=number, shards=tuple(pieces))
+            self._pieces[number] = arrays = [_bytes(np.ascontiguousarray(piece)) for piece in pieces.values()]
+        checksums = tuple(zlib.crc32(array.data) for array in arrays)
+        return Manifest(key=key, address=self.address, number=number, shards=tuple(pieces), crc32=checksums)
 
     def release(self, key: Key) -> None:
         """Forgets an offer, made or still to come. One that is being read stays until its reader has ended."""
@@ -98,14 +101,23 @@ class Wire:
         until_s = time.monotonic() + timeout_s
         homes = _homes(manifests, wanted)
         got: dict[Shard, list[tuple[Shard, np.ndarray]]] = {shard: [] for shard in wanted}
-        jobs = []
+        reads: list[_Reading] = []
         for manifest in manifests:
             pieces = {piece: np.empty(_extent(piece), jnp.dtype(piece.dtype)) for piece in manifest.shards}
             for piece, array in pieces.items():
                 got[homes[piece]].append((piece, array))
-            targets = [_bytes(array) for array in pieces.values()]
-            jobs += [(manifest, targets, *bounds) for bounds in _streams(sum(x.nbytes for x in targets))]
-        self._read_all(jobs, until_s, timeout_s)
+            reads.append((manifest, [_bytes(array) for array in pieces.values()]))
+        self._read_all([(*each, *bounds) for each in reads for bounds in _streams(_size(each[1]))], until_s, timeout_s)
+        damaged = [(*each, i) for each in reads for i in range(len(each[1])) if _differs(*each, i)]
+        for _ in range(REREADS):
+            again = [(offer, into, _size(into[:i]), _size(into[: i + 1])) for offer, into, i in damaged]
+            self._read_all(again, until_s, timeout_s)
+            damaged = [each for each in damaged if _differs(*each)]
+        for manifest, _, i in damaged:
+            raise WireError(
+                f"{words(key)}: {box_words(manifest.shards[i])} from {manifest.address} has another checksum than was "
+                f"offered, {1 + REREADS} times"
+            )
         return {shard: _joined(shard, pieces) for shard, pieces in got.items()}
 
     @property
@@ -165,7 +177,8 @@ class Wire:
 
 # ---------------------------------------------------------------- private
 
-Job = tuple[Manifest, list[np.ndarray], int, int]  # an offer, the bytes that it is read into, first byte and end
+_Reading = tuple[Manifest, list[np.ndarray]]  # an offer, the bytes that its shards are read into
+Job = tuple[Manifest, list[np.ndarray], int, int]  # the same, first byte and end
 
 
 def _socket(end: connection.Connection) -> socket.socket:
@@ -186,6 +199,15 @@ def _fill(peer: socket.socket, target: memoryview | bytearray, until_s: float) -
 def _bytes(array: np.ndarray) -> np.ndarray:
     """u8[nbytes] of a contiguous array, the same memory."""
     return array.reshape(-1).view(np.uint8)
+
+
+def _size(arrays: Iterable[np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+def _differs(manifest: Manifest, targets: list[np.ndarray], i: int) -> bool:
+    """Whether shard `i` has another checksum than was offered."""
+    return zlib.crc32(targets[i].data) != manifest.crc32[i]
 
 
 def _streams(size: int) -> list[tuple[int, int]]:

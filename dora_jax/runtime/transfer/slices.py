@@ -4,6 +4,7 @@ part.
     source    offered(copy) -> slices         one of the processes that hold a shard of the trainer's gives it
               pieces(slices, wanted)          the part of what a receiver wants that this process gives
     receiver  wanted(like)                    the boxes that this process's devices need, as few as can be
+              sums(slices, shards)            what proves them, see box_digest.py
               received(like, got) -> slices   in host memory; `publish.placed` brings them to the devices
 
 Consumes shardings and `publish.Slices`; produces shards that wire and storage carry. Laws: all processes of a world
@@ -19,6 +20,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from dora_jax.box_digest import LeafBox, Sums, sums_of
 from dora_jax.publish import Box, Slices, Tree, box_of, common, name_of, sliced, volume, within
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused, sound, turns
 
@@ -85,6 +87,16 @@ def received(like: Tree, got: Mapping[Shard, np.ndarray]) -> Tree:
         return Slices(tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding.shard_shape(leaf.shape), mine, given)
 
     return jax.tree_util.tree_map_with_path(slices, like)
+
+
+def sums(slices: Tree, shards: Sequence[Shard]) -> tuple[Sums, ...]:
+    """The sums of these shards of stacked Slices; over all shards of a world, each once, they make up the digest."""
+    leaves = {path: (number, leaf) for number, (path, leaf) in enumerate(_named(slices))}
+    boxes = []
+    for shard in shards:
+        number, leaf = leaves[shard.path]
+        boxes.append(LeafBox(leaf.at((shard.start, shard.stop)), number, shard.start, shard.shape))
+    return tuple(sums_of(boxes))
 
 
 def shard_of(path: str, leaf: Leaf, box: Box) -> Shard:

@@ -55,6 +55,7 @@ class Manifest:
     address: str
     number: int  # of the offer at that address
     shards: tuple[Shard, ...]
+    crc32: tuple[int, ...]  # of the bytes of each shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,11 @@ def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) ->
             raise WireError(f"{words(manifest.key)} is offered where {words(key)} is expected")
         if not 0 < manifest.number < 1 << 63:
             raise WireError(f"{manifest.number} cannot be the number of an offer")
+        if len(manifest.crc32) != len(manifest.shards):
+            raise WireError(f"{words(key)}: {len(manifest.shards)} shards come with {len(manifest.crc32)} checksums")
         for shard in manifest.shards:
             if shard in offered:
-                raise WireError(f"{words(key)}: {_box(shard)} is offered twice")
+                raise WireError(f"{words(key)}: {box_words(shard)} is offered twice")
             offered[shard] = None
     if fault := _difference(tuple(offered), expected):
         raise WireError(f"{words(key)}: {fault}")
@@ -144,15 +147,15 @@ def empty(shards: Sequence[Shard]) -> str | None:
 
 
 def refused(shard: Shard, why: str) -> WireError:
-    return WireError(f"{_box(shard)} is wanted, {why}")
+    return WireError(f"{box_words(shard)} is wanted, {why}")
+
+
+def box_words(shard: Shard) -> str:
+    box = ", ".join(f"{a}:{b}" for a, b in zip(shard.start, shard.stop, strict=False))
+    return f"{shard.path}[{box}] of {shard.dtype}{list(shard.shape)}"
 
 
 # ---------------------------------------------------------------- private
-
-
-def _box(shard: Shard) -> str:
-    box = ", ".join(f"{a}:{b}" for a, b in zip(shard.start, shard.stop, strict=False))
-    return f"{shard.path}[{box}] of {shard.dtype}{list(shard.shape)}"
 
 
 def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | None:
@@ -170,12 +173,14 @@ def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | 
             part for part in near if inside(part, shard) and part.bytes * _volume(shard) == shard.bytes * _volume(part)
         ]
         if not _tiled(shard, parts):
-            said = f"{_box(near[0])} with {near[0].bytes} bytes is offered" if near else f"no {shard.path} is offered"
+            said = (
+                f"{box_words(near[0])} with {near[0].bytes} bytes is offered" if near else f"no {shard.path} is offered"
+            )
             more = f" among {len(near)} pieces" if len(near) > 1 else ""
-            return f"{said}{more} where {_box(shard)} with {shard.bytes} bytes is expected"
+            return f"{said}{more} where {box_words(shard)} with {shard.bytes} bytes is expected"
         asked.update(parts)
     extra = next((shard for shard in offered if shard not in asked), None)
-    return f"{_box(extra)} is offered and was not asked for" if extra else None
+    return f"{box_words(extra)} is offered and was not asked for" if extra else None
 
 
 def _tiled(whole: Shard, parts: Sequence[Shard]) -> bool:

@@ -7,7 +7,8 @@ fact.
 A world is the processes of one trainer or of one instance. Consumes facts about worlds and answers of their processes;
 produces commands, each for all processes of one world, and outcomes: the records of weight_messages.py.
 `weight_receiver.WeightEndpoint` executes the commands.
-Laws: no process commits before all of its world have staged the same transfer; a transfer that fails or is late is
+Laws: no process commits before all of its world have staged the same transfer, and what they staged has the digest of
+the version, where that is known; a transfer that fails or is late is
 aborted everywhere, its world keeps the versions it had, and others go on; every attempt has a key of its own, and facts
 under any other key change nothing, so that they may come twice, late, or from a world that is gone; a world serves at
 most `fanout` transfers at once, and every world that has a version serves it: instances before the trainer; a version
@@ -19,8 +20,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from dora_jax.box_digest import Sums, added, combined
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, deadline_s, words
+from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, Shard, box_words, deadline_s, words
 from dora_jax.runtime.transfer.weight_messages import (
     Abort,
     Accepted,
@@ -44,6 +46,7 @@ from dora_jax.runtime.transfer.weight_messages import (
     Staged,
     Stored,
     TransferFailed,
+    VersionDigest,
     VersionDue,
     Wanted,
     WorldDown,
@@ -74,6 +77,7 @@ class _Transfer:
     until_s: float
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)  # of this phase, by process
     bytes: int = 0  # the most that one process is sent
+    shards: tuple[tuple[Shard, ...], ...] = ()  # that each process is sent
 
 
 class WeightDistribution:
@@ -89,6 +93,7 @@ class WeightDistribution:
         self._worlds: dict[str, _Endpoint] = {}
         self._stored: set[Version] = set()
         self._due: set[Version] = set()
+        self._digests: dict[Version, int] = {}  # where they are known
         self._transfers: dict[str, _Transfer] = {}  # receiver -> the one under way
         self._now_s = now_s
 
@@ -128,6 +133,10 @@ class WeightDistribution:
                 (self._stored.add if there else self._stored.discard)(version)
             case VersionDue(version=version, due=due):
                 (self._due.add if due else self._due.discard)(version)
+            case VersionDigest(version=version, digest=digest):
+                self._digests[version] = digest
+                if not digest:  # it is dropped, or an older format of the journal did not take it
+                    del self._digests[version]
             case Wanted(world=name, version=version):
                 yield from self._want(name, version)
             case _:
@@ -191,7 +200,7 @@ class WeightDistribution:
         elif transfer.phase is Offered:
             yield from self._offered(transfer, [answer for answer in answers if isinstance(answer, Offered)])
         elif transfer.phase is Staged:
-            yield from self._staged(transfer)
+            yield from self._staged(transfer, [answer for answer in answers if isinstance(answer, Staged)])
         else:
             yield from self._committed(transfer)
 
@@ -221,6 +230,7 @@ class WeightDistribution:
         return Propose(world=name, key=key)
 
     def _accepted(self, transfer: _Transfer, answers: list[Accepted]) -> Iterator[Command]:
+        transfer.shards = tuple(answer.shards for answer in answers)
         transfer.bytes = max(sum(shard.bytes for shard in answer.shards) for answer in answers)
         if transfer.source == STORAGE:
             self._enter(transfer, Staged, deadline_s(transfer.bytes))
@@ -239,7 +249,11 @@ class WeightDistribution:
             manifests=tuple(zip(*(answer.manifests for answer in answers), strict=True)),
         )
 
-    def _staged(self, transfer: _Transfer) -> Iterator[Command]:
+    def _staged(self, transfer: _Transfer, answers: list[Staged]) -> Iterator[Command | Outcome]:
+        digest = self._digests.get(transfer.key.version)
+        if digest and (fault := _fault(transfer.shards, [answer.sums for answer in answers], digest)):
+            yield from self._fail(transfer, fault)
+            return
         self._enter(transfer, Committed, GRACE_S)
         yield Commit(world=transfer.key.receiver, key=transfer.key)
         yield from self._release(transfer, staged=True)
@@ -303,3 +317,23 @@ class WeightDistribution:
 
     def _cost(self, source: str) -> tuple[int, bool]:
         return self._serving(source), source != STORAGE and self._worlds[source].trainer
+
+
+# ---------------------------------------------------------------- private
+
+
+def _fault(shards: Sequence[Sequence[Shard]], sums: Sequence[Sequence[Sums]], digest: int) -> str | None:
+    """What is wrong with the bytes that the processes of a world have staged; None: they are the version's.
+
+    shards: by process, in the order of the leaves; the boxes of any two processes are equal or disjoint."""
+    leaves: dict[str, dict[tuple, Sums]] = {}
+    for mine, found in zip(shards, sums, strict=True):
+        if len(mine) != len(found):
+            return f"{len(mine)} shards were staged with the sums of {len(found)}"
+        for shard, each in zip(mine, found, strict=True):
+            if leaves.setdefault(shard.path, {}).setdefault((shard.start, shard.stop), each) != each:
+                return f"{box_words(shard)} did not arrive alike in two processes"
+    staged = combined(added(boxes.values()) for boxes in leaves.values())
+    if staged != digest:
+        return f"the digest of what arrived is {staged:016x}, and the version was published with {digest:016x}"
+    return None

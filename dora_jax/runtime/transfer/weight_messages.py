@@ -65,6 +65,14 @@ class VersionDue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionDigest:
+    """The digest of a version's stacked copy, which the bytes that a world stages must have; 0: it is not known."""
+
+    version: Version
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """A world is to load a version."""
 
@@ -90,6 +98,7 @@ class Offered:
 class Staged:
     key: Key
     host: int
+    sums: tuple[tuple[int, int], ...]  # of the bytes that arrived (box_digest.py), by shard, as they were `Accepted`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +205,7 @@ Fact = (
     | Dropped
     | Stored
     | VersionDue
+    | VersionDigest
     | Wanted
     | Accepted
     | Offered

@@ -3,7 +3,7 @@
     Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 
 Consumes the commands of `weight_distribution.WeightDistribution`, produces its facts; what arrives waits in host memory
-until an engine takes it. Laws: what is staged becomes visible at its commit, all at once; a process receives one
+until an engine takes it. Laws: what is staged is reported with its sums, by which the controller knows it; what is staged becomes visible at its commit, all at once; a process receives one
 version at a time: a command of an older transfer is refused, and a command that was carried out already is answered
 again, so that commands may come twice, late and in any order.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import jax
 
+from dora_jax.box_digest import Sums
 from dora_jax.models import sharding
 from dora_jax.models.config import ModelConfig
 from dora_jax.publish import HostWeights, Tree
@@ -51,6 +52,7 @@ class WeightEndpoint:
         self._phase: type | None = None  # what was answered to it last; None: it was aborted
         self._brought: Key | None = None  # the last transfer that was pulled or read, or is being
         self._staged: Tree | None = None
+        self._sums: tuple[Sums, ...] = ()  # of what was staged last
         self._lock = threading.Lock()
 
     def execute(self, command: ex.Command) -> ex.Fact | None:
@@ -136,15 +138,16 @@ class WeightEndpoint:
         with self._lock:
             self._check(key)
             if self._phase is not ex.Accepted:
-                return ex.Staged(key=key, host=self._host)
+                return ex.Staged(key=key, host=self._host, sums=self._sums)
             if self._brought == key:
                 return None  # the command came twice: the first call answers
             self._brought = key
         tree = bring()
+        sums = slices.sums(tree, self._wanted)
         with self._lock:
             self._check(key)
-            self._phase, self._staged = ex.Staged, tree
-        return ex.Staged(key=key, host=self._host)
+            self._phase, self._staged, self._sums = ex.Staged, tree, sums
+        return ex.Staged(key=key, host=self._host, sums=sums)
 
     def _pull(self, pull: ex.Pull) -> Tree:
         key = _of_host(pull.key, self._host)

@@ -6,13 +6,15 @@ Consumes the slices of a version (slices.py), a chunk for each shard of the trai
 objects of version 7 are weights/v7/..., in a folder as in a bucket; weights/v7.whole tells the next controller that the
 version is complete. Laws: a version that is sealed is whole, and is never written again; no process reads a version
 before the controller has sealed it; a process writes its own slices and nothing else, so that all write about as much;
-a process reads each chunk that it needs once.
+a process reads each chunk that it needs once; every chunk carries its crc32c, so that a flipped bit is an error at the
+read, as is a chunk that is missing; what cannot be read is read again, then refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -23,14 +25,17 @@ import numpy as np
 import tensorstore as ts
 
 from dora_jax.publish import Box, Slices, Tree, within
-from dora_jax.runtime.durability.object_storage import RETRIES, WEIGHTS, Objects, StoreError, side_by_side
+from dora_jax.runtime.durability.object_storage import RETRIES, WEIGHTS, Objects, StoreError, one_line, side_by_side
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused
 from dora_jax.types import Version
 
 # A version is made again from checkpoint and journal where the machine fails, so it need not survive that: no fsync.
 CONTEXT = ts.Context({"file_io_sync": False, "gcs_request_retries": RETRIES, "s3_request_retries": RETRIES})
+READS = 2  # of an array: a bit that flipped on its way is right the second time, one that flipped in storage is not
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 WHOLE = ".whole"  # the suffix of an empty object beside a version that is sealed
+OF_A_VERSION = re.compile(rf"{WEIGHTS}/v(0|[1-9]\d{{0,17}})({re.escape(WHOLE)}|/.+)", re.ASCII | re.DOTALL)
 
 
 class StoredWeights:
@@ -58,7 +63,7 @@ class StoredWeights:
     def look(self) -> None:
         """At the start of a run that takes over the gangs of an earlier controller: finds the versions that are
         whole."""
-        self._sealed = {version for version, name in self._listed() if name.endswith(WHOLE)}
+        self._sealed = {version for version, whole in self._listed() if whole}
 
     def keep_only(self, versions: Collection[Version]) -> None:
         """Drops all other versions. Those that are kept need not be whole."""
@@ -76,8 +81,8 @@ class StoredWeights:
 
     def get(self, version: Version, shardings: Tree | None) -> Tree:
         """The Slices that this process's devices need. shardings: stacked ShapeDtypeStructs with shardings. WireError:
-        the version has no such tensors."""
-        return slices.received(shardings, _read(self._place(version), slices.wanted(shardings)))
+        the version has no such tensors. StoreError: an array of it is damaged, or not to be had."""
+        return slices.received(shardings, _read(version, self._place(version), slices.wanted(shardings)))
 
     def drop(self, version: Version) -> None:
         def drop() -> None:
@@ -89,10 +94,10 @@ class StoredWeights:
 
     # ------------------------------------------------------------ private
 
-    def _listed(self) -> list[tuple[Version, str]]:
-        """(version, the name of an object of it)"""
-        names = [key.removeprefix(f"{WEIGHTS}/v") for key in self._store.keys(WEIGHTS)]
-        return [(int(name.split("/")[0].removesuffix(WHOLE)), name) for name in names]
+    def _listed(self) -> list[tuple[Version, bool]]:
+        """(version, whether this object of it says that it is whole). Objects that no run wrote are passed over."""
+        found = [OF_A_VERSION.fullmatch(key) for key in self._store.keys(WEIGHTS)]
+        return [(int(match[1]), match[2] == WHOLE) for match in found if match]
 
     def _soon(self, work: Callable[[], None]) -> None:
         """Now in a folder; in a bucket on another thread, because the caller must not wait for it."""
@@ -153,11 +158,25 @@ def _write(place: Place, weights: Tree) -> None:
         raise StoreError(" ".join(str(error).split())) from error
 
 
-def _read(place: Place, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
+def _read(version: Version, place: Place, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
     def load(path: str) -> dict[Shard, np.ndarray]:
-        kvstore = place(path.replace("/", "."))
-        store = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True, context=CONTEXT).result()
         mine = [shard for shard in shards if shard.path == path]
+        for read in range(1, READS + 1):
+            try:
+                return read_once(path, mine)
+            except (ValueError, OSError, KeyError) as error:  # tensorstore's statuses
+                if read == READS:
+                    raise StoreError(
+                        f"version {version} in storage is damaged: {path} was read {READS} times: {one_line(error)}"
+                    ) from error
+        raise AssertionError("READS is at least 1")
+
+    def read_once(path: str, mine: list[Shard]) -> dict[Shard, np.ndarray]:
+        spec: dict[str, Any] = {"driver": "zarr3", "kvstore": place(path.replace("/", "."))}
+        store = ts.open(spec, open=True, context=CONTEXT).result()
+        if any(codec["name"] == "crc32c" for codec in store.spec().to_json()["metadata"]["codecs"]):
+            # else it was written without checksums, and chunks of zeros were left out
+            store = ts.open(spec | {"fill_missing_data_reads": False}, open=True, context=CONTEXT).result()
         if (tuple(store.shape), store.dtype.name) != (mine[0].shape, mine[0].dtype):
             raise refused(mine[0], f"and is stored as {store.dtype.name}{list(store.shape)}")
         reads = {shard: store[within((shard.start, shard.stop), _whole(shard))].read() for shard in mine}
@@ -173,8 +192,14 @@ def _create(kvstore: dict[str, Any], leaf: Slices) -> ts.Future:
         "shape": leaf.shape,
         "data_type": leaf.dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.part}},
+        "codecs": CODECS,
     }
-    spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,  # so that a chunk that is missing is not one of zeros
+    }
     return ts.open(spec, create=True, open=True, context=CONTEXT)
 
 

@@ -1,0 +1,161 @@
+"""What a checkpoint must be to be believed: its manifest, and the digests of its save."""
+
+import random
+import shutil
+
+import pytest
+
+from dora_jax.trainer import checkpoint
+from tests.fakes.checkpoints import (
+    adopting,
+    assert_equal,
+    damaged,
+    files_of,
+    flipped,
+    host,
+    killed_before_its_manifest,
+    save,
+    small,
+    store_of,
+    tree_on,
+)
+
+
+def test_a_step_killed_before_its_manifest_is_adopted_on_another_mesh_where_its_digests_agree(tmp_path):
+    digests = killed_before_its_manifest(tmp_path, tree_on(4))
+    (tmp_path / "8.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "9").mkdir()
+    again, other = adopting(tmp_path), tree_on(2)
+    assert again.unsealed() == [4] and again.steps() == [] and checkpoint.latest(tmp_path) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"4"}
+    for wrong in ({"params": 1}, {"opt_state": 1}, {"rl_state": 1}):
+        with pytest.raises(checkpoint.UnusableCheckpoint, match=f"{next(iter(wrong))} came back with other values"):
+            again.adopt(4, other.params, other.state.opt_state, digests._replace(**wrong))
+    assert again.unsealed() == [4]
+    again.adopt(4, other.params, other.state.opt_state, digests)
+    assert again.unsealed() == [] and again.latest(full=True) == 4
+    save(again, other, 5)
+    again.close()
+
+
+def test_a_step_without_a_manifest_that_nobody_adopts_is_put_aside_and_one_in_part_too(tmp_path):
+    killed_before_its_manifest(tmp_path, small())
+    (tmp_path / "6" / "params").mkdir(parents=True)
+    (tmp_path / "6" / "params" / "d").write_bytes(b"weights")
+    store = store_of(tmp_path, said := [])
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["4.unproved", "6.broken"] and len(said) == 2
+    assert store.aside() == ["4.unproved", "6.broken"]
+    save(store, small(), 4)
+    store.close()
+    assert checkpoint.latest(tmp_path, full=True) == 4
+
+
+DAMAGES = {
+    "flip in opt_state": lambda root: flipped(root, "opt_state"),
+    "flip in params": lambda root: flipped(root, "params"),
+    "empty rl_state": lambda root: (root / "rl_state/metadata").write_text(""),
+    "another rl_state": lambda root: (root / "rl_state/metadata").write_text('{"next_group_id": 41}'),
+    "no metrics": lambda root: (root / "metrics/metrics").write_text('{"reward/mean": 0.'),
+    "other metrics": lambda root: (root / "metrics/metrics").write_text('{"reward/mean": 0.6}'),
+    "no object": lambda root: (root / "rl_state/metadata").write_text("[" * 100_000),
+    "empty metadata": lambda root: (root / "params/_METADATA").write_text(""),
+    "no params": lambda root: shutil.rmtree(root / "params/d"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_step_without_a_manifest_that_is_damaged_is_never_adopted_nor_raises_what_libraries_raise(tmp_path, damage):
+    tree = small()
+    digests = killed_before_its_manifest(tmp_path, tree)
+    DAMAGES[damage](tmp_path / "4")
+    store = adopting(tmp_path)
+    with pytest.raises(checkpoint.UnusableCheckpoint) as refused:
+        store.adopt(4, tree.params, tree.state.opt_state, digests)
+    assert 10 < len(str(refused.value)) < 400 and "\n" not in str(refused.value)
+    assert store.unsealed() == [4] and store.steps() == []
+    store.close()
+
+
+def test_a_restore_checks_every_byte_and_the_digests_of_the_save(tmp_path):
+    store, tree = store_of(tmp_path, keep=3), small()
+    for number in (1, 2):
+        save(store, small(number), number)
+        store.wait()
+    saves = dict(store.take_saves())
+    like = tree.params, tree.state.opt_state
+    assert_equal(store.restore(2, *like, saves[2]).params, small(2).params)
+    with pytest.raises(checkpoint.UnusableCheckpoint, match="params and opt_state and rl_state came back with other"):
+        store.restore(2, *like, saves[1])
+    store.restore(2, *like, checkpoint.Digests(0, 0, 0))  # of an older format: not known
+    flipped(tmp_path / "2", "params")
+    with pytest.raises(checkpoint.UnusableCheckpoint, match="checksum"):
+        store.restore(2, *like, saves[2])
+    store.close()
+
+
+def test_a_machine_without_memory_is_no_fault_of_the_checkpoint(tmp_path, monkeypatch):
+    store, tree = store_of(tmp_path), small()
+    save(store, tree, 1)
+    store.wait()
+
+    def no_memory(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(checkpoint, "restore", no_memory)
+    with pytest.raises(MemoryError):
+        store.restore(1, tree.params, tree.state.opt_state)
+    store.close()
+
+
+def test_a_writer_steps_over_what_is_broken_and_says_so(tmp_path):
+    store = store_of(tmp_path, keep=3)
+    for number in (1, 2, 3):
+        save(store, small(number), number)
+    store.close()
+    (tmp_path / "2" / "manifest.json").write_text('{"step": 2}')
+    said = []
+    again = store_of(tmp_path, said, keep=3)
+    assert again.steps() == [1, 3] and len(said) == 1 and "manifest" in said[0]
+    again.put_aside(3, "broken")
+    save(again, small(2), 2)
+    again.close()
+    assert checkpoint.latest(tmp_path, full=True) == 2
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {"1", "2", "2.broken", "3.broken"}
+
+
+@pytest.mark.slow
+def test_500_faults_are_noticed_or_proved_harmless(tmp_path):
+    """Every file, the manifest too; what verifies after a fault restores to the same bits."""
+    store = store_of(tmp_path / "good", keep=3)
+    for number in (1, 2):
+        save(store, small(number), number)
+    store.close()
+    want = host(small(2).params)
+    draw, noticed, harmless = random.Random(0), 0, 0
+    root = tmp_path / "good"
+    files = files_of(root / "2")
+    for i in range(500):
+        path = draw.choice(files)
+        content = path.read_bytes()
+        damaged(path, ("flip", "flip", "truncate", "missing")[i % 4], draw)
+        fault = checkpoint.verify(root, 2, full=True)
+        if fault is None:
+            harmless += 1
+            assert_equal(checkpoint.read_params(root, 2), want)
+        else:
+            noticed += 1
+            assert len(fault) > 10 and checkpoint.latest(root, full=True) == 1
+        path.write_bytes(content)
+    assert noticed > 480, (noticed, harmless)
+
+
+def test_what_a_fallback_undoes_makes_room(tmp_path):
+    store = store_of(tmp_path, said := [], keep=3)
+    for number in (1, 2, 3):
+        save(store, small(number), number)
+    store.wait()
+    store.undo_after(1)
+    save(store, small(9), 2)
+    store.close()
+    assert store.steps() == [1, 2] and len(said) == 2
+    assert_equal(checkpoint.read_params(tmp_path, 2), host(small(9).params))
