@@ -12,19 +12,19 @@ import pytest
 
 from dora_jax.config import ConfigError, EnvironmentSection, RolloutSection
 from dora_jax.models import decoder
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.recovery import replay
-from dora_jax.tasks.bridge import Bridge
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
-from dora_jax.tokenizer import Tokenizer
+from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.types import EpisodeEnded
 from tests.fakes import hf_folder, tokenizer_folder
 from tests.fakes.episode_player import FIRST, Letters, Player, prompt_of
 from tests.fakes.pinned_environment import ROOT, python_of
 
-STEPS = 10
+STEPS = 16
 TASKSETS = ROOT / "tests/data/verifiers"
 VOCAB = ["<eos>", *"abcde\n"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
@@ -43,7 +43,7 @@ def get_config():
     c.model.path = {model!r}
     c.rollout.slots, c.rollout.decode_steps, c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 16, 1, 8, 24
     c.orchestrator.groups_per_step, c.orchestrator.group_size, c.orchestrator.inflight = 2, 8, 2.0
-    c.trainer.pack_tokens, c.trainer.learning_rate, c.trainer.warmup_steps = 64, 0.1, 1
+    c.trainer.pack_tokens, c.trainer.learning_rate, c.trainer.warmup_steps = 64, 0.03, 1
     c.eval.every, c.eval.prompts = 0, 8
     c.journal.keep_all = True
     return c
