@@ -21,7 +21,7 @@ def get_config(arg=None):
     c.task.extract = r": (.*?) =$"  # the sum alone: "4 + 3 - 7"
     c.task.template = "{prompt}\n"
 
-    c.environment.name = "dora_jax.tasks.calculator.Calculator"
+    c.environment.name = "dora_jax.tasks.environments.calculator.Calculator"
     c.environment.observation = "-> {content}\n"
     c.environment.max_turns = 8
     c.environment.turn_tokens = 16

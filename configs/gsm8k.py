@@ -5,7 +5,7 @@ The last number of a response is compared with the answer. Argument: SIZE,SLICE 
 chat model, with answers of up to 640 tokens. The curve of this recipe is not measured.
 """
 
-from dora_jax import config_files
+from dora_jax.config import files as config_files
 
 
 def get_config(arg=None):

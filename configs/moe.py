@@ -4,7 +4,7 @@
 Argument: the family: qwen3_moe (default), or deepseek_v3, which has latent attention and a shared expert besides.
 """
 
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 

@@ -30,9 +30,7 @@ def get_config(arg=None):
     c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 2, 32
 
     c.rollout.slots = 64
-    c.rollout.decode_steps = (
-        1  # answers are short: with more a dispatch they would never see the next version published
-    )
+    c.rollout.decode_steps = 1  # answers are short: more would end them before the next version is published
     c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 32, 96
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 16, 8
     c.orchestrator.inflight = 1.75

@@ -4,12 +4,13 @@
 Argument: SIZE,SLICE. Sizes: 0.6B, 1.7B, 8B, 32B. Slices: laptop, v5e-8, v6e-8, h100-8, v5p-16, v5p-128. A slice of one
 host runs everything in one process. Of v5p-16 one host trains and the other samples. v5p-128 is a v5p-64 that trains
 and eight v5p-8 that sample, which launch/ray and launch/gke allocate. This file looks for the least lean layout that
-the memory plan of --dry_run has no objection to; what else the slice decides is in dora_jax/presets.py.
+the memory plan of --dry_run has no objection to; what else the slice decides is in dora_jax/plan/presets.py.
 """
 
 import itertools
 
-from dora_jax import config, presets
+from dora_jax import config
+from dora_jax.plan import presets
 
 SIZES = ("0.6B", "1.7B", "8B", "32B")
 SLICES = ("laptop", "v5e-8", "v6e-8", "h100-8", "v5p-16", "v5p-128")  # the smallest first

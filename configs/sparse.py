@@ -6,7 +6,9 @@ own beside it, which launch/ray and launch/gke allocate. This file looks for the
 of --dry_run has no objection to; `--dry_run --aot` compiles it.
 """
 
-from dora_jax import chips, config, presets
+from dora_jax import config
+from dora_jax.base import chips
+from dora_jax.plan import presets
 
 SLICES = ("v5p-16", "v6e-64", "v5p-128", "v5p-256", "v5p-512", "v5p-1024")
 INSTANCES = {  # model -> chip -> slice of an instance

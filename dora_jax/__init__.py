@@ -12,7 +12,7 @@
  4    buffer/    scored groups -> packed batches           5 trainer/   objectives, the one jitted step, checkpoints
  6    publish.py immutable versions                        orchestrate/ the brain: pure, standard library only
  runtime/        the body: one loop, one world per kind of machine
- presets.py, budget.py, memory.py   what a machine chooses for a run, and what its devices then hold; aot.py compiles it
+ config/ cli/    one declaration a field              plan/ costs/ aot/   what a machine chooses for a run, and what its devices then hold
 
 Reading order: this page, types.py, orchestrate/loop.py, runtime/coordinator.py, orchestrate/core.py; then the stages 1 to 6.
 The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version, none dropped, staleness bounded.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dora_jax.base import old_paths
 from dora_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from dora_jax.runtime.policy import Policy
 
 __all__ = ["__version__", "fit", "load_policy"]
+
+old_paths.install()
 
 
 def fit(

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_collections
 import numpy as np
 
-from dora_jax import callables, config_files, flags
 from dora_jax import config as configs
+from dora_jax.base import callables
+from dora_jax.cli import flags
 from dora_jax.config import Config, blame
+from dora_jax.config import files as config_files
 from dora_jax.report.load import Row, load, number
 
 if TYPE_CHECKING:

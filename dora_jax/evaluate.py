@@ -6,7 +6,7 @@ every checkpoint that has no record there and, beside a run that goes on, each n
 
 from __future__ import annotations
 
-from dora_jax import exits
+from dora_jax.base import exits
 
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from dora_jax import flags
+from dora_jax.cli import flags
 from dora_jax.config import Config, ConfigError
 
 

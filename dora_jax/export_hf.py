@@ -8,7 +8,7 @@ model, the adapter added up into it.
 
 from __future__ import annotations
 
-from dora_jax import exits
+from dora_jax.base import exits
 
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from dora_jax import flags
+from dora_jax.cli import flags
 from dora_jax.config import Config, ConfigError
 
 
@@ -52,7 +52,7 @@ def export(
     import jax.numpy as jnp  # JAX starts only after the flags have passed
 
     from dora_jax.models import hf, peft
-    from dora_jax.runtime import checkpoint_weights
+    from dora_jax.runtime.assembly import checkpoint_weights
     from dora_jax.runtime.job import pick
 
     source = config.model.path

@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dora_jax.box_digest import LeafBox, added, combined, sums_of
+from dora_jax.base.box_digest import LeafBox, added, combined, sums_of
+from dora_jax.base.digest import digest as digest_of
 from dora_jax.config import RunError
-from dora_jax.digest import digest as digest_of
 from dora_jax.models import decoder
 from dora_jax.types import Version
 

@@ -7,7 +7,7 @@ A run may go on meanwhile: its next checkpoints are loaded beside the old ones, 
 
 from __future__ import annotations
 
-from dora_jax import exits
+from dora_jax.base import exits
 
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from dora_jax import flags
+from dora_jax.cli import flags
 from dora_jax.config import Config, ConfigError
 
 

@@ -6,22 +6,22 @@ model.path is the same folder makes it first, so this program is for a warm star
 
 from __future__ import annotations
 
-from dora_jax import exits
+from dora_jax.base import exits
 
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
 
 from pathlib import Path
 
-from dora_jax import flags
+from dora_jax.cli import flags
 from dora_jax.config import Config, ConfigError
 
 
 def main(config: Config, workdir: Path) -> int:
-    from dora_jax import devices  # JAX starts only after the configuration has passed
-    from dora_jax.metrics import Writer
-    from dora_jax.runtime import warm_start
-    from dora_jax.runtime.shutdown import Guard
+    from dora_jax.base.metrics import Writer
+    from dora_jax.plan import devices  # JAX starts only after the configuration has passed
+    from dora_jax.runtime.common.shutdown import Guard
+    from dora_jax.runtime.training import warm_start
 
     if (Path(config.sft.out) / "config.json").exists():
         raise ConfigError(f"sft.out: {config.sft.out} already holds a model; name another folder, or remove it")

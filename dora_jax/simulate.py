@@ -9,7 +9,7 @@ Starts without JAX.
 
 from __future__ import annotations
 
-from dora_jax import exits
+from dora_jax.base import exits
 
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
@@ -21,8 +21,10 @@ from collections.abc import Sequence
 import ml_collections
 from absl import app, flags
 
-from dora_jax import arguments, config_files, helping
+from dora_jax.base import helping
+from dora_jax.cli import arguments
 from dora_jax.config import ConfigError
+from dora_jax.config import files as config_files
 from dora_jax.sim import advise, config, many, replay, table, tune
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.run import StoppedEarly, simulate

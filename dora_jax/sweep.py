@@ -12,7 +12,7 @@ Exit code: 0 all have ended well, 1 one has not, 2 wrong input, 42 told to stop:
 
 from __future__ import annotations
 
-from dora_jax import exits
+from dora_jax.base import exits
 
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
@@ -33,10 +33,12 @@ from absl import app
 from absl import flags as absl_flags
 
 from dora_jax import config as configs
-from dora_jax import config_files, flags, helping
+from dora_jax.base import helping
+from dora_jax.base.exits import RETRY
+from dora_jax.base.redaction import redact
+from dora_jax.cli import flags
 from dora_jax.config import ConfigError
-from dora_jax.exits import RETRY
-from dora_jax.redaction import redact
+from dora_jax.config import files as config_files
 
 TRAIN = ("-m", "dora_jax.train")  # arguments of this interpreter
 MARKER = "finished.json"  # in a run folder: the resolved config under which it ended well

@@ -5,12 +5,12 @@ Run again with the same workdir it resumes from the newest checkpoint.
 
 from __future__ import annotations
 
-from dora_jax import exits
+from dora_jax.base import exits
 
 if __name__ == "__main__":
     exits.listen()  # before the imports, which take a second
 
-from dora_jax import flags
+from dora_jax.cli import flags
 
 
 def main(config, workdir):

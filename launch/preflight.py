@@ -41,8 +41,9 @@ class Unfit(Exception):
 
 def plan(hosts: int, trainer_devices: int, instance_devices: int, args: Sequence[str]) -> str:
     """ConfigError where the meshes do not take the devices that each host of the trainer and of an instance has."""
-    from dora_jax import devices, flags
+    from dora_jax.cli import flags
     from dora_jax.config import ConfigError
+    from dora_jax.plan import devices
 
     os.environ["DORA_DEVICES"] = str(hosts * trainer_devices)
     config = flags.parse(["dora_jax.train", *args, "--dry_run"], flag_values=absl_flags.FlagValues()).config

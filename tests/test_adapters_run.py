@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from dora_jax import export_hf, validate, workdirs
+from dora_jax import export_hf
+from dora_jax.config import workdirs
 from dora_jax.models import hf, lora, peft
 from dora_jax.models.lora_config import Lora
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journal_audit import audit, reading
-from dora_jax.runtime.durability.recovery import replay
+from dora_jax.plan import validate
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journal_audit import audit, reading
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.trainer import checkpoint
 from tests.fakes.tiny_run import CONFIG
 

@@ -10,10 +10,10 @@ import pytest
 from dora_jax.buffer import layout, pack
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.agreement import Agreement
-from dora_jax.runtime.sample_gaps import SampleGap, SampleGaps
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.worker import StepDone
+from dora_jax.runtime.common.sample_gaps import SampleGap, SampleGaps
+from dora_jax.runtime.common.worker import StepDone
+from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.runtime.training.agreement import Agreement
 from dora_jax.trainer.prepare import Unjudged
 from dora_jax.trainer.step import Probe
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span

@@ -9,10 +9,15 @@ import pytest
 from absl import flags as absl_flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dora_jax import aot, aot_roles, aot_slices, chips, config, flags, presets
+from dora_jax import aot, config
+from dora_jax.aot import roles as aot_roles
+from dora_jax.aot import slices as aot_slices
+from dora_jax.base import chips
+from dora_jax.cli import flags
 from dora_jax.models import expert_parallel, moe, sharding
 from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.models.lora_config import OFF, Lora, adapter_params
+from dora_jax.plan import presets
 from dora_jax.trainer import flops, hlo
 from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases

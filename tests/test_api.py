@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import dora_jax
-from dora_jax import callables, config_files
+from dora_jax.base import callables
 from dora_jax.config import ConfigError
-from dora_jax.runtime.durability import workdir_mirror
+from dora_jax.config import files as config_files
+from dora_jax.runtime.journal import workdir_mirror
 from tests.fakes.command_line import parse, write_workspace
 from tests.fakes.hf_models import MODEL
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks.environments.bridge import Bridge
 from tests.fakes import dialogues
 
 

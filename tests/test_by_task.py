@@ -10,15 +10,15 @@ import pytest
 
 from dora_jax import tasks
 from dora_jax.config import ConfigError
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 from dora_jax.models import decoder
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.recovery import replay
-from dora_jax.tasks.bridge import Bridge
+from dora_jax.plan.validate import from_config_dict
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.types import EpisodeEnded, EpisodeFailed, SampleId, cycle_of, issued_first_as
-from dora_jax.validate import from_config_dict
 from tests.fakes import hf_folder, tokenizer_folder
 from tests.fakes.episode_player import LETTERS, Player
 from tests.fakes.pinned_environment import ROOT
@@ -34,9 +34,9 @@ def get_config():
     c.task.mix.sums = {{"name": "rows", "path": "sums.jsonl", "weight": 2}}
     c.task.mix.riddles = {{"name": "rows", "path": "riddles.jsonl"}}
     c.task.template, c.task.heldout, c.model.path = "{{prompt}}\\n", 4, {model!r}
-    c.environment.name = "dora_jax.tasks.by_task.ByTask"
+    c.environment.name = "dora_jax.tasks.environments.by_task.ByTask"
     c.environment.params = {{
-        "sums": {{"name": "dora_jax.tasks.calculator.Calculator"}},
+        "sums": {{"name": "dora_jax.tasks.environments.calculator.Calculator"}},
         "riddles": {{"rewards": ["dora_jax.tasks.rewards.exact"]}},
     }}
     c.environment.observation, c.environment.max_turns, c.environment.turn_tokens = "-> {{content}}\\n", 2, 4
@@ -108,7 +108,7 @@ def test_what_no_task_can_meet_is_refused(folder, params, sentence):
 
 def test_a_task_without_an_environment_fails_its_groups_and_says_why(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    _, pool = opened(folder, {"games": {"name": "dora_jax.tasks.calculator.Calculator"}})
+    _, pool = opened(folder, {"games": {"name": "dora_jax.tasks.environments.calculator.Calculator"}})
     try:
         pool.wait_ready()
         answer = Player(pool).ask("1 + 1")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dora_jax import fault_injection
+from dora_jax.base import fault_injection
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.frames import frames, unframe
-from dora_jax.runtime.durability.journal_audit import audit, facts
-from dora_jax.runtime.durability.records import CODEC, Batch
+from dora_jax.runtime.journal.frames import frames, unframe
+from dora_jax.runtime.journal.journal_audit import audit, facts
+from dora_jax.runtime.journal.records import CODEC, Batch
 from tests.fakes.journaled_run import Run
 
 
@@ -24,7 +24,7 @@ def python(code, **env):
 
 
 def test_a_point_kills_at_its_pass_and_no_other():
-    code = "from dora_jax.fault_injection import point\nfor i in range(5): point('trainer.after_put'); print(i, flush=True)"
+    code = "from dora_jax.base.fault_injection import point\nfor i in range(5): point('trainer.after_put'); print(i, flush=True)"
     out = python(code, DORA_FAULT="trainer.after_put:3")
     assert out.returncode == -signal.SIGKILL and out.stdout.split() == ["0", "1"]
     assert python(code, DORA_FAULT="trainer.after_step:1").returncode == 0
@@ -33,7 +33,7 @@ def test_a_point_kills_at_its_pass_and_no_other():
 
 def test_every_point_is_somewhere_and_every_somewhere_is_a_point():
     used = set()
-    for path in Path(fault_injection.__file__).parent.rglob("*.py"):
+    for path in Path(fault_injection.__file__).parents[1].rglob("*.py"):
         if path.name != "fault_injection.py":
             used |= set(re.findall(r'(?:point|armed)\("([a-z_.]+)"\)', path.read_text()))
     assert used == {*fault_injection.POINTS, *fault_injection.FAULTS}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dora_jax import config
+from dora_jax.base.digest import digest
 from dora_jax.config import RunError
-from dora_jax.digest import digest
 from dora_jax.models import sharding
 from dora_jax.trainer import checkpoint, step
 from tests.fakes import trainer_cases as cases

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.journal.records import Partial
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import World, at_random, check, events
 

@@ -17,7 +17,6 @@ import pytest
 
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.backend import wish_at
 from dora_jax.runtime.cluster.checkpoint_shards import (
     BucketCheckpointWriter,
     FolderCheckpointWriter,
@@ -26,9 +25,10 @@ from dora_jax.runtime.cluster.checkpoint_shards import (
 )
 from dora_jax.runtime.cluster.gang import CallRefused
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
-from dora_jax.runtime.durability import workdir_mirror
-from dora_jax.runtime.durability.journal_audit import audit
-from dora_jax.runtime.durability.object_storage import Objects, StoreError
+from dora_jax.runtime.cluster_backend import wish_at
+from dora_jax.runtime.journal import workdir_mirror
+from dora_jax.runtime.journal.journal_audit import audit
+from dora_jax.runtime.journal.object_storage import Objects, StoreError
 from dora_jax.trainer import checkpoint
 from tests.fakes.sharded_state import like_on, values_of
 from tests.fakes.tiny_run import CONFIG

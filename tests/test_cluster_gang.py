@@ -17,7 +17,7 @@ from dora_jax.runtime.cluster.connection import RecordConnection
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, GangLimits
 from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
 from dora_jax.runtime.cluster.process_main import leave_multislice
-from dora_jax.runtime.listener import Listener, dial
+from dora_jax.runtime.common.listener import Listener, dial
 from tests.fakes.cluster import LIMITS, FakeHost, FakeLauncher, Kept, eventually
 
 

@@ -5,9 +5,9 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.backend import InstanceScaler, wish_at
-from dora_jax.runtime.durability.object_storage import WANTED
-from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.cluster_backend import InstanceScaler, wish_at
+from dora_jax.runtime.journal.object_storage import WANTED
+from dora_jax.runtime.journal.records import Partial
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import Porters, World, at_random, check, entries, events
 

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from dora_jax import presets, validate
 from dora_jax.config import ClusterSection, Config, ModelSection, OrchestratorSection, RolloutSection, RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import lending
-from dora_jax.runtime import run
-from dora_jax.runtime.durability.journal_audit import audit
-from dora_jax.runtime.lent_instance import RETURNED
+from dora_jax.plan import presets, validate
+from dora_jax.runtime.assembly import run
+from dora_jax.runtime.instances.lent_instance import RETURNED
+from dora_jax.runtime.journal.journal_audit import audit
 from tests.fakes.cluster_world import World, check, events
 from tests.fakes.tiny_run import CONFIG
 

@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journal_audit import audit, facts, reading
-from dora_jax.runtime.durability.records import Published
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journal_audit import audit, facts, reading
+from dora_jax.runtime.journal.records import Published
 from tests.fakes.tiny_run import CONFIG
 
 

@@ -10,7 +10,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import holders_alike, observed, parted, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveThroughController, ResultSender
-from dora_jax.runtime.worker import Finished, HandedOver, InstanceReady, Parked, Waiting
+from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Parked, Waiting
 from dora_jax.types import SampleId
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import OFFER, Porters, World

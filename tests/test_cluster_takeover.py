@@ -25,11 +25,11 @@ from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
 from dora_jax.runtime.cluster.worker_roles import TrainerRole
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journal_audit import audit
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.object_storage import ROSTER, Objects
-from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journal_audit import audit
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.object_storage import ROSTER, Objects
+from dora_jax.runtime.journal.recovery import recover
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights

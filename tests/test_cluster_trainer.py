@@ -18,11 +18,11 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.durability.object_storage import Objects
-from dora_jax.runtime.durability.payload_state import Step
-from dora_jax.runtime.durability.records import Published, Saved
-from dora_jax.runtime.sample_gaps import SampleGap
-from dora_jax.runtime.sample_log import TokenView
+from dora_jax.runtime.common.sample_gaps import SampleGap
+from dora_jax.runtime.common.sample_log import TokenView
+from dora_jax.runtime.journal.object_storage import Objects
+from dora_jax.runtime.journal.payload_state import Step
+from dora_jax.runtime.journal.records import Published, Saved
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE

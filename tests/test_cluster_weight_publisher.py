@@ -10,7 +10,7 @@ from dora_jax.publish import Slices
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import GangDied
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.durability.object_storage import Objects
+from dora_jax.runtime.journal.object_storage import Objects
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.runtime.transfer.weight_storage import StoredWeights

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from dora_jax.config import EnvironmentSection
-from dora_jax.tasks import code, programs
-from dora_jax.tasks.bridge import Bridge
+from dora_jax.tasks import code
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt
 from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.rewards import RewardError
+from dora_jax.tasks.sandbox import programs
 from dora_jax.types import EpisodeSoFar, Observed, SampleId
 from tests.fakes.reward_pool import decode, group, pools, scored
 from tests.fakes.sandbox import needs_sandbox

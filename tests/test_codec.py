@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime import codec
+from dora_jax.runtime.common import codec
 from dora_jax.types import Branch, Prompt, Sample, SampleId, ScoredGroup, Span
 
 CODEC = codec.Codec()

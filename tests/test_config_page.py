@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dora_jax import helping
+from dora_jax.base import helping
 from dora_jax.config import Config
 
 PAGE = Path(__file__).parents[1] / "configs" / "README.md"

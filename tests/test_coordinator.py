@@ -11,12 +11,13 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.loop import each
 from dora_jax.rollout.migrate import observed
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime import coordinator, rollout_worker
-from dora_jax.runtime.durability.records import Partial
-from dora_jax.runtime.instance_proxy import InstanceProxy
+from dora_jax.runtime import coordinator
+from dora_jax.runtime.common.worker import Finished, InstanceReady, Waiting
+from dora_jax.runtime.instances import rollout_worker
+from dora_jax.runtime.instances.instance_proxy import InstanceProxy
+from dora_jax.runtime.instances.rollout_worker import EngineWorker, progress_period_s, report_period_s
+from dora_jax.runtime.journal.records import Partial
 from dora_jax.runtime.kept_kv import KeptKV
-from dora_jax.runtime.rollout_worker import EngineWorker, progress_period_s, report_period_s
-from dora_jax.runtime.worker import Finished, InstanceReady, Waiting
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
 from tests.fakes.coordinator_world import (
     SECTION,

@@ -5,7 +5,7 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.loop import each
-from dora_jax.runtime.worker import Finished
+from dora_jax.runtime.common.worker import Finished
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.types import SampleId, ScoredGroup
 from tests.fakes.coordinator_world import ORACLE, STEPS, P, make, play, trained_by

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dora_jax.chips import CHIPS
+from dora_jax.base.chips import CHIPS
 from dora_jax.config import ConfigError
 from dora_jax.costs import CostOptions, Hardware, MeasuredCosts, ModelSizes, Roofline, open_costs, sizes_of
 from dora_jax.sim.config import WorkloadSection

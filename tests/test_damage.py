@@ -10,8 +10,8 @@ import pytest
 
 from dora_jax.bench.damage_kinds import SUBJECTS, frames
 from dora_jax.bench.damage_truth import EXACT, OLDER, WRONG, Allowed, Resumed, Truth, hashes, judge, sha
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
 from dora_jax.trainer import manifest
 
 NEWEST = Allowed(3, all_samples=True)

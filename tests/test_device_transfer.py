@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dora_jax.runtime.codec import CodecError
-from dora_jax.runtime.listener import Listener, dial
+from dora_jax.runtime.common.codec import CodecError
+from dora_jax.runtime.common.listener import Listener, dial
 from dora_jax.runtime.transfer import device_transfer, slices
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, Manifest, Shard, WireError, check, deadline_s

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_jax import devices
 from dora_jax.config import Config, ConfigError
+from dora_jax.plan import devices
 
 
 def config(placement="auto", instances=2, rollout_tensor=1, rows=0, micro_batches=1, **mesh):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.digest import digest, digest_json
+from dora_jax.base.digest import digest, digest_json
 from dora_jax.models import sharding
 
 

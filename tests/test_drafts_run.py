@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journal_audit import audit, facts
-from dora_jax.runtime.durability.log_stores import FileLogStore
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journal_audit import audit, facts
+from dora_jax.runtime.journal.log_stores import FileLogStore
 from dora_jax.types import is_training
 
 ROOT = Path(__file__).parent.parent

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from dora_jax.runtime.durability import event_log as jn
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
+from dora_jax.runtime.journal import event_log as jn
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
 from dora_jax.trainer import manifest
 
 

@@ -7,16 +7,16 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax import presets
 from dora_jax.bench import end_to_end, paced_run
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
+from dora_jax.plan import presets
 from dora_jax.rollout.migrate import observed, without_pages
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.rollout_worker import EngineWorker
-from dora_jax.runtime.trainer_worker import StreamingTrainerWorker
-from dora_jax.runtime.worker import Crashed, StepDone
+from dora_jax.runtime.common.worker import Crashed, StepDone
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim import config as sims
 from dora_jax.sim.run import simulate
 from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax import presets
 from dora_jax.bench import adapters
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, lora, sharding
-from dora_jax.models.config import Experts, Latent
+from dora_jax.models.families.config import Experts, Latent
 from dora_jax.models.logits import target_logprobs
 from dora_jax.models.lora_config import ADAPTED, Lora
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.plan import presets
 from dora_jax.rollout import quantize
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.shapes import ADAPTER, REMAINING

@@ -12,23 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import Experts, Latent, Yarn
 from dora_jax.models.families import KNOWN
+from dora_jax.models.families.config import Experts, Latent, Yarn
 from dora_jax.models.logits import policy_logits
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention, latent_attention
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.plan import presets
 from dora_jax.rollout import device_calls
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.kv_layout import kv_layout
 from dora_jax.rollout.migrate import InFlightSample, without_pages
 from dora_jax.rollout.route_log import RouteLog
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC, Partial
-from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import CODEC, Partial
 from dora_jax.runtime.sample_registry import SampleRegistry
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.transfer_manifest import Key

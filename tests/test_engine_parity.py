@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.types import SampleId
 from tests.fakes.hf_models import FAMILIES, torch_model

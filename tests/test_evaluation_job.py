@@ -6,7 +6,7 @@ import pytest
 
 from dora_jax.config import Config
 from dora_jax.runtime import evaluation_job
-from dora_jax.runtime.checkpoint_weights import ParamsChanged
+from dora_jax.runtime.assembly.checkpoint_weights import ParamsChanged
 from dora_jax.runtime.evaluation_job import follow
 
 

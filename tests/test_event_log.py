@@ -12,11 +12,11 @@ import time
 import pytest
 import tensorstore
 
-from dora_jax.runtime.durability import event_log as jn
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.forked_writer import fork
-from dora_jax.runtime.durability.frames import FRAME, PREAMBLE, Segment, unframe
-from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.journal import event_log as jn
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.forked_writer import fork
+from dora_jax.runtime.journal.frames import FRAME, PREAMBLE, Segment, unframe
+from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
 from tests.fakes.segments import segment as segment_of
 from tests.fakes.segments import unnumbered
 
@@ -134,7 +134,7 @@ def test_a_segment_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_a_second_run_is_refused(tmp_path):
     first = filled(FileLogStore(tmp_path))
-    code = "import sys; from dora_jax.runtime.durability.log_stores import FileLogStore; FileLogStore(sys.argv[1])"
+    code = "import sys; from dora_jax.runtime.journal.log_stores import FileLogStore; FileLogStore(sys.argv[1])"
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "another run writes" in out.stderr
     first.close()

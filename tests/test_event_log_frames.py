@@ -5,9 +5,9 @@ import pytest
 import tensorstore
 
 from dora_jax.config import UnknownFormat
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.frames import LAYOUT, PREAMBLE, frames, unframe
-from dora_jax.runtime.durability.log_stores import FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.frames import LAYOUT, PREAMBLE, frames, unframe
+from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
 from tests.fakes.segments import segment, segment_of_layout, unnumbered
 
 RECORDS = [b"record %d" % i for i in range(8)]
@@ -117,7 +117,7 @@ def test_a_segment_that_could_not_be_made_durable_is_not_there(tmp_path, monkeyp
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken, pytest.raises(OSError, match="Input/output"):
-        broken.setattr("dora_jax.runtime.durability.log_stores.sync_folder", fails)
+        broken.setattr("dora_jax.runtime.journal.log_stores.sync_folder", fails)
         journal.rotate([b"second"])
     journal.append(b"goes on")
     journal.close()

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from dora_jax.config import UnknownFormat
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability import event_log as journals
-from dora_jax.runtime.durability import journal_audit, journaled_world, records
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.records import CODEC
-from dora_jax.runtime.durability.recovery import recover, replay
+from dora_jax.runtime.journal import event_log as journals
+from dora_jax.runtime.journal import journal_audit, journaled_world, records
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.records import CODEC
+from dora_jax.runtime.journal.recovery import recover, replay
 from dora_jax.types import Sample, SampleId
 from tests.fakes.journal_world import History, SlowChild
 from tests.fakes.orchestrator_shape import Shape

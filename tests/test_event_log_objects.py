@@ -2,9 +2,9 @@
 
 import tensorstore
 
-from dora_jax.runtime.durability import event_log as jn
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import ABSENT, ObjectLogStore
+from dora_jax.runtime.journal import event_log as jn
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import ABSENT, ObjectLogStore
 
 
 def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from dora_jax import presets
 from dora_jax.config import Config, EnvironmentSection, OrchestratorSection, RolloutSection
 from dora_jax.models import decoder, sharding
+from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.replay import ReplayEngine
 from dora_jax.rollout.shapes import shapes_of

@@ -17,7 +17,7 @@ from dora_jax import export_hf
 from dora_jax.config import CheckpointSection, ConfigError, ModelSection, TaskSection
 from dora_jax.models import hf, lora, peft
 from dora_jax.models.lora_config import OFF, Lora
-from dora_jax.runtime import checkpoint_weights
+from dora_jax.runtime.assembly import checkpoint_weights
 from dora_jax.trainer.checkpoint import Checkpoints
 from tests.fakes.hf_folder import QWEN3, add_tokenizer, draw, folder
 

@@ -9,9 +9,11 @@ import pytest
 from absl import flags as absl_flags
 
 from dora_jax import config as configs
-from dora_jax import config_tree, flags, presets
-from dora_jax.arguments import apply_overrides
+from dora_jax.base import config_tree
+from dora_jax.cli import flags
+from dora_jax.cli.arguments import apply_overrides
 from dora_jax.config import Config, ConfigError
+from dora_jax.plan import presets
 from tests.fakes.command_line import ROOT, parse, program, refusal, write_workspace
 
 

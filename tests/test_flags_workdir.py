@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import dora_jax
-from dora_jax import exits, flags, state_files, workdirs
-from dora_jax.config import ConfigError
+from dora_jax.base import exits, state_files
+from dora_jax.cli import flags
+from dora_jax.config import ConfigError, workdirs
 from tests.fakes.command_line import parse, program, refusal, write_workspace
 
 

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dora_jax import config, validate
+from dora_jax import config
 from dora_jax.config import TaskSection
 from dora_jax.models import hf, hf_config
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import InstanceUp, TimePassed
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import JournalError
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC, Fact
-from dora_jax.runtime.durability.recovery import head_records, recover
+from dora_jax.plan import validate
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import JournalError
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import CODEC, Fact
+from dora_jax.runtime.journal.recovery import head_records, recover
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.rows import RowsSource
 from dora_jax.trainer import manifest

@@ -5,8 +5,8 @@ import random
 import time
 
 from dora_jax.bench.fuzz_ports import PAYLOADS, Fuzzer, listening
-from dora_jax.runtime import listener
 from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.common import listener
 from tests.fakes.cluster import FakeLauncher, Kept
 from tests.fakes.wire_peer import NAMED, key, new_wire, takes, whole
 

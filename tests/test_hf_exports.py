@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from dora_jax import validate
 from dora_jax.config import CheckpointSection, Config
-from dora_jax.runtime import hf_exports
-from dora_jax.runtime.hf_exports import HfExports
+from dora_jax.plan import validate
+from dora_jax.runtime.training import hf_exports
+from dora_jax.runtime.training.hf_exports import HfExports
 
 EXPORT = """#!{python}
 import pathlib, sys

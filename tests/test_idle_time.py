@@ -6,11 +6,12 @@ import types
 import numpy as np
 import pytest
 
-from dora_jax.runtime import idle_time, metrics_log
 from dora_jax.runtime.cluster import heartbeat
-from dora_jax.runtime.idle_time import IdleTimer
-from dora_jax.runtime.metrics_log import RunLog
-from dora_jax.runtime.worker import StepDone
+from dora_jax.runtime.common import idle_time
+from dora_jax.runtime.common.idle_time import IdleTimer
+from dora_jax.runtime.common.worker import StepDone
+from dora_jax.runtime.observe import metrics_log
+from dora_jax.runtime.observe.metrics_log import RunLog
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes.cluster import eventually
 

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 from dora_jax import config as configs
-from dora_jax import validate
 from dora_jax.config import Config, ConfigError
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime import emulated_timing
-from dora_jax.runtime import recorder as recording
-from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.recorder import TimedEngine
+from dora_jax.plan import validate
+from dora_jax.runtime.observe import emulated_timing
+from dora_jax.runtime.observe import recorder as recording
+from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.observe.recorder import TimedEngine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dora_jax import intervals
+from dora_jax.base import intervals
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from unittest import mock
 import pytest
 import tensorstore
 
-from dora_jax.exits import Stop
+from dora_jax.base.exits import Stop
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.log_stores import ObjectLogStore
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.recovery import recover
-from dora_jax.runtime.shutdown import Guard
+from dora_jax.runtime.common.shutdown import Guard
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.log_stores import ObjectLogStore
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.recovery import recover
 from tests.fakes.coordinator_world import P
 from tests.fakes.journal_world import Disk
 from tests.fakes.journaled_run import STEPS, Run

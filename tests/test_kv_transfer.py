@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dora_jax.rollout.migrate import without_pages
-from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.transfer.kv_transfer import CODEC, fetch, layout_of, lend
 from dora_jax.runtime.transfer.transfer_manifest import Key, WireError
 from dora_jax.types import SampleId

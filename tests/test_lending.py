@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from dora_jax import devices
 from dora_jax.bench import end_to_end, paced_run
 from dora_jax.config import Config, ConfigError, OrchestratorSection, RolloutSection
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 from dora_jax.costs import open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import lending
@@ -17,6 +16,7 @@ from dora_jax.orchestrate.fleet import MOVING
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.restart import restart
 from dora_jax.orchestrate.roles import fleet_rate, worth_lending
+from dora_jax.plan import devices
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.run import orchestrator_config, simulate

@@ -5,10 +5,10 @@ import threading
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.lent_instance import LentInstance, LentMemory
-from dora_jax.runtime.lent_state import LentState
-from dora_jax.runtime.supervised_worker import RestartPolicy
-from dora_jax.runtime.worker import Crashed
+from dora_jax.runtime.common.worker import Crashed
+from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory
+from dora_jax.runtime.instances.lent_state import LentState
+from dora_jax.runtime.instances.supervised_worker import RestartPolicy
 from tests.fakes.coordinator_adversary import UP, MovableState
 from tests.fakes.coordinator_world import SECTION, SlowEngine, Weights
 

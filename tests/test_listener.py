@@ -9,7 +9,7 @@ from multiprocessing import AuthenticationError, connection
 
 import pytest
 
-from dora_jax.runtime.listener import Listener, dial
+from dora_jax.runtime.common.listener import Listener, dial
 from tests.fakes.cluster import eventually
 
 
@@ -63,7 +63,7 @@ def test_many_that_come_at_once_are_all_let_in(door, arrived):
 
 
 def test_a_member_that_is_never_spoken_to_gives_up(monkeypatch):
-    monkeypatch.setattr("dora_jax.runtime.listener.ANSWER_S", 0.2)
+    monkeypatch.setattr("dora_jax.runtime.common.listener.ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(OSError, match="has not said a word"):
         dial(f"127.0.0.1:{mute.getsockname()[1]}", b"token")
 
@@ -77,7 +77,7 @@ def test_what_answers_in_another_protocol_is_no_process_of_the_run():
 
 @pytest.mark.parametrize("drips", [False, True])
 def test_a_stranger_has_so_long_to_answer_however_slowly_its_bytes_come(door, monkeypatch, drips):
-    monkeypatch.setattr("dora_jax.runtime.listener.ANSWER_S", 0.3)
+    monkeypatch.setattr("dora_jax.runtime.common.listener.ANSWER_S", 0.3)
     with stranger(door) as raw:
         if drips:
             raw.sendall(b"\0\0\0\xc8")  # 200 bytes are to come
@@ -92,8 +92,8 @@ def test_a_stranger_has_so_long_to_answer_however_slowly_its_bytes_come(door, mo
 
 
 def test_strangers_are_bounded_and_members_come_through_between_them(door, arrived, monkeypatch):
-    monkeypatch.setattr("dora_jax.runtime.listener.STRANGERS", 8)
-    monkeypatch.setattr("dora_jax.runtime.listener.YIELD_S", 0.05)
+    monkeypatch.setattr("dora_jax.runtime.common.listener.STRANGERS", 8)
+    monkeypatch.setattr("dora_jax.runtime.common.listener.YIELD_S", 0.05)
     before = threading.active_count()
     idle = [stranger(door) for _ in range(40)]
     assert dial(door.address, b"token")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dora_jax.models import decoder, lora, lora_config, moe, sharding
-from dora_jax.models.config import Experts, Latent
 from dora_jax.models.families import new_config
+from dora_jax.models.families.config import Experts, Latent
 from dora_jax.models.lora_config import ADAPTED, Lora, adapter_params
 from dora_jax.ops.segment_attention import segment_attention
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax import config_tree
+from dora_jax.base import config_tree
 from dora_jax.config import TrainerSection
 from dora_jax.trainer import loss, objective
 

@@ -6,11 +6,11 @@ import math
 import jax
 import pytest
 
-from dora_jax import budget, memory, presets
 from dora_jax.config import Config, ModelSection, OrchestratorSection, RolloutSection, TrainerSection
 from dora_jax.models import decoder
 from dora_jax.models.families import KNOWN, new_config
 from dora_jax.models.lora_config import Lora, adapter_params
+from dora_jax.plan import budget, memory, presets
 
 QWEN_8B = KNOWN["Qwen3-8B"]
 GIB = 2**30

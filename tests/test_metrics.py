@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.console import Console, step_line
-from dora_jax.metrics import Last, Max, Mean, Sum, Writer, reduce
+from dora_jax.base.console import Console, step_line
+from dora_jax.base.metrics import Last, Max, Mean, Sum, Writer, reduce
 from tests.fakes.sinks import lines, quiet, scalars
 
 
@@ -265,7 +265,7 @@ def test_elsewhere_a_line_comes_only_when_nothing_else_did():
 
 
 def test_notes_from_many_threads_and_the_redrawing_one_do_not_lock_up(monkeypatch):
-    monkeypatch.setattr("dora_jax.console.REFRESHES_PER_S", 5000)  # both locks are wanted all the time
+    monkeypatch.setattr("dora_jax.base.console.REFRESHES_PER_S", 5000)  # both locks are wanted all the time
     switch_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     console = Console(io.StringIO(), tty=True)

@@ -5,15 +5,15 @@ import types
 import numpy as np
 import pytest
 
-from dora_jax import intervals
+from dora_jax.base import intervals
+from dora_jax.base.console import step_line
 from dora_jax.config import RunError
-from dora_jax.console import step_line
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime import idle_time
-from dora_jax.runtime.evaluations import Evaluations, closing, evaluation
-from dora_jax.runtime.idle_time import IdleReport
-from dora_jax.runtime.metrics_log import EpisodeFailures, ScoringFailures, TaskShares, group_metrics
+from dora_jax.runtime.common import idle_time
+from dora_jax.runtime.common.idle_time import IdleReport
+from dora_jax.runtime.observe.evaluations import Evaluations, closing, evaluation
+from dora_jax.runtime.observe.metrics_log import EpisodeFailures, ScoringFailures, TaskShares, group_metrics
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.solved import Solved
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dora_jax.runtime.trainer_worker import MismatchProbe
+from dora_jax.runtime.training.trainer_worker import MismatchProbe
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 

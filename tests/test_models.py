@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import check_mesh
 from dora_jax.models.families import new_config
+from dora_jax.models.families.config import check_mesh
 from dora_jax.ops import segment_attention as ops
 from dora_jax.ops.segment_attention import context_attention, segment_attention
 
@@ -290,7 +290,7 @@ def test_an_unknown_family_lists_the_known():
 
 
 def test_configs_are_read_without_jax():
-    code = "import sys, dora_jax.models.hf_config, dora_jax.tokenizer; sys.exit('jax' in sys.modules)"
+    code = "import sys, dora_jax.models.hf_config, dora_jax.models.tokenizer; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

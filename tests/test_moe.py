@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dora_jax.models import decoder, expert_parallel, hf, moe, sharding
-from dora_jax.models.config import Experts, Latent, check_mesh
 from dora_jax.models.families import new_config
+from dora_jax.models.families.config import Experts, Latent, check_mesh
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.publish import DeviceWeights

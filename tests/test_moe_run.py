@@ -13,9 +13,9 @@ import pytest
 
 from dora_jax.models.hf_config import read_config
 from dora_jax.models.routes import RouteShape
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.recovery import replay
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.types import is_eval
 
 ROOT = Path(__file__).parent.parent

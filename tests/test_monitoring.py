@@ -17,11 +17,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from dora_jax import prometheus
+from dora_jax.base import prometheus
+from dora_jax.base.metrics import Mean, Writer
 from dora_jax.config import Config, ConfigError
-from dora_jax.config_live import MonitorSection
-from dora_jax.metrics import Mean, Writer
-from dora_jax.runtime import monitoring
+from dora_jax.config.live import MonitorSection
+from dora_jax.runtime.observe import monitoring
 from tests.fakes.cluster import eventually
 from tests.fakes.pinned_environment import ROOT, python_of
 from tests.fakes.sinks import quiet
@@ -141,8 +141,8 @@ import dataclasses, sys
 from pathlib import Path
 sys.path += sys.argv[2:]
 from dora_jax.config import Config
-from dora_jax.config_live import MonitorSection
-from dora_jax.metrics import Writer
+from dora_jax.config.live import MonitorSection
+from dora_jax.base.metrics import Writer
 from dora_jax.runtime import monitoring
 workdir = Path(sys.argv[1])
 config = dataclasses.replace(Config(), monitor=MonitorSection(wandb="sums"))

@@ -8,10 +8,10 @@ import pytest
 from dora_jax.config import ConfigError, UnknownFormat
 from dora_jax.orchestrate import snapshot
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability import records, resume
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.frames import LAYOUT
-from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.journal import records, resume
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.frames import LAYOUT
+from dora_jax.runtime.journal.recovery import recover
 from tests.fakes.journal_world import History
 from tests.fakes.orchestrator_shape import Shape
 from tests.fakes.segments import segment, segment_of_layout

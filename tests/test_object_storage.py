@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
-from dora_jax.exits import Stop
-from dora_jax.runtime.durability import object_storage, workdir_mirror
-from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.runtime.journal import object_storage, workdir_mirror
+from dora_jax.runtime.journal.journal_audit import audit
 from dora_jax.trainer import manifest
 
 

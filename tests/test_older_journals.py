@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability import records
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.recovery import recover, replay
+from dora_jax.runtime.journal import records
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.recovery import recover, replay
 from dora_jax.types import SampleId
 from tests.fakes import journal_world
 from tests.fakes.journal_world import History, learned

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dora_jax import presets
 from dora_jax.config import RolloutSection
+from dora_jax.plan import presets
 from dora_jax.rollout.migrate import observed
 from dora_jax.rollout.oracle import OracleEngine, mix
 from dora_jax.types import SampleId

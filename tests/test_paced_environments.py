@@ -6,7 +6,7 @@ import pytest
 
 from dora_jax.bench import environments, paced_run
 from dora_jax.bench.paced_environments import TurnsOf
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.workload import Workload

@@ -8,13 +8,13 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability import journal_audit
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import Fact, Partial, Published
-from dora_jax.runtime.durability.recovery import replay
+from dora_jax.runtime.journal import journal_audit
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import Fact, Partial, Published
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.types import SampleId, ScoredGroup
 from tests.fakes.journal_world import History
 from tests.fakes.orchestrator_by_hand import A, begin, make, ready

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax import presets
 from dora_jax.config import Config, RolloutSection, TaskSection
 from dora_jax.models import decoder
+from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.plan import presets
 from dora_jax.runtime.policy import Policy
-from dora_jax.tokenizer import Tokenizer
 from tests.fakes import hf_folder, tokenizer_folder
 
 pytestmark = pytest.mark.slow  # each temperature compiles an engine

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from dora_jax.config import ConfigError
-from dora_jax.tasks import GYM_REWARD, calls, sandbox
+from dora_jax.tasks import GYM_REWARD, sandbox
 from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.sandbox import calls
 from dora_jax.types import ScoredGroup
 from tests.fakes.reward_pool import MY_REWARDS, group, pools, results, scored
 
@@ -311,7 +312,7 @@ def test_frames_that_are_none_are_refused():
 
 
 def test_a_process_that_is_closed_leaves_no_file_to_the_garbage_collector():
-    process = calls.Process("dora_jax.tasks.render_worker", {"extract": "a(b)"}, form=sandbox.best())
+    process = calls.Process("dora_jax.tasks.sandbox.render_worker", {"extract": "a(b)"}, form=sandbox.best())
     process.start()
     process.close()
     with warnings.catch_warnings(record=True) as said:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from absl import flags as absl_flags
 
-from dora_jax import config_files, devices, flags, presets, validate
+from dora_jax.cli import flags
 from dora_jax.config import (
     ClusterSection,
     Config,
@@ -16,10 +16,12 @@ from dora_jax.config import (
     TaskSection,
     TrainerSection,
 )
+from dora_jax.config import files as config_files
 from dora_jax.models.families import KNOWN
 from dora_jax.models.lora_config import Lora
-from dora_jax.runtime.cluster import backend
-from dora_jax.validate import get
+from dora_jax.plan import devices, presets, validate
+from dora_jax.plan.validate import get
+from dora_jax.runtime import cluster_backend
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 LENGTHS = {"max_prompt_tokens": 1024, "max_new_tokens": 3072}
@@ -178,7 +180,7 @@ def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replica
 
 def test_a_gang_has_the_pages_that_its_controller_reports():
     done, _ = resolved(cluster())
-    told = validate.from_config_dict(backend.gang_config(done), "evaluate")
+    told = validate.from_config_dict(cluster_backend.gang_config(done), "evaluate")
     assert told.rollout == done.rollout and told.trainer == done.trainer and told.model == done.model
     assert told.cluster.instance_slice == "v6e-4"
 

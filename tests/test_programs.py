@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_jax.tasks import programs
+from dora_jax.tasks.sandbox import programs
 from tests.fakes.sandbox import FORMS, SECRET, descendants, needs_sandbox, server
 
 

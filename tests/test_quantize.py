@@ -8,7 +8,7 @@ import pytest
 from dora_jax.bench import drift
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.quantize import PROJECTIONS, Narrow, narrow, stored
-from dora_jax.runtime.run import engine_of
+from dora_jax.runtime.assembly.run import engine_of
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import CFG, assert_undisturbed, finish, ids, loaded, new_engine, params, submit, weights
 

@@ -11,7 +11,7 @@ from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.recorder import COSTS, JOURNAL, Recorder, TimedEngine, fit_ticks
+from dora_jax.runtime.observe.recorder import COSTS, JOURNAL, Recorder, TimedEngine, fit_ticks
 from dora_jax.sim import replay
 from dora_jax.sim.config import Row
 from dora_jax.sim.run import simulate

@@ -7,9 +7,9 @@ import pytest
 
 from dora_jax import tasks
 from dora_jax.config import ConfigError, SftSection, TaskSection
-from dora_jax.runtime import warm_start_data
-from dora_jax.tasks import render
-from dora_jax.tokenizer import Tokenizer
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.runtime.training import warm_start_data
+from dora_jax.tasks.sandbox import render
 from tests.fakes.tokenizer_folder import folder
 
 MESSAGES = [{"role": "user", "content": "b"}]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dora_jax.config import ConfigError
-from dora_jax.tasks import renderer_bridge
+from dora_jax.tasks.environments import renderer_bridge
 from tests.fakes import dialogues
 
 QWEN3 = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",

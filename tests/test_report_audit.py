@@ -5,9 +5,9 @@ import json
 from dora_jax.report import audit
 from dora_jax.report.load import RunData
 from dora_jax.report.page import page
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore, ObjectLogStore
-from dora_jax.runtime.durability.object_storage import opened
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore, ObjectLogStore
+from dora_jax.runtime.journal.object_storage import opened
 from tests.fakes.coordinator_world import P
 from tests.fakes.journaled_run import STEPS, Run
 

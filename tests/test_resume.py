@@ -8,9 +8,9 @@ import pytest
 
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability import resume
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.journal import resume
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.recovery import recover
 from dora_jax.trainer.checkpoint import Restored, UnusableCheckpoint
 from tests.fakes.journal_world import Disk, History
 from tests.fakes.orchestrator_shape import Shape

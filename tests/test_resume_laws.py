@@ -9,10 +9,10 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.models import sharding
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.durability import resume
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.records import Published
-from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.journal import resume
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.records import Published
+from dora_jax.runtime.journal.recovery import recover
 from dora_jax.trainer import step
 from tests.fakes import trainer_cases as cases
 from tests.fakes.journal_world import History

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from dora_jax import retrying_file
-from dora_jax.metrics import Writer
-from dora_jax.retrying_file import PatientFile
+from dora_jax.base import retrying_file
+from dora_jax.base.metrics import Writer
+from dora_jax.base.retrying_file import PatientFile
 from tests.fakes.sinks import lines, quiet, scalars
 
 

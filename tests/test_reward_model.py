@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 from dora_jax.config import ConfigError, RewardModelSection, blame
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.recovery import replay
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.tasks import reward_model
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.reward_model import ModelScorer, RewardModel

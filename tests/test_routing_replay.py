@@ -10,7 +10,7 @@ from dora_jax.bench import drift
 from dora_jax.buffer import layout as batch_layout
 from dora_jax.buffer import pack
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import Experts
+from dora_jax.models.families.config import Experts
 from dora_jax.models.routes import RouteShape
 from dora_jax.trainer import prepare, routing, step
 from dora_jax.types import TokenTable

@@ -8,7 +8,7 @@ import numpy as np
 
 from dora_jax.buffer import layout, pack
 from dora_jax.report.load import load
-from dora_jax.runtime.sample_log import SampleLog, TokenViews
+from dora_jax.runtime.common.sample_log import SampleLog, TokenViews
 from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes import trainer_cases as cases

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_jax.tasks import seccomp
+from dora_jax.tasks.sandbox import seccomp
 
 HEADERS = {
     seccomp.X86_64: [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")],

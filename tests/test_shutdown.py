@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_jax.exits import RETRY, Stop
-from dora_jax.runtime.shutdown import STAGE_END_S, Guard
+from dora_jax.base.exits import RETRY, Stop
+from dora_jax.runtime.common.shutdown import STAGE_END_S, Guard
 
 ROOT = Path(__file__).parent.parent
 ITSELF = "import os, signal, time; os.kill(os.getpid(), signal.{}); time.sleep(60)\n"
@@ -50,7 +50,7 @@ def test_a_signal_while_jax_is_imported(tmp_path):
 
 STUCK = """
     import hashlib, os, signal, sys, threading
-    from dora_jax.runtime import shutdown
+    from dora_jax.runtime.common import shutdown
     shutdown.GRACE_S = 0.2
     with shutdown.Guard(0.0, owner=True):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -67,7 +67,7 @@ def test_a_main_thread_that_is_stuck_in_a_call_is_left_behind_at_the_deadline(tm
 COMPILING = """
     import threading
     from dora_jax import flags
-    from dora_jax.exits import RETRY
+    from dora_jax.base.exits import RETRY
     def main(config, workdir):
         import jax
         import jax.numpy as jnp

@@ -8,8 +8,8 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime import siblings
 from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.common.worker import Finished
 from dora_jax.runtime.siblings import Siblings
-from dora_jax.runtime.worker import Finished
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import ORACLE, SlowEngine, make, play
 from tests.fakes.remote_pair import A, new_pair

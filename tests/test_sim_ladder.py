@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 from dora_jax.costs import open_costs
 from dora_jax.sim import config, run
 

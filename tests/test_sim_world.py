@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from dora_jax.chips import CHIPS
+from dora_jax.base.chips import CHIPS
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import MODES

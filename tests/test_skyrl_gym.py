@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from dora_jax.config import ConfigError, EnvironmentSection
-from dora_jax.tasks.bridge import Bridge
 from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.types import EpisodeEnded
 from tests.fakes.episode_player import Letters, Player
 
 SKYRL = "skyrl-gym==0.4.0"
 SECTION = EnvironmentSection(
-    name="dora_jax.tasks.skyrl_gym.SkyrlGym",
+    name="dora_jax.tasks.environments.skyrl_gym.SkyrlGym",
     params={"env": "gsm8k_multi_turn", "extras": {"max_turns": 3}},
     observation="<{content}>",
     step_timeout_s=30.0,

@@ -15,7 +15,7 @@ from dora_jax import config as configs
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families import new_config
 from dora_jax.publish import sliced
-from dora_jax.runtime import run
+from dora_jax.runtime.assembly import run
 from dora_jax.runtime.transfer import slices, weight_receiver
 from dora_jax.runtime.transfer.transfer_manifest import turns
 from tests.fakes import trainer_cases as cases

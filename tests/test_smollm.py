@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from dora_jax import config as configs
-from dora_jax import presets
 from dora_jax.bench import smollm
 from dora_jax.models import decoder, hf, sharding
-from dora_jax.runtime import run as build
-from dora_jax.tokenizer import Tokenizer
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.plan import presets
+from dora_jax.runtime.assembly import run as build
 from dora_jax.types import SampleId
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(smollm.missing()), reason=smollm.missing() or "it is there")]

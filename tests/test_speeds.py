@@ -14,8 +14,8 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime import rollout_worker
-from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.instances import rollout_worker
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.sim import run
 from dora_jax.sim.world import SimWorld
 from dora_jax.types import SampleId

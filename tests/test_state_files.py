@@ -10,18 +10,19 @@ import shutil
 import numpy as np
 import pytest
 
-from dora_jax import state_files, top
+from dora_jax import top
+from dora_jax.base import state_files
+from dora_jax.base.metrics import Writer
 from dora_jax.config import Config, ConfigError
-from dora_jax.metrics import Writer
 from dora_jax.orchestrate import events as ev
 from dora_jax.report.load import load
 from dora_jax.report.page import page
-from dora_jax.runtime import checkpoint_weights
+from dora_jax.runtime.assembly import checkpoint_weights
 from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
-from dora_jax.runtime.durability.object_storage import ROSTER
-from dora_jax.runtime.evaluations import closing
-from dora_jax.runtime.timeline import Timeline
-from dora_jax.runtime.worker import Finished
+from dora_jax.runtime.common.worker import Finished
+from dora_jax.runtime.journal.object_storage import ROSTER
+from dora_jax.runtime.observe.evaluations import closing
+from dora_jax.runtime.observe.timeline import Timeline
 from dora_jax.types import Sample, SampleId, Span
 from tests.fakes.sinks import lines, quiet
 

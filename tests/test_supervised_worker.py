@@ -15,16 +15,16 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.runtime.agreement import Agreement
+from dora_jax.runtime.common.sample_gaps import SampleGap
+from dora_jax.runtime.common.worker import Finished, StepDone, Waiting
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.rollout_worker import SKEW
-from dora_jax.runtime.sample_gaps import SampleGap
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import Finished, StepDone, Waiting
+from dora_jax.runtime.instances.rollout_worker import SKEW
+from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.training.agreement import Agreement
+from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import (
     SECTION,

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dora_jax import chrome_trace, top
+from dora_jax import top
+from dora_jax.base import chrome_trace
 from dora_jax.orchestrate import events as ev
 from dora_jax.report import findings
 from dora_jax.report import timeline as picture
 from dora_jax.report.load import load
 from dora_jax.report.page import page
-from dora_jax.runtime.timeline import ROWS, Timeline, length_bucket
-from dora_jax.runtime.worker import Finished, StepDone
+from dora_jax.runtime.common.worker import Finished, StepDone
+from dora_jax.runtime.observe.timeline import ROWS, Timeline, length_bucket
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes.trace_rules import faults
 

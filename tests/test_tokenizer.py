@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dora_jax.tokenizer import Tokenizer
+from dora_jax.models.tokenizer import Tokenizer
 from tests.fakes.tokenizer_folder import folder
 
 CHATML = """{%- for message in messages %}

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dora_jax import aot_slices
+from dora_jax.aot import slices as aot_slices
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import Latent
+from dora_jax.models.families.config import Latent
 from dora_jax.rollout.device_calls import new_calls
 
 pytestmark = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax import config, publish, update_costs
+from dora_jax import config, publish
 from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.costs import update as update_costs
 from dora_jax.models import grouped_experts
-from dora_jax.runtime import run
-from dora_jax.runtime.trainer_worker import TrainerWorker
+from dora_jax.runtime.assembly import run
+from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.trainer import flops, objective, optim, step
 from tests.fakes import trainer_cases as cases
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dora_jax.models import decoder, lora, sharding
-from dora_jax.models.config import Experts
+from dora_jax.models.families.config import Experts
 from dora_jax.models.lora_config import Lora
 from dora_jax.trainer import recipe, step
 from tests.fakes import trainer_cases as cases

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dora_jax.models import sharding
-from dora_jax.models.config import Experts
 from dora_jax.models.families import new_config
+from dora_jax.models.families.config import Experts
 from dora_jax.trainer import optim, score, step
 from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from dora_jax.config import TrainerSection
-from dora_jax.memory import Mesh
+from dora_jax.costs.update import expected, model_flops
 from dora_jax.models.families import KNOWN
-from dora_jax.update_costs import expected, model_flops
+from dora_jax.plan.memory import Mesh
 
 SECTION = TrainerSection(micro_batches=4, remat="full", attention="splash", logits_bytes=2**30)
 QWEN_8B, V5P_16 = KNOWN["Qwen3-8B"], Mesh(1, 8, 1, 1)
@@ -58,5 +58,5 @@ def test_what_costs_more(changes, part):
 
 
 def test_a_dry_run_computes_it_without_jax():
-    code = "import sys, dora_jax.update_costs; sys.exit('jax' in sys.modules)"
+    code = "import sys, dora_jax.costs.update; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

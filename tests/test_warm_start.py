@@ -8,10 +8,10 @@ import pytest
 
 from configs import agent
 from dora_jax import config
-from dora_jax.exits import Stop
+from dora_jax.base.exits import Stop
 from dora_jax.models import decoder, hf, sharding
-from dora_jax.runtime import warm_start, warm_start_data
-from dora_jax.tokenizer import Tokenizer
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.runtime.training import warm_start, warm_start_data
 from dora_jax.trainer.model import Model
 
 PAIRS = [(f"What is {a} + {b}?", f" {a} + {b} = {a + b}\n#### {a + b}") for a in range(10) for b in range(40, 47)]

@@ -12,19 +12,19 @@ import pytest
 import tensorstore as ts
 
 from dora_jax import publish
-from dora_jax.box_digest import LeafBox, added, combined, sums_of
+from dora_jax.base.box_digest import LeafBox, added, combined, sums_of
+from dora_jax.base.digest import digest
 from dora_jax.config import CheckpointSection, Config, ConfigError, RunError
-from dora_jax.digest import digest
 from dora_jax.models import decoder, sharding
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import DeviceWeights
-from dora_jax.runtime import checkpoint_weights
-from dora_jax.runtime.durability import resume
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.object_storage import StoreError
-from dora_jax.runtime.durability.records import CODEC, FORMAT, Head, Published, Saved
-from dora_jax.runtime.durability.recovery import recover
+from dora_jax.runtime.assembly import checkpoint_weights
+from dora_jax.runtime.journal import resume
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.object_storage import StoreError
+from dora_jax.runtime.journal.records import CODEC, FORMAT, Head, Published, Saved
+from dora_jax.runtime.journal.recovery import recover
 from dora_jax.runtime.transfer import device_transfer, slices, weight_storage
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import WireError

@@ -6,7 +6,7 @@ import pytest
 
 from dora_jax.models import decoder, sharding
 from dora_jax.publish import DeviceWeights, HostWeights, placed
-from dora_jax.runtime.seams import WeightStore
+from dora_jax.runtime.common.seams import WeightStore
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from tests.fakes import trainer_cases as cases

@@ -17,7 +17,7 @@ save, a sample's wait while others prefill in its batch, is worth nothing here: 
 The mixed instances could do better than this: chunks of a prompt in a decode call use FLOPs that decode leaves.
 """
 
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 
 # what a sample is -> mean turns; tokens of an observation, of a prompt, sampled in all; samples that an instance decodes
 WORK = {"tool answers": (8.0, 1500, 2000.0, 2500.0, 16), "documents": (6.0, 2500, 3000.0, 2500.0, 8)}

@@ -13,7 +13,7 @@ Minutes a step at 64 chips, 20 of which sample (one seed): too few at 0.41 or wi
     dora                          12.71    10.84    10.72            14.36
 """
 
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 
 MODES = ("partial", "dora")
 SIZES = ("64", "128", "4096")

@@ -24,7 +24,7 @@ step at 64 chips, one seed, by the mean length of an answer; of the best split b
 Where answers become half as long, chips of 28 + 36 that changed sides for nothing would gain 7 %; 24 + 40 has it without.
 """
 
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 
 # size -> rollout chips of each split, groups outstanding beyond the batch in units of P, K
 SPLITS = {"64": ((28, 20, 16), 0.5, 3), "128": ((48, 32), 0.75, 4), "4096": ((2816, 2048), 3.0, 8)}

@@ -4,7 +4,7 @@
 Same work, same chips, K = 3 and the same load but where a row says otherwise. Judge by step time, then by mean lag.
 """
 
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 from dora_jax.sim import paper
 
 DECISIONS = "orchestrator.decisions"

@@ -57,7 +57,7 @@ The floor of a row and what versions on instances of their own add to it ("fragm
 second is what `partial` does not pay.
 """
 
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 from dora_jax.sim import paper
 
 SIZES = ("64", "128", "4096")

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.bench.bandwidth import TOY
 from dora_jax.config import Config, ModelSection, RolloutSection
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.lora_config import OFF, Lora
+from dora_jax.plan import presets
 from dora_jax.publish import DeviceWeights
-from dora_jax.runtime.run import engine_of
+from dora_jax.runtime.assembly.run import engine_of
 from dora_jax.types import SampleId
 
 PROMPT_TOKENS = 32

@@ -3,7 +3,7 @@
     python -m dora_jax.bench.aot [--only=TEXT] [--programs=train,publish,decode,narrow,verify,prefill,read,write] [--layers=N]
 
 Needs libtpu (the extra `aot`) and a minute or more a row. Each row is a configuration that names its slice, resolved by
-the presets; its programs are those that `python -m dora_jax.train` would compile there (dora_jax/aot.py). `model` is
+the presets; its programs are those that `python -m dora_jax.train` would compile there (dora_jax/aot/). `model` is
 XLA's own estimate of the cycles at the chip's clock. It counts no kernel: each has a line of its own and is charged
 twice the larger of FLOPs over the chip's peak and bytes over its bandwidth. Nor does it count what is sent, which
 overlap has to hide. It proves that the programs compile and fit, never that they are right or fast.
@@ -16,10 +16,13 @@ import dataclasses
 import sys
 from typing import Any, NamedTuple
 
-from dora_jax import aot, aot_roles, presets, update_costs
+from dora_jax import aot
+from dora_jax.aot import roles as aot_roles
 from dora_jax.config import Config
-from dora_jax.models.config import ModelConfig
+from dora_jax.costs import update as update_costs
 from dora_jax.models.families import KNOWN
+from dora_jax.models.families.config import ModelConfig
+from dora_jax.plan import presets
 
 VOCAB = 151669  # ids that Qwen3's tokenizer has
 TRAIN = aot_roles.PROGRAMS[aot_roles.TRAINER]

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.config import Config, EngineKernel, ModelSection, RolloutSection
 from dora_jax.models import decoder, sharding
+from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.shapes import FRESH, HEADER, POSITION, REMAINING, SLOT, TOKEN
-from dora_jax.runtime.run import engine_of
+from dora_jax.runtime.assembly.run import engine_of
 
 TOY = dict(vocab_size=512, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=32, d_ff=768)
 SMALL = dict(

@@ -6,7 +6,7 @@
 Every life is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds that a
 Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts an
 interpreter for each life, which is what the start-up time of a whole job is. Each named fault point
-(dora_jax/fault_injection.py) kills one life at its first or second pass; the random kills come up to LIFE_S after a life has begun
+(dora_jax/base/fault_injection.py) kills one life at its first or second pass; the random kills come up to LIFE_S after a life has begun
 to take facts. A run that reaches its end before all kills are spent is audited, and the next run begins. At the end
 every run is left alone until it is done. One row a run:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
@@ -30,10 +30,11 @@ import threading
 import time
 from pathlib import Path
 
-from dora_jax import fault_injection, flags
-from dora_jax.exits import RETRY
-from dora_jax.fault_injection import POINTS
-from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.base import fault_injection
+from dora_jax.base.exits import RETRY
+from dora_jax.base.fault_injection import POINTS
+from dora_jax.cli import flags
+from dora_jax.runtime.journal.journal_audit import audit
 
 RANDOM = "at random"
 LIFE_S = 3.0  # a random kill comes within so long after the journal's segment of this life

@@ -25,11 +25,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dora_jax import devices
+from dora_jax.base.digest import digest
 from dora_jax.bench import train_step
 from dora_jax.config import CheckpointSection
-from dora_jax.digest import digest
 from dora_jax.models import decoder, sharding
+from dora_jax.plan import devices
 from dora_jax.trainer import step
 from dora_jax.trainer.checkpoint import Checkpoints
 

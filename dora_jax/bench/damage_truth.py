@@ -60,7 +60,7 @@ class Observer:
         """Stands around trainer, checkpoints and log of the run that begins in this process."""
         from dora_jax.runtime import job
         from dora_jax.runtime.local_backend import LocalBackend
-        from dora_jax.runtime.metrics_log import RunLog
+        from dora_jax.runtime.observe.metrics_log import RunLog
 
         trainer_side, log_record, log_event, run_stages = (
             LocalBackend.trainer_side,
@@ -307,7 +307,8 @@ def _differences(truth: Truth, found: Resumed) -> Iterable[str]:
 def main() -> None:
     """Runs dora_jax.train, observed."""
     truth, sys.argv = sys.argv[1], ["dora_jax.train", *sys.argv[2:]]
-    from dora_jax import flags, train
+    from dora_jax import train
+    from dora_jax.cli import flags
 
     with open(truth, "a") as file:
         Observer(file).install()

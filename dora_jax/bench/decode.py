@@ -43,13 +43,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import devices, presets
 from dora_jax.bench import bandwidth, plain, smollm
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, hf, sharding
-from dora_jax.models.config import Experts
+from dora_jax.models.families.config import Experts
+from dora_jax.plan import devices, presets
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime.run import engine_of
+from dora_jax.runtime.assembly.run import engine_of
 from dora_jax.types import SampleId
 
 MODEL = decoder.new_config("qwen3", **bandwidth.TOY)

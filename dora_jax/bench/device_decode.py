@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.bench import device_kernels
 from dora_jax.bench.device_models import GIB, one_device, peak_gib, published
 from dora_jax.bench.device_record import Record
 from dora_jax.config import Config, ModelSection, RolloutSection
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
+from dora_jax.plan import presets
 from dora_jax.publish import placed
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime.run import engine_of
+from dora_jax.runtime.assembly.run import engine_of
 from dora_jax.types import SampleId
 
 COMMAND_BUFFERS = {"none": "", "with loops": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE"}

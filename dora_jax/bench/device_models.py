@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from dora_jax.config import Config
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import new_config
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.publish import sliced
-from dora_jax.runtime.run import publishing_copy
+from dora_jax.runtime.assembly.run import publishing_copy
 
 GIB = 2**30
 TINY = new_config("qwen3", vocab_size=512, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128)

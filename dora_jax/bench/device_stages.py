@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dora_jax import devices
 from dora_jax.bench import device_kernels
 from dora_jax.bench.device_record import Record
 from dora_jax.config import Config
 from dora_jax.models.families import KNOWN
+from dora_jax.plan import devices
 
 
 def run(stage: str, record: Record, size: str) -> None:

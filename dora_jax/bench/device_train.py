@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from dora_jax import budget, memory, presets
 from dora_jax.bench import device_kernels
 from dora_jax.bench.device_models import GIB, one_device, peak_gib, published
 from dora_jax.bench.device_record import Record
 from dora_jax.config import Config, ModelSection, OrchestratorSection, RolloutSection, TrainerSection
 from dora_jax.models import decoder
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
+from dora_jax.plan import budget, memory, presets
 from dora_jax.publish import placed
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime.run import engine_of, packer, trainer_of
+from dora_jax.runtime.assembly.run import engine_of, packer, trainer_of
 from dora_jax.trainer.flops import model_flops, segment_lengths
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 

@@ -30,17 +30,20 @@ import jax
 import numpy as np
 
 import dora_jax
-from dora_jax import config_files, devices, flags, tasks
+from dora_jax import tasks
 from dora_jax.bench import real_model, smollm
+from dora_jax.cli import flags
+from dora_jax.config import files as config_files
 from dora_jax.models import hf, sharding
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.plan import devices
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.drafts import NONE, Drafter
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.seq import Seq
-from dora_jax.runtime import run as build
+from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.job import of_this_machine
 from dora_jax.runtime.policy import Policy
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import Prompt, Sample, SampleId
 
 HALF = {"rollout.slots": 32, "rollout.pages": 320}

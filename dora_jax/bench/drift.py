@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.bench.decode import MODEL
 from dora_jax.config import (
     Config,
@@ -46,12 +45,13 @@ from dora_jax.config import (
     WeightBits,
 )
 from dora_jax.models import decoder, hf, sharding
-from dora_jax.models.config import Experts, ModelConfig
+from dora_jax.models.families.config import Experts, ModelConfig
+from dora_jax.plan import presets
 from dora_jax.publish import placed, sliced
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
-from dora_jax.runtime.replay import Replay
-from dora_jax.runtime.run import engine_of, engine_options, publishing_copy, trainer_recipe
+from dora_jax.runtime.assembly.replay import Replay
+from dora_jax.runtime.assembly.run import engine_of, engine_options, publishing_copy, trainer_recipe
 from dora_jax.types import Sample, SampleId
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Mapping
 
 from dora_jax.bench.end_to_end import TOKEN, ResultLine, predicted_and_run
-from dora_jax.config_files import load_file
+from dora_jax.config.files import load_file
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.table import grid

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from dora_jax.bench.chaos import OVERRIDES, ChaosRun, prepare
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.recovery import replay
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.recovery import replay
 
 POINTS = ("trainer.before_step", "trainer.after_step", "trainer.after_put")
 TIMED = (  # metrics of time, of where samples ran, and of what a new process does once more

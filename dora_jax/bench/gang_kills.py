@@ -27,7 +27,7 @@ import time
 from typing import Any
 
 from dora_jax.bench.gang_run import PROCESSES, WatchedRun, new_parser, running, settle
-from dora_jax.runtime.durability.object_storage import WANTED
+from dora_jax.runtime.journal.object_storage import WANTED
 
 KINDS = (
     "rollout-kill",

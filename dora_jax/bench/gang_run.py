@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_jax.runtime.durability.journal_audit import audit
+from dora_jax.runtime.journal.journal_audit import audit
 
 PATIENCE_S = 600.0
 STEPS = 100_000  # it ends when the page has seen enough

@@ -27,13 +27,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, sharding
+from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime import run as build
-from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.types import SampleId
 
 NOTHING: Any = None  # where an engine that computes nothing needs nothing

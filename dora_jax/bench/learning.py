@@ -38,11 +38,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.recovery import replay
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.sim.table import grid
-from dora_jax.tokenizer import Tokenizer
 
 MODES = ("sync", "one_step", "partial", "evict", "dora2", "dora3", "dora5")
 MEASURED, BASELINE = "dora3", "sync"  # of the verdict

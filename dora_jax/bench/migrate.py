@@ -20,13 +20,13 @@ import time
 import jax
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.bench.decode import MODEL
 from dora_jax.config import Config, RolloutSection
 from dora_jax.models import decoder, sharding
+from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import InFlightSample, without_pages
-from dora_jax.runtime.run import engine_of
+from dora_jax.runtime.assembly.run import engine_of
 from dora_jax.types import SampleId
 
 NEW = 128  # tokens that the moved sample may still sample: enough to measure a few ticks

@@ -24,7 +24,7 @@ from dora_jax.bench import bandwidth
 from dora_jax.bench.decode import MODEL
 from dora_jax.bench.migrate import MOVED, NEW, forget, new_engine, next_tokens_s
 from dora_jax.models import decoder
-from dora_jax.models.config import Experts, Latent
+from dora_jax.models.families.config import Experts, Latent
 from dora_jax.rollout.migrate import InFlightSample, without_pages
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import CODEC, fetch, layout_of, lend

@@ -21,12 +21,12 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.coordinator import gather_s
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC, Fact, batches
-from dora_jax.runtime.durability.recovery import head_records
-from dora_jax.runtime.rollout_worker import progress_period_s
+from dora_jax.runtime.instances.rollout_worker import progress_period_s
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import CODEC, Fact, batches
+from dora_jax.runtime.journal.recovery import head_records
 from dora_jax.types import SampleId
 
 SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16

@@ -14,9 +14,9 @@ from dora_jax.bench.paced_worker import PacedWorker
 from dora_jax.costs import Costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.emulated_timing import PacedEngine
-from dora_jax.runtime.seams import Outbox, WeightStore
-from dora_jax.runtime.worker import HandedOver
+from dora_jax.runtime.common.seams import Outbox, WeightStore
+from dora_jax.runtime.common.worker import HandedOver
+from dora_jax.runtime.observe.emulated_timing import PacedEngine
 from dora_jax.types import InstanceId, Version
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.bench.paced_environments import HoldingEngine, PacedEnvironments, TurnsOf
 from dora_jax.bench.paced_lending import LentPacedWorker
 from dora_jax.bench.paced_worker import PacedWorker
@@ -26,10 +25,11 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each
 from dora_jax.orchestrate.loop import run as run_loop
+from dora_jax.plan import presets
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
-from dora_jax.runtime.trainer_worker import StreamingTrainerWorker
+from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
+from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim.config import Row
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL
 from dora_jax.sim.run import orchestrator_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from dora_jax.runtime.rollout_worker import EngineWorker
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
 
 
 class PacedWorker(EngineWorker):

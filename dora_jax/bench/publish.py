@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dora_jax.base.chips import CHIPS
 from dora_jax.bench.publish_processes import Cluster, model_of, size_of
-from dora_jax.chips import CHIPS
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
 from dora_jax.sim.network import Speeds, publication, speeds_of
 

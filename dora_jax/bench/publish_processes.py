@@ -12,11 +12,11 @@ from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import new_config
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import Lora, adapter_params
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WeightDistribution
 from dora_jax.types import Version
@@ -99,8 +99,8 @@ def _next(end: connection.Connection) -> bytes | None:
 
 
 def _config(rank: int) -> Any:
-    from dora_jax import presets
     from dora_jax.config import Config, ModelSection, RolloutSection
+    from dora_jax.plan import presets
 
     rollout = RolloutSection(slots=1, max_prompt_tokens=16, max_new_tokens=16)
     return presets.filled(Config(model=ModelSection(dtype=DTYPE), rollout=rollout, lora=Lora(rank=rank)))
@@ -126,7 +126,7 @@ class PublishingSide:
 
         from dora_jax.models import sharding
         from dora_jax.publish import HostWeights
-        from dora_jax.runtime import run
+        from dora_jax.runtime.assembly import run
         from dora_jax.runtime.transfer.device_transfer import Wire
         from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
         from dora_jax.runtime.transfer.weight_storage import StoredWeights
@@ -174,7 +174,7 @@ class InstanceSide:
 
         from dora_jax.models import sharding
         from dora_jax.publish import HostWeights
-        from dora_jax.runtime import run
+        from dora_jax.runtime.assembly import run
         from dora_jax.runtime.transfer.device_transfer import Wire
         from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
         from dora_jax.runtime.transfer.weight_storage import StoredWeights

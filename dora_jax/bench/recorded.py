@@ -13,8 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from dora_jax.recording import recorded_body
-from dora_jax.runtime.recorder import COSTS, JOURNAL
+from dora_jax.costs.recording import recorded_body
+from dora_jax.runtime.observe.recorder import COSTS, JOURNAL
 from dora_jax.sim import config as sims
 from dora_jax.sim import replay
 from dora_jax.sim.config import Row, SimConfig

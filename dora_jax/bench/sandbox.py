@@ -27,9 +27,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dora_jax.tasks import programs, sandbox
-from dora_jax.tasks.program_walls import PYTHONS
-from dora_jax.tasks.programs import Limits, Server
+from dora_jax.tasks import sandbox
+from dora_jax.tasks.sandbox import programs
+from dora_jax.tasks.sandbox.program_walls import PYTHONS
+from dora_jax.tasks.sandbox.programs import Limits, Server
 
 ONE_LINE = "print(1)"
 NEVER_EVERY = 100

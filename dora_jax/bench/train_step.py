@@ -31,13 +31,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import devices, presets, update_costs
 from dora_jax.bench import plain_step, smollm
 from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed
 from dora_jax.buffer import layout, pack
 from dora_jax.config import TrainerSection
+from dora_jax.costs import update as update_costs
 from dora_jax.models import decoder, hf, logits, sharding
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.plan import devices, presets
 from dora_jax.trainer import score, step
 from dora_jax.trainer.flops import segment_lengths
 from dora_jax.trainer.prepare import Prepare

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dora_jax.models.config import ModelConfig, RopeScaling, Yarn
+from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
 
 Attend = Callable[[Any, jax.Array, jax.Array, "jax.Array | None"], jax.Array]
 Weights = dict[str, Any]  # of one layer, by name

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-from dora_jax.models.config import EXPERT_SLACK
+from dora_jax.models.families.config import EXPERT_SLACK
 
 TILE_ROWS = (512, 256, 128)  # of the kernels, the first of which an expert has four
 TILE_WIDTH = 1024  # the same, of matrices; of gradients half of it one way, for they are kept in float32

@@ -26,11 +26,11 @@ import safetensors
 from safetensors.numpy import save_file
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import family
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Tensor
 from dora_jax.models.hf_config import config_json, read_config, read_json
-from dora_jax.tokenizer import TOKENIZER_FILES, Tokenizer
+from dora_jax.models.tokenizer import TOKENIZER_FILES, Tokenizer
 
 __all__ = ["check", "check_scorer", "check_vacant", "load", "load_scorer", "read_config", "save"]
 

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dora_jax.models.config import ModelConfig, RopeScaling, Yarn
 from dora_jax.models.families import FAMILIES, NOT_COMPUTED, family
+from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
 from dora_jax.models.families.family import Family, Fields
 
 # Switches that would change the function; the value here is the only one the decoder computes.

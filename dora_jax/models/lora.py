@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import Lora
 
 Adapter = dict[str, Any]

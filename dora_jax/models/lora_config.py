@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from dora_jax.config_tree import field
-from dora_jax.models.config import ModelConfig
+from dora_jax.base.config_tree import field
+from dora_jax.models.families.config import ModelConfig
 
 ADAPTED = ("attention", "mlp", "experts")  # mlp: dense feed-forwards, and the experts that every token takes
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from dora_jax.models import grouped_experts
 from dora_jax.models.attention import ADAPTERS, Products, Spec, Weights, adapter_of
-from dora_jax.models.config import Experts, ModelConfig
+from dora_jax.models.families.config import Experts, ModelConfig
 
 WIDE, BACK = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")  # axes of the matrices
 MISSING = -1  # as a forced id: the router chooses

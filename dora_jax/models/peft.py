@@ -18,8 +18,8 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 from dora_jax.models import decoder, lora
-from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import family
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.hf import check_vacant
 from dora_jax.models.hf_config import ADAPTER, read_json
 from dora_jax.models.lora_config import Lora

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 
 REMAT = ("none", "full", "dots")
 KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

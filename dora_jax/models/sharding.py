@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models import decoder
-from dora_jax.models.config import ModelConfig, check_mesh
+from dora_jax.models.families.config import ModelConfig, check_mesh
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")  # neighbours in the last axes: their collectives are the most
 

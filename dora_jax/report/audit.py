@@ -34,9 +34,9 @@ def audit(workdir: str, data: RunData) -> None:
 
 
 def _replay(place: str, data: RunData) -> None:
-    from dora_jax.runtime.durability import journal_audit  # a report without a journal needs none of it
-    from dora_jax.runtime.durability.event_log import EventLog
-    from dora_jax.runtime.durability.recovery import replay
+    from dora_jax.runtime.journal import journal_audit  # a report without a journal needs none of it
+    from dora_jax.runtime.journal.event_log import EventLog
+    from dora_jax.runtime.journal.recovery import replay
 
     journal = EventLog(journal_audit.reading(place))
     numbers = journal.segments()
@@ -59,7 +59,7 @@ def _replay(place: str, data: RunData) -> None:
 
 def _brought(workdir: str, folder: Path) -> str:
     """The URL of a copy of the bucket's journal. What a run adds meanwhile is not in it: the list comes first."""
-    from dora_jax.runtime.durability import object_storage
+    from dora_jax.runtime.journal import object_storage
 
     store, taken = object_storage.Objects(workdir), 0
     keys = store.keys(JOURNAL)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dora_jax import intervals
+from dora_jax.base import intervals
 from dora_jax.report.load import Row, RunData, configured, number
 from dora_jax.report.markup import rounded
 

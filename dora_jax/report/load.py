@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_jax import state_files, workdirs
-from dora_jax.retrying_file import earlier
+from dora_jax.base import state_files
+from dora_jax.base.retrying_file import earlier
+from dora_jax.config import workdirs
 from dora_jax.types import InstanceId, Version
 
 OWN_EVALUATIONS = "evaluations/metrics.jsonl"  # of dora_jax.evaluate, which go before those of the run
@@ -100,7 +101,7 @@ def _folder(folder: Path) -> Read:
 
 
 def _bucket(url: str) -> Read:
-    from dora_jax.runtime.durability.object_storage import Objects  # a folder needs none of it
+    from dora_jax.runtime.journal.object_storage import Objects  # a folder needs none of it
 
     store = Objects(url)
     if not any(store.get(name) for name in ("config.json", "metrics.jsonl")):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dora_jax.fault_injection import point
+from dora_jax.base.fault_injection import point
 from dora_jax.rollout.decoding import CallCosts
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 
 POSITIONS = {"k": -1, "v": -2}  # the axis of positions in an array of that name
 

@@ -30,20 +30,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from dora_jax.base.exits import Stop
 from dora_jax.config import RunError
-from dora_jax.exits import Stop
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.restart import Debts
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.common.seams import (
+    Environments,
+    GroupStore,
+    Prompts,
+    RolloutWorker,
+    Scorer,
+    StageWorker,
+    WeightStore,
+)
+from dora_jax.runtime.common.shutdown import STAGE_END_S
+from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone, Waiting
 from dora_jax.runtime.episodes import Episodes
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import Partial
 from dora_jax.runtime.kept_kv import KeptKV
 from dora_jax.runtime.sample_registry import OpenGroup, SampleRegistry
-from dora_jax.runtime.seams import Environments, GroupStore, Prompts, RolloutWorker, Scorer, StageWorker, WeightStore
-from dora_jax.runtime.shutdown import STAGE_END_S
 from dora_jax.runtime.siblings import Siblings
-from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone, Waiting
+from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import GroupId, InstanceId, Sample, SampleId, ScoredGroup, Version, is_eval, is_served, is_training

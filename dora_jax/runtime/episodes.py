@@ -21,11 +21,11 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.durability.records import Partial
+from dora_jax.runtime.common.seams import Environments, Prompts, RolloutWorker
+from dora_jax.runtime.common.worker import Finished, Waiting
+from dora_jax.runtime.journal.records import Partial
 from dora_jax.runtime.kept_kv import KeptKV
 from dora_jax.runtime.sample_registry import SampleRegistry
-from dora_jax.runtime.seams import Environments, Prompts, RolloutWorker
-from dora_jax.runtime.worker import Finished, Waiting
 from dora_jax.tasks.environments import Answer
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.types import (

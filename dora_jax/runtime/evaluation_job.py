@@ -14,18 +14,19 @@ import json
 import time
 from pathlib import Path
 
-from dora_jax import devices, state_files
+from dora_jax.base import state_files
+from dora_jax.base.metrics import Writer, is_record
 from dora_jax.config import Config, RewardModelSection, RunError
-from dora_jax.metrics import Writer, is_record
 from dora_jax.models.lora_config import OFF
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime import checkpoint_weights
-from dora_jax.runtime import run as build
-from dora_jax.runtime.durability.object_storage import Objects
-from dora_jax.runtime.durability.workdir_mirror import fetch, url_of
+from dora_jax.plan import devices
+from dora_jax.runtime.assembly import checkpoint_weights
+from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.common.shutdown import Guard
 from dora_jax.runtime.job import of_this_machine, opened, pick, run_stages
+from dora_jax.runtime.journal.object_storage import Objects
+from dora_jax.runtime.journal.workdir_mirror import fetch, url_of
 from dora_jax.runtime.local_backend import LocalBackend
-from dora_jax.runtime.shutdown import Guard
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 

@@ -9,36 +9,38 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dora_jax import devices, presets, tasks, validate
+from dora_jax import tasks
+from dora_jax.base.exits import FAILED, RETRY, Stop
+from dora_jax.base.metrics import Writer
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RunError, blame
-from dora_jax.exits import FAILED, RETRY, Stop
-from dora_jax.metrics import Writer
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.orchestrate.loop import Observer, each, quiet_collector, run
-from dora_jax.runtime import monitoring, warm_start, warm_start_data
-from dora_jax.runtime import run as build
-from dora_jax.runtime.agreement import Agreement
+from dora_jax.plan import devices, presets, validate
+from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.common.seams import Backend, TrainerSide
+from dora_jax.runtime.common.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability import resume
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.records import Saved
-from dora_jax.runtime.durability.resume import Begun
-from dora_jax.runtime.durability.workdir_mirror import Mirror, fetch, mirrored
-from dora_jax.runtime.evaluations import closing
-from dora_jax.runtime.hf_exports import HfExports
+from dora_jax.runtime.journal import resume
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.records import Saved
+from dora_jax.runtime.journal.resume import Begun
+from dora_jax.runtime.journal.workdir_mirror import Mirror, fetch, mirrored
 from dora_jax.runtime.live_requests import LiveRequests, LiveServing
 from dora_jax.runtime.local_backend import LocalBackend, RunContext, trainer_worker
-from dora_jax.runtime.metrics_log import RunLog
-from dora_jax.runtime.recorder import Recorder, instrument
-from dora_jax.runtime.seams import Backend, TrainerSide
-from dora_jax.runtime.shutdown import STAGE_END_S, Guard, GuardedWorld
-from dora_jax.runtime.timeline import Timeline
-from dora_jax.tasks.bridge import Bridge
+from dora_jax.runtime.observe import monitoring
+from dora_jax.runtime.observe.evaluations import closing
+from dora_jax.runtime.observe.metrics_log import RunLog
+from dora_jax.runtime.observe.recorder import Recorder, instrument
+from dora_jax.runtime.observe.timeline import Timeline
+from dora_jax.runtime.training import warm_start, warm_start_data
+from dora_jax.runtime.training.agreement import Agreement
+from dora_jax.runtime.training.hf_exports import HfExports
 from dora_jax.tasks.environment import NOISE
 from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer import checkpoint
@@ -275,7 +277,7 @@ def _backend(parts: RunContext, writer: Writer) -> Backend:
     """The backend that the configuration asks for: one process, or a cluster."""
     if not parts.config.cluster.launcher:
         return LocalBackend(parts, writer.note)
-    from dora_jax.runtime.cluster.backend import ClusterBackend  # a run in one process needs none of it
+    from dora_jax.runtime.cluster_backend import ClusterBackend  # a run in one process needs none of it
 
     return ClusterBackend(parts, writer.note)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.seams import RolloutWorker
+from dora_jax.runtime.common.seams import RolloutWorker
 from dora_jax.types import GroupId, InstanceId, SampleId
 
 

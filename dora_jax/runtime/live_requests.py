@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime.durability.records import Partial
-from dora_jax.runtime.seams import Prompts
-from dora_jax.runtime.worker import Finished
+from dora_jax.runtime.common.seams import Prompts
+from dora_jax.runtime.common.worker import Finished
+from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version, is_served
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from dora_jax.base.metrics import Sink
     from dora_jax.config import Config
-    from dora_jax.metrics import Sink
+    from dora_jax.models.tokenizer import Tokenizer
     from dora_jax.runtime.live_sessions import LiveSessions
-    from dora_jax.tokenizer import Tokenizer
 
 
 class Desk(Protocol):

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.runtime.worker import Finished
-from dora_jax.tasks.bridge import Bridge, shared_length
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.runtime.common.worker import Finished
 from dora_jax.tasks.environment import Message
 from dora_jax.tasks.environments import Answer
+from dora_jax.tasks.environments.bridge import Bridge, shared_length
 from dora_jax.tasks.pool import GroupFailure, ScorerPool
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import (
     EpisodeEnded,
     EpisodeFailed,

@@ -18,21 +18,17 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from dora_jax import devices, tasks
+from dora_jax import tasks
+from dora_jax.base.digest import digest
 from dora_jax.config import Config, ConfigError, blame
-from dora_jax.digest import digest
 from dora_jax.models import sharding
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.plan import devices
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.host_kv import HostKV
-from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
-from dora_jax.runtime.lent_instance import LentInstance, LentMemory
-from dora_jax.runtime.lent_state import LentState
-from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
-from dora_jax.runtime.run import (
+from dora_jax.runtime.assembly.run import (
     batch_layout,
     instance_up,
     new_engine,
@@ -42,9 +38,9 @@ from dora_jax.runtime.run import (
     prober,
     updates_apart,
 )
-from dora_jax.runtime.sample_gaps import SampleGaps
-from dora_jax.runtime.sample_log import TokenViews
-from dora_jax.runtime.seams import (
+from dora_jax.runtime.common.sample_gaps import SampleGaps
+from dora_jax.runtime.common.sample_log import TokenViews
+from dora_jax.runtime.common.seams import (
     Environments,
     GroupStore,
     Notify,
@@ -59,14 +55,19 @@ from dora_jax.runtime.seams import (
     Tree,
     WeightStore,
 )
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.trainer_worker import StreamingTrainerWorker, TrainerWorker
+from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
+from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory
+from dora_jax.runtime.instances.lent_state import LentState
+from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
+from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker, TrainerWorker
 from dora_jax.tasks import solved
-from dora_jax.tasks.bridge import Bridge
 from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments.bridge import Bridge
+from dora_jax.tasks.environments.renderer_bridge import RendererBridge
 from dora_jax.tasks.pool import ScorerPool
-from dora_jax.tasks.renderer_bridge import RendererBridge
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.step import Trainer
 from dora_jax.types import InstanceId, ScoredGroup, Version
@@ -78,7 +79,7 @@ class RunContext:
     remarks: sentences on its data, for the console. solved: the rule of held-out accuracy; None: there is none."""
 
     def __init__(self, config: Config, workdir: Path):
-        from dora_jax.tokenizer import Tokenizer
+        from dora_jax.models.tokenizer import Tokenizer
 
         self.config = config
         self.workdir = workdir

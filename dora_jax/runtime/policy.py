@@ -15,19 +15,19 @@ from typing import overload
 import jax
 import numpy as np
 
-from dora_jax import devices, validate, workdirs
-from dora_jax.config import Config
+from dora_jax.config import Config, workdirs
 from dora_jax.models import hf, sharding
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.plan import devices, validate
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime import checkpoint_weights
-from dora_jax.runtime import run as build
+from dora_jax.runtime.assembly import checkpoint_weights
+from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.job import of_this_machine, pick
-from dora_jax.runtime.seams import Tree
 from dora_jax.tasks.prompts import Wording
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import SampleId, Version
 
 Question = str | Sequence[Mapping[str, str]]  # text, or messages with role and content

@@ -16,10 +16,10 @@ import numpy as np
 
 from dora_jax.orchestrate.restart import Debts
 from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import OBSERVED, REWRITTEN, Partial
-from dora_jax.runtime.seams import Prompts
-from dora_jax.runtime.worker import FinishedUnheard, HandedOver
+from dora_jax.runtime.common.seams import Prompts
+from dora_jax.runtime.common.worker import FinishedUnheard, HandedOver
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Branch, GroupId, Observed, Prompt, Sample, SampleId, Version
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from dora_jax.runtime.common.seams import RolloutWorker
 from dora_jax.runtime.sample_registry import SampleRegistry
-from dora_jax.runtime.seams import RolloutWorker
 from dora_jax.types import GroupId, InstanceId, Sample, SampleId
 
 MOST_TOKENS = 2**16  # of a sample, from its first on: 256 KiB

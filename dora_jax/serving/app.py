@@ -22,14 +22,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dora_jax import prometheus
+from dora_jax.base import prometheus
+from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.runtime.live_sessions import LiveSessions, SessionsOver
 from dora_jax.serving import chat, request
 from dora_jax.serving.answers import Answers, Identity, Piece, Reader
 from dora_jax.serving.counters import Counters
 from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
 from dora_jax.serving.request import Ask, Form, Limits, Refused
-from dora_jax.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 64 << 20
 SESSION, RETRY_KEY, VERSION = "x-session-id", "idempotency-key", "x-weight-version"

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.durability.records import Partial
-from dora_jax.runtime.rollout_worker import EngineWorker
-from dora_jax.runtime.seams import RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.worker import Crashed, Finished, Parked
+from dora_jax.runtime.common.seams import RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.common.worker import Crashed, Finished, Parked
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.runtime.journal.records import Partial
 from dora_jax.serving.answers import Listener, requested
 from dora_jax.serving.versions import Versions
 from dora_jax.types import InstanceId, SampleId, Version

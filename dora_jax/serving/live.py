@@ -21,10 +21,11 @@ import numpy as np
 import uvicorn
 
 from dora_jax.config import Config, RunError
+from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.live_requests import LiveRequests
 from dora_jax.runtime.live_sessions import LiveSessions
-from dora_jax.runtime.monitoring import RunFacts
+from dora_jax.runtime.observe.monitoring import RunFacts
 from dora_jax.serving.answers import Answers, requested
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.counters import Counters
@@ -32,7 +33,6 @@ from dora_jax.serving.request import Refused
 from dora_jax.serving.server import TOKEN_VARIABLE, limits_of, listening_socket
 from dora_jax.serving.service import Options
 from dora_jax.serving.versions import Versions
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import SERVED, Prompt, Sample, SampleId, Version
 
 if TYPE_CHECKING:

@@ -20,24 +20,25 @@ from pathlib import Path
 import jax
 import uvicorn
 
-from dora_jax import devices, presets
+from dora_jax.base.exits import SIGNALS
 from dora_jax.config import Config, ConfigError, RunError, blame
-from dora_jax.exits import SIGNALS
 from dora_jax.models import hf, lora, peft, sharding
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.plan import devices, presets
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime import checkpoint_weights, job
-from dora_jax.runtime import run as build
-from dora_jax.runtime.durability.workdir_mirror import fetch
+from dora_jax.runtime import job
+from dora_jax.runtime.assembly import checkpoint_weights
+from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.common.seams import Tree
+from dora_jax.runtime.journal.workdir_mirror import fetch
 from dora_jax.runtime.local_backend import side_by_side
-from dora_jax.runtime.seams import Tree
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import SAMPLING, Limits
 from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 

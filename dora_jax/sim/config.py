@@ -20,14 +20,14 @@ from typing import Any
 
 import ml_collections
 
-from dora_jax import config_tree
-from dora_jax.chips import CHIPS
+from dora_jax.base import config_tree
+from dora_jax.base.chips import CHIPS
+from dora_jax.base.config_tree import field
+from dora_jax.base.spelling import nearest
 from dora_jax.config import ConfigError
-from dora_jax.config_tree import field
 from dora_jax.costs import CostOptions, Hardware, ModelSizes
 from dora_jax.orchestrate.modes import MODES, Decisions
 from dora_jax.sim.drafts import DraftSection
-from dora_jax.spelling import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dora_jax.config_tree import field
+from dora_jax.base.config_tree import field
 from dora_jax.costs import Costs
 from dora_jax.orchestrate.events import Drafted
 

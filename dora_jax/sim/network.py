@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 from typing import Protocol
 
-from dora_jax.chips import Chip
+from dora_jax.base.chips import Chip
 from dora_jax.orchestrate.events import LoadWeights
 from dora_jax.types import InstanceId, Version
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dora_jax.config import ConfigError
+from dora_jax.costs.recording import read
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.recording import read
 from dora_jax.types import GroupId, Version
 
 

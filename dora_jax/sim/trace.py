@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dora_jax import chrome_trace
-from dora_jax.chrome_trace import MICRO, ROLLOUT, TRAINER
+from dora_jax.base import chrome_trace
+from dora_jax.base.chrome_trace import MICRO, ROLLOUT, TRAINER
 from dora_jax.orchestrate.events import Train
 from dora_jax.sim.instance import DECODE, IDLE, PREFILL, Instance, Job
 from dora_jax.types import GroupId, InstanceId

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from dora_jax.base.spelling import nearest
 from dora_jax.config import ConfigError
-from dora_jax.recording import recorded_work
+from dora_jax.costs.recording import recorded_work
 from dora_jax.sim.config import WorkloadSection
-from dora_jax.spelling import nearest
 from dora_jax.types import GroupId, SampleId, cycle_of, issued_first_as
 
 _MASK = (1 << 64) - 1

@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dora_jax.config import TaskSection
+    from dora_jax.models.tokenizer import Tokenizer
     from dora_jax.tasks.prompts import Task, Wording
     from dora_jax.tasks.source import Source
-    from dora_jax.tokenizer import Tokenizer
 
 GYM_REWARD = "dora_jax.tasks.rewards.reasoning_gym"
 

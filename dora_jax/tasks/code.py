@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dora_jax.tasks import programs, sandbox
+from dora_jax.tasks import sandbox
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message
 from dora_jax.tasks.rewards import RewardError, exact
+from dora_jax.tasks.sandbox import programs
 
 OURS = f"{__name__}."  # import paths of this file run programs without being asked
 

@@ -63,7 +63,7 @@ def problems(config: Any) -> Iterator[str]:
     if not section.name:
         return
     if not all(part.isidentifier() for part in section.name.split(".")) or "." not in section.name:
-        yield f"environment.name: {section.name!r} is not an import path such as dora_jax.tasks.calculator.Calculator"
+        yield f"environment.name: {section.name!r} is not an import path such as dora_jax.tasks.environments.calculator.Calculator"
     if "{content}" not in section.observation and config.task.template != "chat":
         yield f"environment.observation: {section.observation!r} has no {{content}} in it"
     if section.python and not shutil.which(section.python):

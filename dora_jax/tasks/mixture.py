@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dora_jax import types
 
 if TYPE_CHECKING:
-    from dora_jax.config_task import TaskPart, TaskSection
+    from dora_jax.config.task import TaskPart, TaskSection
     from dora_jax.tasks.source import Source, TaskRow
 
 OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a section that each entry has for itself

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks import calls, code, sandbox
-from dora_jax.tasks.calls import NoAnswer
+from dora_jax.tasks import code, sandbox
+from dora_jax.tasks.sandbox import calls
+from dora_jax.tasks.sandbox.calls import NoAnswer
 from dora_jax.types import GroupId, Prompt, Sample, ScoredGroup
 
 CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from dora_jax import callables
+from dora_jax.base import callables
 
 Reward = Callable[[str, str, Any], float | Mapping[str, float]]
 

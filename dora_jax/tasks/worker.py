@@ -10,7 +10,8 @@ import re
 import sys
 from collections.abc import Callable
 
-from dora_jax.tasks import calls, rewards
+from dora_jax.tasks import rewards
+from dora_jax.tasks.sandbox import calls
 
 
 def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:

@@ -29,11 +29,11 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from dora_jax import exits
-from dora_jax.config import RunError
-from dora_jax.digest import digest, digest_json
-from dora_jax.exits import NO_ROOM_WORDS, never_print
-from dora_jax.fault_injection import point
+from dora_jax.base import exits
+from dora_jax.base.digest import digest, digest_json
+from dora_jax.base.exits import NO_ROOM_WORDS, never_print
+from dora_jax.base.fault_injection import point
+from dora_jax.config import CheckpointSection, RunError
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files, steps
 
@@ -92,7 +92,7 @@ class Checkpoints:
     def __init__(
         self,
         directory: str | os.PathLike,
-        section: Any,
+        section: CheckpointSection,
         notify: Callable[[str], None] = logging.warning,
         put: Callable[[Path], Files] | None = None,
         adopts: bool = False,
@@ -385,7 +385,10 @@ def read_json(directory: str | os.PathLike, step: int, item: str) -> dict[str, A
 
 
 def to_keep(
-    known: Sequence[int], section: Any, floor: int | None, metrics_of: Callable[[int], Mapping[str, float]]
+    known: Sequence[int],
+    section: CheckpointSection,
+    floor: int | None,
+    metrics_of: Callable[[int], Mapping[str, float]],
 ) -> set[int]:
     """Of the steps that there are, oldest first."""
     kept = set(known[-section.keep :])

@@ -12,10 +12,10 @@ from typing import Any
 import jax.extend.core
 import numpy as np
 
-from dora_jax.chips import CHIPS, DEVICE_KINDS
-from dora_jax.models.config import ModelConfig
+from dora_jax.base.chips import CHIPS, DEVICE_KINDS
+from dora_jax.costs.update import model_flops
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
-from dora_jax.update_costs import model_flops
 
 XLA_GROUPED = "ragged-dot-none"  # what XLA:TPU calls its own kernel of a grouped product
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dora_jax.fault_injection import point
+from dora_jax.base.fault_injection import point
 
 MANIFEST = "manifest.json"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written

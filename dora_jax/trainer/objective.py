@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dora_jax.config import Config, RolloutSection, TrainerSection
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 
 ADVANTAGES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("eps",),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.models import decoder
-from dora_jax.models.config import Experts
+from dora_jax.models.families.config import Experts
 
 BIAS = "router_bias"
 

@@ -24,16 +24,16 @@ from dora_jax.runtime.cluster.rollout_role import RolloutRole
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
+from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability import journal_audit
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journal_audit import audit
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import Fact
-from dora_jax.runtime.idle_time import IdleTimer
-from dora_jax.runtime.trainer_worker import TrainerWorker
+from dora_jax.runtime.journal import journal_audit
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journal_audit import audit
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import Fact
+from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest
 from dora_jax.runtime.transfer.weight_distribution import STORAGE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from absl import flags as absl_flags
 
-from dora_jax import flags
+from dora_jax.cli import flags
 from dora_jax.config import ConfigError
 from tests.fakes.hf_models import MODEL
 

@@ -26,19 +26,19 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator
-from dora_jax.runtime import supervised_worker as instances
+from dora_jax.runtime.common.worker import StepDone, Worker
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import Partial
-from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.episodes import EpisodePrompts
-from dora_jax.runtime.lent_instance import LentInstance, LentMemory
-from dora_jax.runtime.lent_state import LentState
-from dora_jax.runtime.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import StepDone, Worker
+from dora_jax.runtime.instances import supervised_worker as instances
+from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory
+from dora_jax.runtime.instances.lent_state import LentState
+from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import Partial
+from dora_jax.runtime.journal.recovery import recover
+from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_ends import Ends, Store
 from tests.fakes.coordinator_world import SECTION, TURN_TOKENS, Scorer, Task, Trainer, Weights, expected

@@ -8,7 +8,7 @@ from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability.payload_state import PayloadState
+from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.types import EARLIER, Incarnation, SampleId
 
 

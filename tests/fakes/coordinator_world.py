@@ -6,19 +6,19 @@ import time
 
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.buffer.store import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import run
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.plan import presets
 from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
-from dora_jax.runtime.rollout_worker import EngineWorker
-from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import StepDone
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Prompt, ScoredGroup
 

@@ -7,9 +7,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.sample_registry import SampleRegistry
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import Observed, Prompt, SampleId
 
 WORDS = [

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import uvicorn
 
-from dora_jax import presets
 from dora_jax.config import RolloutSection
+from dora_jax.plan import presets
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import Limits

@@ -8,7 +8,7 @@ from tests.fakes.wire_peer import new_wire
 
 
 def main():
-    from dora_jax.runtime.codec import Codec
+    from dora_jax.runtime.common.codec import Codec
     from dora_jax.runtime.transfer.kv_transfer import CODEC, PageShape, fetch
     from dora_jax.runtime.transfer.transfer_manifest import Key
 

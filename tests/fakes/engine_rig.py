@@ -5,9 +5,9 @@ import functools
 import jax
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
+from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.runtime.transfer.kv_transfer import PageShape
 from dora_jax.types import SampleId

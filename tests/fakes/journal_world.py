@@ -21,12 +21,12 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each, run
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC, Partial, Saved
-from dora_jax.runtime.durability.recovery import Recovered, recover
-from dora_jax.runtime.worker import Finished, StepDone
+from dora_jax.runtime.common.worker import Finished, StepDone
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import CODEC, Partial, Saved
+from dora_jax.runtime.journal.recovery import Recovered, recover
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span, issued_first_as
 from tests.fakes.orchestrator_shape import Run, chance
 from tests.fakes.orchestrator_world import World

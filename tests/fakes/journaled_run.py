@@ -12,18 +12,18 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.runtime.common.shutdown import Guard, GuardedWorld
+from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.durability.event_log import EventLog
-from dora_jax.runtime.durability.journaled_world import JournaledWorld
-from dora_jax.runtime.durability.log_stores import FileLogStore
-from dora_jax.runtime.durability.payload_state import PayloadState
-from dora_jax.runtime.durability.records import CODEC
-from dora_jax.runtime.durability.recovery import recover
 from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
-from dora_jax.runtime.rollout_worker import EngineWorker
-from dora_jax.runtime.shutdown import Guard, GuardedWorld
-from dora_jax.runtime.trainer_worker import TrainerWorker
-from dora_jax.runtime.worker import Finished, StepDone
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.journaled_world import JournaledWorld
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import CODEC
+from dora_jax.runtime.journal.recovery import recover
+from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.types import is_eval
 from tests.fakes.coordinator_world import SECTION, TURN_TOKENS, G, P, Scorer, Task, Weights, expected
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from dora_jax import presets
 from dora_jax.config import RolloutSection
+from dora_jax.plan import presets
 from dora_jax.rollout import plan as p
 from dora_jax.rollout import shapes as columns
 from dora_jax.rollout.migrate import InFlightSample

@@ -6,7 +6,7 @@ import typing
 import jax
 import numpy as np
 
-from dora_jax.box_digest import LeafBox, box_sums, combined
+from dora_jax.base.box_digest import LeafBox, box_sums, combined
 from dora_jax.publish import HostWeights
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer import weight_messages as ex

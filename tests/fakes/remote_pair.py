@@ -9,8 +9,8 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+from dora_jax.runtime.common.worker import InstanceReady
 from dora_jax.runtime.transfer.transfer_manifest import Lent
-from dora_jax.runtime.worker import InstanceReady
 from dora_jax.types import SampleId
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_jax.tasks import programs
+from dora_jax.tasks.sandbox import programs
 
 PLAIN_ID = 23457  # no process of the machine has it
 SECRET = "hunter2"

@@ -2,7 +2,7 @@
 
 import zlib
 
-from dora_jax.runtime.durability.frames import MAGIC, UNNUMBERED, frames, preamble
+from dora_jax.runtime.journal.frames import MAGIC, UNNUMBERED, frames, preamble
 
 
 def segment(records, number=1):

@@ -3,7 +3,7 @@
 import io
 import json
 
-from dora_jax.console import Console
+from dora_jax.base.console import Console
 
 
 def quiet():

@@ -5,10 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 
-from dora_jax import config, presets
+from dora_jax import config
 from dora_jax.buffer import layout as batch_layout
 from dora_jax.buffer import pack
 from dora_jax.models import decoder, sharding
+from dora_jax.plan import presets
 from dora_jax.trainer import prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 

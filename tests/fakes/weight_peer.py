@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.types import Version
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dora_jax.models.config import ModelConfig
 from dora_jax.models.families import deepseek_v3, llama, longcat_flash, mistral, qwen2, qwen3, qwen3_moe
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dora_jax.models.config import Experts, Latent, ModelConfig, Yarn
+from dora_jax.models.families.config import Experts, Latent, ModelConfig, Yarn
 from dora_jax.models.families.family import EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
 
 _ROUTING: dict[str, Any] = {"router": "sigmoid", "corrected": True}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 
 JSON_NAMES = {list: "array", dict: "object", bool: "true or false", str: "string"}
 

@@ -7,7 +7,7 @@ Some of its experts compute nothing: they return their input.
 import dataclasses
 from typing import Any
 
-from dora_jax.models.config import Experts, Latent, ModelConfig
+from dora_jax.models.families.config import Experts, Latent, ModelConfig
 from dora_jax.models.families.deepseek_v3 import read_latent, write_latent
 from dora_jax.models.families.family import EXPERTS, MLA, Family, Fields, Tensor
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import GQA, MLP, NORMS, Family, Fields
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dora_jax.models.config import Experts, ModelConfig
+from dora_jax.models.families.config import Experts, ModelConfig
 from dora_jax.models.families.family import EXPERTS, GQA, MLP, NORMS, Family, Fields, Tensor
 
 

@@ -24,9 +24,9 @@ import jax
 
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.cluster.messages import Begin
-from dora_jax.runtime.durability import object_storage, workdir_mirror
-from dora_jax.runtime.durability.object_storage import STEPS, Objects, StoredSteps, StoreError
-from dora_jax.runtime.seams import Tree
+from dora_jax.runtime.common.seams import Tree
+from dora_jax.runtime.journal import object_storage, workdir_mirror
+from dora_jax.runtime.journal.object_storage import STEPS, Objects, StoredSteps, StoreError
 from dora_jax.runtime.transfer.weight_storage import name_of, read_arrays
 from dora_jax.trainer import checkpoint, manifest
 from dora_jax.trainer.checkpoint import Checkpoints

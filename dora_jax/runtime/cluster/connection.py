@@ -40,8 +40,8 @@ from dora_jax.runtime.cluster.messages import (
     TickCommands,
 )
 from dora_jax.runtime.cluster.run_registry import address_in
-from dora_jax.runtime.codec import CodecError
-from dora_jax.runtime.listener import dial
+from dora_jax.runtime.common.codec import CodecError
+from dora_jax.runtime.common.listener import dial
 
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most

@@ -38,7 +38,7 @@ from dora_jax.runtime.cluster.messages import (
     WriteWeights,
 )
 from dora_jax.runtime.cluster.run_registry import RunRegistry
-from dora_jax.runtime.listener import Listener
+from dora_jax.runtime.common.listener import Listener
 from dora_jax.types import Version
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end

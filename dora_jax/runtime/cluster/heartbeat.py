@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from dora_jax.runtime.idle_time import IdleTimer
+from dora_jax.runtime.common.idle_time import IdleTimer
 
 if TYPE_CHECKING:
     from dora_jax.runtime.cluster.connection import ControllerConnection

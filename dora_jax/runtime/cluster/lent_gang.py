@@ -15,17 +15,17 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dora_jax.base.fault_injection import point
 from dora_jax.config import RunError
-from dora_jax.fault_injection import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, GangDied
 from dora_jax.runtime.cluster.gang_supervisor import LOOK_S, GangSupervisor
 from dora_jax.runtime.cluster.launch_process import StartedGang, Ticket
 from dora_jax.runtime.cluster.remote_rollout import GangWorker, RemoteInstance
-from dora_jax.runtime.idle_time import IdleTimer
-from dora_jax.runtime.lent_instance import RETURNED
-from dora_jax.runtime.worker import HandedOver
+from dora_jax.runtime.common.idle_time import IdleTimer
+from dora_jax.runtime.common.worker import HandedOver
+from dora_jax.runtime.instances.lent_instance import RETURNED
 from dora_jax.types import InstanceId, Version
 
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.cluster.kv_messages import DropStagedKV, FetchKV, KVStaged, ReleaseKV, StageKV
-from dora_jax.runtime.codec import Codec
-from dora_jax.runtime.durability.records import Partial, Saved
-from dora_jax.runtime.sample_gaps import SampleGap
-from dora_jax.runtime.sample_log import TokenView
+from dora_jax.runtime.common.codec import Codec
+from dora_jax.runtime.common.sample_gaps import SampleGap
+from dora_jax.runtime.common.sample_log import TokenView
+from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
+from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import Lent
-from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining

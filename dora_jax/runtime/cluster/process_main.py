@@ -48,7 +48,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     from dora_jax.config import ConfigError
     from dora_jax.runtime.cluster import messages
     from dora_jax.runtime.cluster.connection import ControllerConnection
-    from dora_jax.runtime.listener import Listener
+    from dora_jax.runtime.common.listener import Listener
 
     def end(code: int) -> None:
         leave()
@@ -110,7 +110,7 @@ def _open(
     begin: Begin, link: ControllerConnection, status: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue
 ) -> Any:
     """Opens the role of this process; it is compiled on return."""
-    from dora_jax import validate
+    from dora_jax.plan import validate
 
     config = validate.from_config_dict(begin.config)
     link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
@@ -128,7 +128,7 @@ def _enter_world(begin: Begin, config: Config) -> None:
     import jax
     from absl import flags
 
-    from dora_jax import devices
+    from dora_jax.plan import devices
 
     if begin.instance is not None:
         leave_multislice(os.environ)

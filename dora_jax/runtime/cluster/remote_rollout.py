@@ -23,15 +23,15 @@ from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.host_kv import worth_saying
 from dora_jax.rollout.migrate import InFlightSample, joined, parted, without_pages
-from dora_jax.runtime import garbage
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.instance_proxy import Destination, ForwardTarget, InstanceProxy
-from dora_jax.runtime.seams import Notify, Outbox
+from dora_jax.runtime.common.seams import Notify, Outbox
+from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, HandedOver
+from dora_jax.runtime.instances import garbage
+from dora_jax.runtime.instances.instance_proxy import Destination, ForwardTarget, InstanceProxy
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Offered, Staged, TransferFailed
-from dora_jax.runtime.worker import Crashed, FinishedUnheard, HandedOver
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before

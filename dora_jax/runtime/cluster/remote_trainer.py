@@ -24,12 +24,12 @@ from dora_jax.runtime.cluster.checkpoint_shards import StepStore
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import TRAINER, WeightPublisher
-from dora_jax.runtime.durability.payload_state import Step
-from dora_jax.runtime.durability.records import Saved
-from dora_jax.runtime.durability.resume import INITIAL
-from dora_jax.runtime.sample_gaps import SampleGap
-from dora_jax.runtime.sample_log import TokenView
-from dora_jax.runtime.seams import Tree
+from dora_jax.runtime.common.sample_gaps import SampleGap
+from dora_jax.runtime.common.sample_log import TokenView
+from dora_jax.runtime.common.seams import Tree
+from dora_jax.runtime.journal.payload_state import Step
+from dora_jax.runtime.journal.records import Saved
+from dora_jax.runtime.journal.resume import INITIAL
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Digests, Restored, UnusableCheckpoint
 from dora_jax.types import SampleId, ScoredGroup, Version

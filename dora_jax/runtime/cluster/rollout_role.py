@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from dora_jax import devices
 from dora_jax.config import Config, ConfigError
 from dora_jax.models import hf, sharding
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.plan import devices
 from dora_jax.publish import HostWeights
 from dora_jax.rollout.host_kv import HostKV
 from dora_jax.rollout.migrate import holders_alike
-from dora_jax.runtime import run as build
+from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader
 from dora_jax.runtime.cluster.heartbeat import ProcessStatus
@@ -32,19 +33,18 @@ from dora_jax.runtime.cluster.sample_transfer import (
     ResultSender,
     TransferThreads,
 )
-from dora_jax.runtime.rollout_worker import (
+from dora_jax.runtime.common.seams import RolloutEngine
+from dora_jax.runtime.instances.rollout_worker import (
     REPORT_PERIOD_S,
     EngineWorker,
     MoveTarget,
     progress_period_s,
     report_period_s,
 )
-from dora_jax.runtime.seams import RolloutEngine
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import layout_of
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.types import InstanceId
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dora_jax import state_files
+from dora_jax.base import state_files
 from dora_jax.config import ConfigError
-from dora_jax.runtime.durability.object_storage import ROSTER, Objects
+from dora_jax.runtime.journal.object_storage import ROSTER, Objects
 
 FORMAT = 2  # of controller.json
 PRIVATE = 0o600  # it holds the token

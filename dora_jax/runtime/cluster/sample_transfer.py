@@ -27,14 +27,14 @@ from typing import Any
 from dora_jax.rollout.migrate import InFlightSample, with_kv_of, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
-from dora_jax.runtime.durability.object_storage import StoreError
+from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
+from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import PageShape
 from dora_jax.runtime.transfer.transfer_manifest import EXPECTED_BYTES_PER_S, Key, Lent, WireError
 from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
-from dora_jax.runtime.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
 from dora_jax.types import InstanceId, Sample, SampleId, Version
 
 GRACE_S = 5.0  # the KV of a sample that waits longer is sooner made again

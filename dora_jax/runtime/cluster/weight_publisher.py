@@ -22,7 +22,7 @@ from typing import Any
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
-from dora_jax.runtime.durability.object_storage import StoreError
+from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import WIRE, WeightDistribution
 from dora_jax.runtime.transfer.weight_storage import StoredWeights

@@ -18,12 +18,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dora_jax import devices
+from dora_jax.base.digest import digest
 from dora_jax.config import Config
-from dora_jax.digest import digest
 from dora_jax.models import hf, sharding
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.plan import devices
 from dora_jax.publish import HostWeights, Slices, same_types
-from dora_jax.runtime import run as build
+from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import home
 from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader
@@ -32,17 +33,16 @@ from dora_jax.runtime.cluster.lent_role import LentRole
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
-from dora_jax.runtime.durability.object_storage import StoreError
-from dora_jax.runtime.durability.records import Saved
-from dora_jax.runtime.sample_gaps import SampleGaps
-from dora_jax.runtime.sample_log import TokenViews
-from dora_jax.runtime.seams import Tree
-from dora_jax.runtime.trainer_worker import MismatchProbe
+from dora_jax.runtime.common.sample_gaps import SampleGaps
+from dora_jax.runtime.common.sample_log import TokenViews
+from dora_jax.runtime.common.seams import Tree
+from dora_jax.runtime.journal.object_storage import StoreError
+from dora_jax.runtime.journal.records import Saved
+from dora_jax.runtime.training.trainer_worker import MismatchProbe
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
-from dora_jax.tokenizer import Tokenizer
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import ScoredGroup, Version

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.publish import within
-from dora_jax.runtime.listener import ANSWER_S, Listener, dial
+from dora_jax.runtime.common.listener import ANSWER_S, Listener, dial
 from dora_jax.runtime.transfer.transfer_manifest import (
     Key,
     Manifest,

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from dora_jax.rollout.migrate import InFlightSample, with_pages, without_pages
-from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.slices import shard_of
 from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest, Shard, WireError, words

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.common.codec import Codec
 from dora_jax.types import Version
 
 EXPECTED_BYTES_PER_S = 0.4 * 2**30  # two busy cores reach it; links are faster

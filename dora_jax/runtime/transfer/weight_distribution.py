@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from dora_jax.box_digest import Sums, added, combined
+from dora_jax.base.box_digest import Sums, added, combined
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, Shard, box_words, deadline_s, words
 from dora_jax.runtime.transfer.weight_messages import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.codec import Codec
+from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.transfer.transfer_manifest import Key, Manifest, Shard
 from dora_jax.types import Version
 

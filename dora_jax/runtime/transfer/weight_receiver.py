@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import jax
 
-from dora_jax.box_digest import Sums
+from dora_jax.base.box_digest import Sums
 from dora_jax.models import sharding
-from dora_jax.models.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig
 from dora_jax.publish import HostWeights, Tree
-from dora_jax.runtime.seams import WeightStore
+from dora_jax.runtime.common.seams import WeightStore
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.device_transfer import Wire

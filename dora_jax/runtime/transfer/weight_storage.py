@@ -25,7 +25,7 @@ import numpy as np
 import tensorstore as ts
 
 from dora_jax.publish import Box, Slices, Tree, within
-from dora_jax.runtime.durability.object_storage import RETRIES, WEIGHTS, Objects, StoreError, one_line, side_by_side
+from dora_jax.runtime.journal.object_storage import RETRIES, WEIGHTS, Objects, StoreError, one_line, side_by_side
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused
 from dora_jax.types import Version

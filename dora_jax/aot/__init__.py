@@ -1,0 +1,240 @@
+"""A run's own programs, compiled for its TPU slice without one: what each chip holds, computes and sends.
+
+    python -m dora_jax.train --config=... --dry_run --aot
+
+Consumes a resolved configuration that names its slice and a model that is only described; produces `Role`s, the
+trainer's and an instance's, from XLA's own compiler for that chip (libtpu, the extra `aot`; no TPU is touched).
+Laws: every program comes from runtime/run.py, so that what is compiled here is what the run compiles; what does not
+fit is refused with the fields that help; that a program compiles and fits says nothing of its being right or fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dora_jax.aot.roles import (
+    INSTANCE,
+    PROGRAMS,
+    PUBLISH,
+    TRAINER,
+    Compiled,
+    Kernel,
+    Role,
+    chip_of,
+    describe,
+    describe_role,
+    in_words,
+    refusal,
+)
+from dora_jax.aot.slices import SlicePlacement, place_of, slice_devices
+from dora_jax.config import Config, ConfigError, blame
+from dora_jax.models import decoder, sharding
+from dora_jax.models.families.config import ModelConfig
+from dora_jax.models.grouped_experts import EVEN_LOAD
+from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.plan import devices, memory, presets
+from dora_jax.runtime.assembly import run
+from dora_jax.trainer import flops, hlo, step
+from dora_jax.trainer.recipe import abstract_inputs
+
+ALL = sum(PROGRAMS.values(), ())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A jitted call of the assembly with its abstract arguments."""
+
+    name: str
+    call: Any
+    arguments: tuple
+    static: dict[str, int] = dataclasses.field(default_factory=dict)
+    loops: int = 1  # how often a loop runs whose count is only known at run time
+    compiled: Any = None  # where the assembly has compiled it, in `compile_s`
+    compile_s: float = 0.0
+    pool: tuple[float, int] = (math.inf, 1)  # bytes of the KV pool on a device, and the layers that share it
+
+
+def compile_roles(
+    config: Config,
+    model: ModelConfig,
+    *,
+    vocab_limit: int = 0,
+    eos_ids: tuple[int, ...] = (),
+    only: Sequence[str] = ALL,
+    done: Callable[[Compiled], None] = lambda one: None,
+) -> list[Role]:
+    """Trainer and instance of a resolved configuration; a minute or more for each program of a large model.
+
+    vocab_limit: ids that the tokenizer knows; 0: every row of the embedding. only: the programs' first words. `done`
+    hears of each. DoesNotFit where a chip has too little memory; ConfigError where the slice is none for this.
+    """
+    found = []
+    for name, programs_of in ((TRAINER, _trainer), (INSTANCE, _instance)):
+        if not set(only) & set(PROGRAMS[name]):
+            continue
+        place, compiled = place_of(config, name), []
+        programs, held = programs_of(config, model, place, vocab_limit or model.vocab_size, eos_ids)
+        for one in programs:
+            if one.name.split()[0] in only:
+                compiled.append(_compile(one, config, name, place))
+                done(compiled[-1])
+        found.append(_role(config, name, place, held, compiled))
+    for role in [*found, *_shared(config, found)]:
+        if role.chip_bytes > role.chip.hbm_bytes:
+            raise refusal(config, role, role.chip_bytes)
+    return found
+
+
+# -------------------------------------------------------------- the programs
+
+
+def _trainer(
+    config: Config, model: ModelConfig, place: SlicePlacement, vocab_limit: int, _: tuple[int, ...]
+) -> tuple[list[Program], dict[str, float]]:
+    """Its programs, and what stays on a device."""
+    recipe = run.trainer_recipe(config, model, place.mesh, vocab_limit)
+    shape = run.batch_layout(config, sharding.row_shards(place.mesh))
+    arguments = abstract_inputs(recipe, shape.rows, shape.tokens)
+    publish = Program(
+        name=PUBLISH,
+        call=run.publishing_copy(config, model, place.mesh),
+        arguments=(run.publishing_inputs(model, place.mesh, config.lora),),
+    )
+    update = Program(
+        name="train", call=step.jitted_update(recipe), arguments=arguments, loops=config.trainer.micro_batches
+    )
+    state, arrays, *frozen = arguments
+    held = {"masters": _held(state.params), "moments": _held(state.opt_state), "batch": _held(arrays)}
+    held |= {"the base, which stays as it is": _held(frozen)} if frozen else {}
+    return [update, publish], held
+
+
+def _instance(
+    config: Config, model: ModelConfig, place: SlicePlacement, vocab_limit: int, eos_ids: tuple[int, ...]
+) -> tuple[list[Program], dict[str, float]]:
+    calls, began = run.engine_calls(config, model, place.mesh, eos_ids, vocab_limit), time.monotonic()
+    chosen: dict[str, Any] = {}
+    if calls.chooses:  # the other calls take weights that lie as the decode call likes them best
+        with in_words(config, place.role(INSTANCE), "decode"):
+            chosen["compiled"] = calls.decode_chosen
+        chosen["compile_s"] = time.monotonic() - began
+    programs = [
+        Program(
+            name=name,
+            call=call,
+            arguments=arguments,
+            static=static,
+            loops=config.rollout.decode_steps,
+            **(chosen if name.startswith("decode") else {}),
+        )
+        for name, (call, arguments, static) in calls.programs().items()
+    ]
+    at = functools.partial(jax.tree.map, lambda x, where: x.update(sharding=where))
+    laid_out = functools.partial(decoder.serving_layout, layout=calls.shapes.layout)
+    published = jax.eval_shape(laid_out, run.published(config, model))
+    pool = _held(at(calls.abstract_pool, calls.pool_sharding))
+    programs = [dataclasses.replace(one, pool=(pool, model.kv_layers)) for one in programs]
+    residents = config.rollout.residents
+    versions = f"{residents} resident version{'s' if residents > 1 else ''}"
+    held = {versions: residents * _held(calls.abstract_params)}
+    if calls.adapters:
+        base, adapters = map(_held, calls.abstract_params)
+        held = {"base weights": base, versions: adapters}
+    return programs, held | {"the incoming one": _held(at(published, calls.param_shardings)), "KV pool": pool}
+
+
+def _role(config: Config, name: str, place: SlicePlacement, held: dict[str, float], compiled: list[Compiled]) -> Role:
+    held = {what: size * place.cores for what, size in held.items()}
+    copies = memory.published_copies(config)
+    held |= {f"{copies} published versions": copies * one.output_bytes for one in compiled if one.name == PUBLISH}
+    return dataclasses.replace(place.role(name), held=held, programs=tuple(compiled))
+
+
+def _shared(config: Config, found: list[Role]) -> Iterator[Role]:
+    """Trainer and instance together, where they share chips."""
+    apart = len(found) < 2 or config.cluster.launcher
+    if not apart and devices.plan(len(slice_devices(config.slice)), config).shared:
+        yield dataclasses.replace(
+            found[0],
+            name="trainer and instance",
+            held=found[0].held | found[1].held,
+            programs=found[0].programs + found[1].programs,
+        )
+
+
+def _held(tree: Any) -> float:
+    """Bytes of the tree on one device, without what rests in host memory."""
+    return float(
+        sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+            if x.sharding.memory_kind != "pinned_host"
+        )
+    )
+
+
+def _compile(program: Program, config: Config, role: str, place: SlicePlacement) -> Compiled:
+    began = time.monotonic()
+    traced = program.call.trace(*program.arguments, **program.static)
+    with in_words(config, place.role(role), program.name):
+        compiled = program.compiled or traced.lower(lowering_platforms=("tpu",)).compile()
+    compile_s = program.compile_s or time.monotonic() - began
+    memory, text = compiled.memory_analysis(), hlo.CompiledText(compiled.as_text(), program.loops, EVEN_LOAD)
+    per_chip = functools.partial(int.__mul__, place.cores)
+    return Compiled(
+        name=program.name,
+        compile_s=compile_s,
+        host_bytes=per_chip(memory.host_argument_size_in_bytes),
+        argument_bytes=per_chip(memory.argument_size_in_bytes),
+        temporary_bytes=per_chip(memory.temp_size_in_bytes + memory.generated_code_size_in_bytes),
+        output_bytes=per_chip(memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
+        sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
+        model_s=text.cycles() / chip_of(place.slice_name).clock_hz,
+        kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)),
+    )
+
+
+def _kernels(
+    program: Program, text: hlo.CompiledText, flops_of: dict[str, float], place: SlicePlacement
+) -> Iterator[Kernel]:
+    """A kernel that is handed the pool of all layers reads the pages of one, all of them at most."""
+    chip, (pool, layers) = chip_of(place.slice_name), program.pool
+    for one in text.kernels():
+        other_layers = pool * (1 - 1 / layers) if one.bytes >= one.runs * pool else 0.0
+        done = place.cores * one.runs * flops_of.get(one.name, 0.0)
+        moved = place.cores * (one.bytes - one.runs * other_layers)
+        floor_s = max(done / chip.flops, moved / chip.hbm_bytes_per_s)
+        yield Kernel(name=one.name, runs=one.runs, flops=done, bytes=moved, floor_s=floor_s)
+
+
+# --------------------------------------------------------------- what is said
+
+
+def report(config: Config) -> None:
+    """Prints what --aot adds to a dry run of a configuration as asked; ConfigError where the run would not fit."""
+    with blame("model.path"):
+        model = presets.model_of(config)
+    if model is None:
+        raise ConfigError(f"model.path: {config.model.path!r} has no config.json; --aot needs it, or model.size")
+    config, _ = presets.resolve(config, presets.machines(config), model)
+    known = Tokenizer.load(config.model.path) if (Path(config.model.path) / "tokenizer.json").is_file() else None
+    print(
+        "compiled from the run's assembly; a program that compiles and fits has been neither run nor timed:", flush=True
+    )
+    for role in compile_roles(
+        config,
+        model,
+        vocab_limit=known.vocab_size if known else 0,
+        eos_ids=known.eos_ids if known else (),
+        done=lambda one: print(*describe(one), sep="\n", flush=True),
+    ):
+        print(describe_role(role), flush=True)

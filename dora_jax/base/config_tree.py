@@ -1,0 +1,210 @@
+"""Trees at the edge, frozen dataclasses inside: what every configuration of this package shares. Standard library only.
+
+    class RolloutSection:
+        slots: int = field(32, "samples that decode at once, per instance", ge=1)
+        kv: Literal["", "float8"] = field("", "type of the KV pool; empty: as computed")
+
+Consumes a mapping of mappings (an ml_collections ConfigDict, or JSON) and the dataclass of its sections; produces that
+dataclass, and one sentence for each field that is unknown, of another type, none of its choices or out of its range.
+Laws: type, choices, range and help of a field are declared once, where its default is; a field of type dict or Mapping
+is free-form, and so is what it holds; every other field has to be declared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dora_jax.base.spelling import nearest
+
+if TYPE_CHECKING:
+    import ml_collections
+
+NONE: Mapping[str, str] = MappingProxyType({})
+T = TypeVar("T")
+Tree = typing.Union[Mapping[str, Any], "ml_collections.ConfigDict"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers that a field may have; its text completes "x is not ..."."""
+
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
+    besides: int | None = None  # a number out of the range that is allowed too
+    power_of_two: bool = False  # or 0
+
+    def holds(self, x: float) -> bool:
+        if self.power_of_two:
+            return x >= 0 and int(x) & (int(x) - 1) == 0
+        return x == self.besides or self.ge <= x <= self.le and self.gt < x < self.lt
+
+    def __str__(self) -> str:
+        if self.power_of_two:
+            return "0 or a power of two"
+        if math.isfinite(self.ge) and math.isfinite(self.le):
+            return f"between {self.ge} and {self.le}"
+        words = (("at least", self.ge), ("above", self.gt), ("at most", self.le), ("below", self.lt))
+        text = " and ".join(f"{word} {bound}" for word, bound in words if math.isfinite(bound))
+        text = text.replace(str(2**63), "2**63")
+        return text if self.besides is None else f"{text}, or {self.besides}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What the declaration of one field says."""
+
+    type: Any  # int, float, bool, str, tuple[...] or dict[...]; of a Literal the type of its values
+    default: Any
+    help: str
+    choices: tuple[Any, ...]  # empty: any value of the type and the range
+    range: Range | None
+    tuning: bool
+
+
+def field(
+    default: T,
+    help: str = "",
+    *,
+    ge: float = -math.inf,
+    gt: float = -math.inf,
+    le: float = math.inf,
+    lt: float = math.inf,
+    besides: int | None = None,
+    power_of_two: bool = False,
+    choices: Iterable[Any] = (),
+    tuning: bool = False,
+) -> T:
+    """Declare a field of a section: its default, what --help says of it, and which values it takes.
+
+    Choices that are known when the section is written stand in its type, a `Literal`; `choices` are those of a table
+    of the package. tuning: right as it is on any machine, so that it is not on the first page of --help.
+    """
+    limits = Range(ge=ge, gt=gt, le=le, lt=lt, besides=besides, power_of_two=power_of_two)
+    said = {"help": help, "range": None if limits == Range() else limits, "choices": tuple(choices), "tuning": tuning}
+    if isinstance(default, dict):
+        made: Any = dataclasses.field(default_factory=lambda: dict(default), metadata=said)
+    else:
+        made = dataclasses.field(default=default, metadata=said)
+    return made
+
+
+def defaults(config: Any) -> ml_collections.ConfigDict:
+    """The ConfigDict that a config file fills in, from a dataclass instance: locked, but for the free-form fields."""
+    import ml_collections  # config files need it, a finished configuration does not
+
+    tree = ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
+    for path in free_form(type(config)):
+        functools.reduce(getattr, path.split("."), tree).unlock()
+    return tree
+
+
+def build(cls: type[T], tree: Tree, renamed: Mapping[str, str] = NONE) -> tuple[T, list[str]]:
+    """(the dataclass with the fields of the tree, a sentence for each field that cannot be read and keeps its default).
+
+    renamed: former dotted names of fields -> names of today, which the sentence gives.
+    """
+    reader = _Reader(cls, renamed)
+    return reader.section(cls, tree if isinstance(tree, Mapping) else tree.to_dict(), ""), reader.problems
+
+
+def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str] = NONE) -> str:
+    """What to say of a dotted name that is no field."""
+    return f"renamed to {renamed[name]}" if name in renamed else f"unknown field; the nearest is {nearest(name, known)}"
+
+
+@functools.cache  # annotations are compiled anew each time
+def fields_of(cls: type) -> dict[str, Declared]:
+    """Name -> declaration of every field of this class itself, sections included."""
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for each in dataclasses.fields(cls):
+        hint, make, said = hints[each.name], each.default_factory, each.metadata
+        literal = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+        found[each.name] = Declared(
+            type=type(literal[0]) if literal else hint,
+            default=each.default if make is dataclasses.MISSING else make(),
+            help=said.get("help", ""),
+            choices=literal or said.get("choices", ()),
+            range=said.get("range"),
+            tuning=said.get("tuning", False),
+        )
+    return found
+
+
+def declared(cls: type, prefix: str = "") -> dict[str, Declared]:
+    """Dotted name -> declaration of every field, sections left out: "steps", "trainer.rows", ..."""
+    found: dict[str, Declared] = {}
+    for name, one in fields_of(cls).items():
+        if dataclasses.is_dataclass(one.type):
+            found |= declared(typing.cast(type, one.type), f"{prefix}{name}.")
+        else:
+            found[prefix + name] = one
+    return found
+
+
+def fields(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> type of every field, sections left out."""
+    return {name: one.type for name, one in declared(cls, prefix).items()}
+
+
+def free_form(cls: type) -> list[str]:
+    """Dotted names of the fields that are dictionaries."""
+    return [name for name, kind in fields(cls).items() if typing.get_origin(kind) in (dict, Mapping)]
+
+
+# ---------------------------------------------------------------- private
+
+
+class _Reader:
+    def __init__(self, root: type, renamed: Mapping[str, str]):
+        self.problems: list[str] = []
+        self._known, self._renamed = fields(root), renamed
+
+    def section(self, cls: type[T], tree: Mapping[str, Any], prefix: str) -> T:
+        here = fields_of(typing.cast(type, cls))
+        for name in sorted(tree.keys() - here.keys()):
+            known = self._known | fields(cls, prefix)
+            self.problems.append(f"{prefix}{name}: {unknown(prefix + name, known, self._renamed)}")
+        values = {}
+        for name in sorted(here.keys() & tree.keys()):
+            try:
+                value = self._convert(tree[name], here[name].type, prefix + name)
+                values[name] = _allowed(value, here[name])
+            except ValueError as error:
+                self.problems.append(f"{prefix}{name}: {error}")
+        return cls(**values)
+
+    def _convert(self, value: Any, kind: Any, name: str) -> Any:
+        origin = typing.get_origin(kind) or kind
+        if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
+            return self.section(typing.cast(type, origin), value, name + ".")
+        if origin in (dict, Mapping) and isinstance(value, Mapping):
+            _, of = typing.get_args(kind)
+            entries = dataclasses.is_dataclass(of)
+            return {key: self._convert(v, of, f"{name}.{key}") if entries else v for key, v in value.items()}
+        if origin is tuple and isinstance(value, tuple | list):
+            element, _ = typing.get_args(kind)
+            return tuple(self._convert(each, element, name) for each in value)
+        if origin is float and type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+        if origin in (int, bool, str) and type(value) is origin:
+            return value
+        word = "section" if dataclasses.is_dataclass(origin) else origin.__name__
+        raise ValueError(f"{value!r} is not a {'finite ' if origin is float else ''}{word}")
+
+
+def _allowed(value: Any, by: Declared) -> Any:
+    """The value; ValueError where its declaration does not allow it."""
+    if by.choices and value not in by.choices:
+        raise ValueError(f"{value!r} is none of: {', '.join(choice or repr(choice) for choice in by.choices)}")
+    if by.range and not by.range.holds(value):
+        raise ValueError(f"{value} is not {by.range}")
+    return value

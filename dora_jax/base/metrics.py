@@ -1,0 +1,268 @@
+"""What a run says about itself: values reduced once, to metrics.jsonl, TensorBoard and the console.
+
+Consumes named values from the runtime; produces one JSON line a record, the same scalars for TensorBoard, one console
+line a step, and between the lines a progress line that moves whatever the run is doing.
+Laws: names are paths (`lag/max`, `rollout/tokens_per_s`); every line of metrics.jsonl is strict JSON (what is not
+finite is null); after a resume no line is later than the step resumed from, until it is written again; a damaged line
+is put aside and stops no run; a sum and a count travel together and are divided once.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import math
+import numbers
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from dora_jax.base import state_files
+from dora_jax.base.console import Console
+from dora_jax.base.retrying_file import PatientFile
+
+SHARES = tuple(f"eval/{name}{end}" for name in ("accuracy", "pass_at_k") for end in ("", "_low", "_high"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    total: float
+    count: float = 1.0
+
+    @classmethod
+    def of(cls, values: Any) -> Mean:
+        values = np.asarray(values, np.float64)
+        return cls(float(values.sum()), values.size)
+
+    def merge(self, later: Mean) -> Mean:
+        return Mean(self.total + later.total, self.count + later.count)
+
+    def result(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    total: float
+
+    def merge(self, later: Sum) -> Sum:
+        return Sum(self.total + later.total)
+
+    def result(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    value: float
+
+    def merge(self, later: Max) -> Max:
+        return Max(max(self.value, later.value))
+
+    def result(self) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    value: float
+
+    def merge(self, later: Last) -> Last:
+        return later
+
+    def result(self) -> float:
+        return self.value
+
+
+Value = Mean | Sum | Max | Last
+
+
+def reduce(records: Iterable[Mapping[str, Value | float]]) -> dict[str, float]:
+    """The one reduction of records in order of time; a bare number counts as Last."""
+    merged: dict[str, list[Value]] = collections.defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            merged[name].append(value if isinstance(value, Value) else Last(value))
+    return {name: _merged(values).result() for name, values in merged.items()}
+
+
+def _merged(values: Sequence[Any]) -> Value:
+    """Values of one name, which are of one kind."""
+    return functools.reduce(lambda earlier, later: earlier.merge(later), values)
+
+
+class Sink(Protocol):
+    """What else hears of a run. Its owner closes it."""
+
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None: ...
+
+    def status(self, facts: Mapping[str, Any]) -> None: ...
+
+
+class Writer:
+    """The sinks of one workdir: metrics.jsonl, tensorboard/, the console, and `others`. Closed by leaving its `with`
+    block."""
+
+    def __init__(self, workdir: Path | str, console: Console | None = None, others: Sequence[Sink] = ()):
+        self._others = others
+        self._workdir = Path(workdir)
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        self._console = console or Console()
+        self._resumed_at: int | None = None
+        self.evaluations: dict[int, dict[str, float]] = {}  # version -> record, of what an earlier process evaluated
+        self._lines: PatientFile | None = None
+        self._board: _Board | None = None
+
+    def __enter__(self) -> Self:
+        self._console.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._console.stop()
+        for sink in (self._lines, self._board):
+            if sink:
+                sink.close()
+
+    @property
+    def file(self) -> Path:
+        return self._workdir / "metrics.jsonl"
+
+    def resume(self, step: int) -> None:
+        """Drop what was written after `step`: the run goes on from there. Call before the first write.
+
+        Damaged lines are put aside: what is no record, and a later step that stands before an earlier one. A note says
+        where they are, and of which steps no record is left.
+        """
+        if self._lines:
+            raise RuntimeError("Writer.resume must come before the first write")
+        self._resumed_at = step
+        data = self.file.read_bytes() if self.file.is_file() else b""
+        lines, found = data.split(b"\n"), state_files.read_lines(data, is_record)
+        last = max((n for n, row in found.rows if row["step"] <= step and not _evaluates(row)), default=0)
+        misplaced = [(n, lines[n - 1]) for n, row in found.rows if row["step"] > step and n < last]
+        if damaged := sorted(found.damaged + misplaced):
+            place = state_files.put_aside(self.file, (line for _, line in damaged))
+            self.note(
+                f"{self.file} is damaged in line {state_files.numbers(n for n, _ in damaged)}; what stood there is in {place}"
+            )
+        kept = [row for _, row in found.rows if row["step"] <= step]
+        missing = {*range(1, step + 1)} - {row["step"] for row in kept if not _evaluates(row)}
+        if missing:
+            self.note(f"{self.file} has no record of step {state_files.numbers(missing)}")
+        self.evaluations = {
+            row["step"]: {name: math.nan if value is None else value for name, value in row.items()}
+            for row in kept
+            if _evaluates(row)
+        }
+        if self.file.is_file():
+            state_files.replace(self.file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+
+    def write(self, step: int, metrics: Mapping[str, Value | float], *, waits: Sequence[str] = ()) -> None:
+        """One record in every sink; waits: phrases that say what waited for what, the longest wait first."""
+        scalars = {name: _scalar(value) for name, value in metrics.items()}
+        lines, board = self._open()
+        words = {"waits": "; ".join(waits)} if waits else {}
+        lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
+        board.write(step, {name: value for name, value in scalars.items() if value is not None})
+        self._console.step(step, scalars, waits)
+        for sink in self._others:
+            sink.write(step, scalars)
+
+    def phase(self, role: str, text: str) -> None:
+        """What this role does now, for the progress line; the role "all" speaks for all of them."""
+        self._console.phase(role, text)
+
+    def count_tokens(self, tokens: int) -> None:
+        self._console.count(tokens)
+
+    def status(self, facts: Mapping[str, Any]) -> None:
+        """The orchestrator's own words for the progress line."""
+        self._console.status(facts)
+        for sink in self._others:
+            sink.status(facts)
+
+    def note(self, text: str) -> None:
+        self._console.note(text)
+
+    def close_with(self, text: str) -> None:
+        """The closing line; nothing moves after it."""
+        self._console.stop()
+        self._console.note(text)
+
+    def _open(self) -> tuple[PatientFile, _Board]:
+        if self._lines and self._board:
+            return self._lines, self._board
+        self._board = _Board(self._workdir / "tensorboard", self._resumed_at, self.note)
+        self._lines = PatientFile(self.file, self.note, lines=True)
+        return self._lines, self._board
+
+
+class _Board:
+    """TensorBoard's event file. tensorboardX's own writer is a thread that dies where the disk is full, and a queue that
+    then holds up the run."""
+
+    def __init__(self, folder: Path, resumed_at: int | None, notify: Callable[[str], None]):
+        from tensorboardX import record_writer  # half a second that a dry run need not pay
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._crc, self._events, self._summaries = record_writer.masked_crc32c, event_pb2, summary_pb2
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = PatientFile(folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}", notify)
+        self._add(file_version="brain.Event:2")
+        if resumed_at is not None:  # hides what an earlier process wrote after this step
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(step=resumed_at + 1, session_log=start)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        value = self._summaries.Summary.Value
+        self._add(
+            step=step,
+            summary=self._summaries.Summary(
+                value=[value(tag=name, simple_value=number) for name, number in scalars.items()]
+            ),
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
+        size = struct.pack("<Q", len(data))
+        self._file.write(size + struct.pack("<I", self._crc(size)) + data + struct.pack("<I", self._crc(data)))
+
+
+def is_record(row: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is what `Writer.write` writes; of an evaluation, what `runtime.evaluations` makes."""
+    step, waits = row.get("step"), row.get("waits", "")
+    numbers = [value for name, value in row.items() if name not in ("step", "waits")]
+    if type(step) is not int or step < 0 or type(waits) is not str:
+        return False
+    if not all(value is None or type(value) in (int, float) for value in numbers):
+        return False
+    shares = [row[name] for name in SHARES if row.get(name) is not None]
+    whole = type(row.get("eval/prompts")) is int and "eval/reward/mean" in row
+    return all(0 <= share <= 1 for share in shares) and (whole or not _evaluates(row))
+
+
+# ---------------------------------------------------------------- private
+
+
+def _evaluates(row: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in row)
+
+
+def _scalar(value: Any) -> float | int | None:
+    """A plain JSON number; None where it is not finite."""
+    if isinstance(value, Value):
+        value = value.result()
+    if isinstance(value, numbers.Integral | np.bool_):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None

@@ -1,0 +1,69 @@
+"""Module paths of earlier versions, which configs and scripts of users name: one table, one finder.
+
+An import of an old path gives the module itself under its new one, so that a class has one identity; `python -m OLD` runs
+the module. `dora_jax/__init__.py` installs the finder behind every other, so that a path that exists costs nothing.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+
+# new package <- modules that lay in the old one under the same name
+MOVED = {
+    ("dora_jax", "dora_jax.base"): "box_digest callables chips chrome_trace config_tree console digest exits"
+    " fault_injection helping intervals metrics prometheus redaction retrying_file spelling state_files",
+    ("dora_jax", "dora_jax.cli"): "arguments flags",
+    ("dora_jax", "dora_jax.config"): "workdirs",
+    ("dora_jax", "dora_jax.costs"): "recording",
+    ("dora_jax", "dora_jax.models"): "tokenizer",
+    ("dora_jax", "dora_jax.plan"): "budget devices hub memory presets validate",
+    ("dora_jax.tasks", "dora_jax.tasks.sandbox"): "calls program_server program_walls programs render render_worker"
+    " seccomp supervisor",
+    ("dora_jax.tasks", "dora_jax.tasks.environments"): "bridge by_task calculator dialogues environment_process"
+    " environment_worker noise renderer_bridge skyrl_gym token_bridge",
+    ("dora_jax.models", "dora_jax.models.families"): "config",
+}
+RENAMED = {
+    "dora_jax.aot_roles": "dora_jax.aot.roles",
+    "dora_jax.aot_slices": "dora_jax.aot.slices",
+    "dora_jax.config_cluster": "dora_jax.config.cluster",
+    "dora_jax.config_files": "dora_jax.config.files",
+    "dora_jax.config_live": "dora_jax.config.live",
+    "dora_jax.config_task": "dora_jax.config.task",
+    "dora_jax.update_costs": "dora_jax.costs.update",
+}
+TABLE = RENAMED | {f"{old}.{name}": f"{new}.{name}" for (old, new), names in MOVED.items() for name in names.split()}
+
+
+class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finder and loader of the paths in TABLE."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname in TABLE else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return importlib.import_module(TABLE[spec.name])
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """The import system has written the old spec into the module, which has run: give it its own back."""
+        module.__spec__ = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        """What runpy runs for `python -m`."""
+        spec = importlib.util.find_spec(TABLE[fullname])
+        assert spec and isinstance(spec.loader, importlib.abc.InspectLoader)
+        return spec.loader.get_code(TABLE[fullname])
+
+    def get_source(self, fullname: str) -> None:
+        return None
+
+
+def install() -> None:
+    if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
+        sys.meta_path.append(OldPaths())

@@ -1,0 +1,347 @@
+"""Configuration: an ml_collections ConfigDict at the edge, these frozen dataclasses inside.
+
+Every field of a run in one declaration: type, choices, default, help and range. A config file reads
+    from dora_jax import config
+    def get_config(arg=None):
+        c = config.defaults()
+        c.task.name = "rows"
+        return c
+
+Laws: no JAX here, so that a mistake is reported before a device is touched; `Config` never changes; a field that
+is not declared below does not exist, except inside the free-form dictionaries (`task.params`, ...).
+The sections of prompts and rewards are in config_task.py, that of a cluster in config_cluster.py. Trees become a `Config` in config_tree.py, the rules between fields are in validate.py, the command line in flags.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dora_jax.base import config_tree
+from dora_jax.base.chips import CHIPS
+from dora_jax.base.config_tree import field
+from dora_jax.base.redaction import redact
+from dora_jax.config.cluster import ClusterSection
+from dora_jax.config.live import MonitorSection, ServingSection
+from dora_jax.config.task import EnvironmentSection, RewardModelSection, TaskSection
+from dora_jax.models import families
+from dora_jax.models.lora_config import Lora
+
+if TYPE_CHECKING:
+    import ml_collections
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+EngineKernel = Literal["auto", "reference", "tpu", "tokamax", "gpu"]
+TrainerKernel = Literal["auto", "reference", "splash", "cudnn"]
+WeightBits = Literal["", "int8", "float8"]
+KvBits = Literal["", "float8"]
+RoutingReplay = Literal["none", "rollout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    path: str = field("", "a Hugging Face folder")
+    size: str = field(
+        "",
+        "such as Qwen3-8B: what a dry run plans for while path is missing; a folder of other sizes is refused",
+        choices=("", *families.KNOWN),
+    )
+    dtype: Dtype = field("auto", "compute dtype; auto: by platform; masters stay float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    instances: int = field(2, "0: as many as the devices hold", ge=0)
+    tensor: int = field(1, "devices an instance (tensor parallel); of more than KV heads, neighbours share one", ge=1)
+    residents: int = field(0, "R: versions an instance holds at once; 0: 1, with adapters max_versions + 1", ge=0)
+    slots: int = field(32, "samples that decode at once, per instance", ge=1)
+    pages: int = field(0, "KV pages per instance; 0: what memory_share allows, on a CPU what the slots need", ge=0)
+    host_kv_bytes: int = field(0, "host memory for KV of preempted and waiting samples; 0: no limit", ge=0, tuning=True)
+    memory_share: float = field(0.9, "of what weights and programs leave, for KV pages", ge=0, le=1, tuning=True)
+    page_size: int = field(0, "tokens a page; 0: by platform", power_of_two=True, tuning=True)
+    max_prompt_tokens: int = field(128, "longer prompts are left out", ge=1)
+    max_new_tokens: int = field(128, "longest response; of an episode, all its turns", ge=1)
+    prefill_tokens: int = field(0, "prompt tokens a tick may prefill; 0: by platform", ge=0, tuning=True)
+    prefill_call_tokens: int = field(0, "prompt tokens of one prefill dispatch; 0: by platform", ge=0, tuning=True)
+    decode_steps: int = field(8, "decode steps a dispatch", ge=1)
+    decode_rows: int = field(0, "rows of a decode dispatch, a divisor of slots; 0: slots", ge=0, tuning=True)
+    prefill_chunk: int = field(0, "tokens of a prompt in one dispatch; 0: by platform", ge=0, tuning=True)
+    context_block: int = field(128, "tokens a block, in which the past is attended to", ge=1, tuning=True)
+    narrow_rows: int = field(0, "rows of a second decode dispatch, for versions with few samples; 0: none", ge=0)
+    narrow_cost: float = field(0.0, "its time over that of a decode dispatch; 0: measured at start", ge=0, tuning=True)
+    late_results: Literal["auto", "on", "off"] = field(
+        "auto", "on: fetch the results of dispatch i while dispatch i+1 runs", tuning=True
+    )
+    temperature: float = field(1.0, "0: the most likely token, of which nothing is learned", ge=0)
+    top_k: int = field(0, "sample from the k most likely tokens; 0: off", ge=0)
+    top_p: float = field(1.0, "nucleus sampling; 1: off", gt=0, le=1)
+    min_p: float = field(0.0, "smallest probability relative to the most likely token's; 0: off", ge=0, le=1)
+    attention: EngineKernel = field("auto", "kernel; auto: by platform")
+    expert: int = field(1, "mixtures: rollout.tensor gives a device whole experts, 1 a part of each", ge=1)
+    expert_matmul: Literal["auto", "scan", "blocks", "ragged_dot", "megablox"] = field(
+        "auto", "mixtures: kernel; auto: by platform", tuning=True
+    )
+    min_new_tokens: int = field(0, "no stop token is sampled before so many", ge=0)
+    max_repeats: int = field(0, "longest run of one token; 0: any", ge=0)
+    stop_strings: tuple[str, ...] = field((), "the text that ends a sample; its tokens stay")
+    weights: WeightBits = field("", "8-bit projections; empty: as published")
+    kv: KvBits = field("", "8-bit KV cache; empty: the compute dtype")
+    drafts: int = field(0, "tokens guessed from a group's other samples and verified in one call; 0: off", ge=0)
+    draft_rows: int = field(4, "no drafts where more samples of a version decode at once", ge=1, tuning=True)
+    draft_cost: float = field(0.0, "time of a verifying call over a decode call's; 0: measured", ge=0, tuning=True)
+    exact: bool = field(False, "bitwise-exact log-probs, of the engine's own calls: one more decode a sample")
+    keep_set: bool = field(False, "send along which ids each token was drawn from; needs top_k")
+    compiler_options: dict[str, Any] = field({}, "XLA options of the engine; empty: the chip's", tuning=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrchestratorSection:
+    mode: str = field("dora", "sync, one_step, partial, evict, dora_paper, dora, rollpacker, staleflow")
+    max_versions: int = field(3, "the paper's K; max_lag = K - 1", ge=1)
+    groups_per_step: int = field(16, "P", ge=1)
+    group_size: int = field(8, "G", ge=1)
+    inflight: float = field(1.25, "groups outstanding beyond the batch in training, in units of P", ge=0)
+    rebalance_period_s: float = field(0.5, "seconds between two looks at the instances' load", gt=0)
+    max_filtered_rounds: int = field(
+        10, "consecutive batches' worth of filtered groups that stop the run", ge=1, tuning=True
+    )
+    kv_pressure: float = field(  # relief ends at twice as many free pages
+        0.03, "share of free KV pages below which an instance migrates or preempts samples", ge=0, le=0.5, tuning=True
+    )
+    filter_zero_variance: bool = field(False, "DAPO dynamic sampling")
+    colocated: bool = field(False, "instances stand still while the trainer works: for devices that they share")
+    elastic: bool = field(False, "the trainer's devices decode while the trainer waits for samples")
+
+    @property
+    def max_lag(self) -> int:
+        return self.max_versions - 1
+
+    @property
+    def synchronous(self) -> bool:
+        return self.mode in ("sync", "rollpacker")
+
+    @property
+    def mixes_versions(self) -> bool:
+        """A sample may have tokens of several versions."""
+        return self.mode in ("partial", "staleflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSection:
+    data: int = field(1, "mesh axis: batch rows, parameters replicated", ge=1)
+    fsdp: int = field(-1, "mesh axis: batch rows and parameters; -1: every device left", ge=1, besides=-1)
+    tensor: int = field(1, "mesh axis: heads, d_ff, vocabulary", ge=1)
+    context: int = field(1, "mesh axis: positions of a row", ge=1)
+    expert: int = field(1, "mesh axis: batch rows and, of a mixture of experts, the experts", ge=1)
+    pack_tokens: int = field(512, "L: packed row length", ge=1)
+    rows: int = field(0, "B: packed rows a step; 0: derived from groups, G and the length limits", ge=0)
+    micro_batches: int = field(1, "forward and backward passes an update", ge=1)
+    share_prompts: Literal["auto", "on", "off"] = field(
+        "auto", "on: a row holds a group's prompt once; off: once a sample; auto: where attention can"
+    )
+    skip_zero_advantage: bool = field(False, "leave out samples that move no weight; metrics are then of the others")
+    learning_rate: float = field(1e-3, ge=0)
+    warmup_steps: int = field(5, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = field("constant", "of the learning rate, after warmup_steps")
+    b1: float = field(0.9, ge=0, lt=1, tuning=True)
+    b2: float = field(0.95, ge=0, lt=1, tuning=True)
+    eps: float = field(1e-8, gt=0, tuning=True)
+    weight_decay: float = field(0.0, ge=0)
+    max_grad_norm: float = field(1.0, "gradients are clipped to this norm", ge=0)
+    remat: Literal["none", "full", "dots"] = field("none", "activations that the backward pass computes again")
+    attention: TrainerKernel = field("auto", "kernel: splash on TPU, cudnn on GPU; auto: by platform")
+    logits_bytes: int = field(0, "float32 logits alive at once on a device; 0: by platform", ge=0, tuning=True)
+    compiler_options: dict[str, Any] = field({}, "XLA options of the update; empty: the chip's", tuning=True)
+    advantage: str = "grpo"
+    policy_loss: str = "ppo"
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
+    ] = "token_mean"
+    anchor: Literal["behavior", "proximal"] = field("behavior", "policy of the ratio's denominator")
+    correction: str = "none"
+    loss_params: dict[str, Any] = field({}, "eps_lo, eps_hi, ...; empty: the loss's own")
+    advantage_params: dict[str, Any] = field({}, "gamma, lam, eps, ...")
+    correction_params: dict[str, Any] = field({}, "C, lo, hi, level, metric, ...")
+    updates: int = field(1, "optimizer updates a step, each on its own share of the groups", ge=1)
+    kl: Literal["none", "k1", "k2", "k3"] = field(
+        "none", "estimator of the divergence from the reference model, which is the initial weights"
+    )
+    kl_coef: float = field(0.0, ge=0)
+    kl_in: Literal["loss", "reward"] = field("loss", "where the divergence counts")
+    ref_refresh_steps: int = field(0, "the reference follows the policy every so many steps; 0: frozen", ge=0)
+    entropy_coef: float = field(0.0, "bonus: the loss falls by this times the aggregated entropy")
+    value_learning_rate: float = field(0.0, "of the value model (advantages gae, gae_turn); 0: there is none", ge=0)
+    value_clip: float = field(0.2, "clip range of the value loss; 0: not clipped", ge=0, tuning=True)
+    overlong_cache: int = field(0, "last tokens before the limit over which the soft penalty grows to -1; 0: off", ge=0)
+    overlong_filter: bool = field(False, "samples that hit the limit have no loss, but count in the group statistics")
+    moments: Literal["float32", "bfloat16"] = field("float32", "dtype of Adam's moments")
+    optimizer_memory: Literal["device", "host"] = field("device", "where Adam's moments rest between updates")
+    lent_memory: Literal["device", "host"] = field(
+        "device", "of the state, while orchestrator.elastic lends the devices"
+    )
+    peak_tflops: float = field(0.0, "of one device, for trainer/mfu; 0: by its name", ge=0, tuning=True)
+    expert_matmul: Literal["auto", "scan", "ragged_dot", "megablox"] = field(
+        "auto", "mixtures: kernel; auto: by platform", tuning=True
+    )
+    expert_dispatch: Literal["gather", "all_to_all"] = field("gather", "mixtures: of tokens over trainer.expert")
+    routing_replay: RoutingReplay = field("none", "mixtures: rollout: tokens go to the experts of sampling")
+    load_balance_coef: float = field(0.0, "mixtures: weight of the load-balancing loss; 0: off", ge=0)
+    router_bias_rate: float = field(0.0, "step of a router's selection bias, against the load; 0: off", ge=0)
+    show_every: int = field(10, "steps between samples that are shown token by token; 0: never", ge=0, tuning=True)
+    max_mismatch: float = field(0.0, "mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off", ge=0)
+    max_instance_mismatch: float = field(0.2, "the same for one instance, which is then quarantined; 0: off", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    every: int = field(0, "steps; 0: only the first and the last version", ge=0)
+    prompts: int = field(64, "held-out prompts of an evaluation", ge=1)
+    samples: int = field(1, "k of avg@k and pass@k", ge=1)
+    solved: str = field("", 'what accuracy counts: "TERM" or "TERM >= 0.5", of the reward; empty: first term >= 1')
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    every: int = field(20, "steps; the last step is always saved; 0: off", ge=0)
+    keep: int = field(3, "keep the N most recent, plus any still needed by in-flight samples", ge=1)
+    keep_best: int = field(0, "and the N best by reward/mean", ge=0)
+    keep_every: int = field(0, "and every step divisible by this; 0: none", ge=0)
+    export_hf_every: int = field(0, "steps between exports as a Hugging Face folder, WORKDIR/hf/STEP; 0: none", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalSection:
+    """WORKDIR/journal: what makes running the same command again lose nothing and repeat nothing."""
+
+    on: bool = True
+    partial_s: float = field(2.0, "seconds between records of running samples' tokens; 0: they start over", ge=0)
+    sync_s: float = field(0.5, "seconds until facts outlive a power cut, 0: at once; in a bucket: a batch", ge=0)
+    keep_all: bool = field(False, "keep what no checkpoint needs, so that the audit goes back to the first fact")
+    record: bool = field(False, "WORKDIR/recorded: the orchestrator's facts and what things cost, for bench.recorded")
+    watchdog_s: float = field(
+        600.0, "seconds without progress that end the run, exit code 42; 0: never", ge=0, tuning=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSection:
+    """Supervised warm start; `python -m dora_jax.sft` reads this section and writes a Hugging Face folder."""
+
+    out: str = field("", "folder to write; the main job makes it first when it equals model.path and is missing")
+    rows: str = field("", "jsonl or parquet with prompt and answer (or completion); empty: the task's worked solutions")
+    init: str = field("", "Hugging Face folder to start from; empty: a new model of the sizes below")
+    examples: int = field(4096, ge=1)
+    slip_rate: float = field(0.0, "share of worked solutions that carry one arithmetic slip", ge=0, le=1)
+    steps: int = field(300, ge=1)
+    batch_rows: int = field(32, ge=1)
+    pack_tokens: int = field(256, ge=1)
+    learning_rate: float = field(3e-3, gt=0)
+    warmup_steps: int = field(20, ge=0)
+    family: str = field("qwen3", "of the new model", choices=(family.model_type for family in families.FAMILIES))
+    vocab_size: int = field(0, "rows of the embedding; 0: the tokenizer's size", ge=0)
+    d_model: int = field(128, ge=1)
+    n_layers: int = field(4, ge=1)
+    n_heads: int = field(4, ge=1)
+    n_kv_heads: int = field(2, ge=1)
+    head_dim: int = field(32, ge=1)
+    d_ff: int = field(384, ge=1)
+    experts: int = field(0, "of a mixture in place of the feed-forward, for families that have one; 0: dense", ge=0)
+    experts_per_token: int = field(2, ge=1)
+    expert_width: int = field(64, ge=1)
+    shared_experts: int = field(0, "that every token takes besides", ge=0)
+    zero_experts: int = field(0, "that return their input", ge=0, tuning=True)
+    dense_layers: int = field(0, "before the first layer with experts", ge=0)
+    kv_rank: int = field(0, "numbers of a latent, for families with latent attention; 0: grouped-query attention", ge=0)
+    q_rank: int = field(0, "of the queries' low rank; 0: one matrix", ge=0)
+    rope_dim: int = field(16, "of latent attention: rotated numbers of a head, of head_dim", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    seed: int = field(0, ge=0, lt=2**63)
+    steps: int = field(100, ge=1)
+    slice: str = field("", "the machine that the run is for: v5e-8, v5p-16, h100-8, laptop; empty: what JAX finds")
+    cpu_devices: int = field(0, "virtual CPU devices; 0: as the platform has", ge=0)
+    placement: Literal["auto", "disjoint", "shared"] = field("auto", "whether trainer and instances own their devices")
+    pace: str = field(
+        "",
+        "chip whose speed a 32.8B model's ticks, steps and transfers are slowed down to (runtime/emulated_timing.py)",
+        choices=("", *CHIPS),
+    )
+    model: ModelSection = ModelSection()
+    task: TaskSection = dataclasses.field(default_factory=TaskSection)
+    environment: EnvironmentSection = dataclasses.field(default_factory=EnvironmentSection)
+    reward_model: RewardModelSection = dataclasses.field(default_factory=RewardModelSection)
+    rollout: RolloutSection = RolloutSection()
+    orchestrator: OrchestratorSection = OrchestratorSection()
+    trainer: TrainerSection = TrainerSection()
+    lora: Lora = dataclasses.field(default_factory=Lora)
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    monitor: MonitorSection = dataclasses.field(default_factory=MonitorSection)
+    serving: ServingSection = dataclasses.field(default_factory=ServingSection)
+    journal: JournalSection = JournalSection()
+    sft: SftSection = SftSection()
+    cluster: ClusterSection = dataclasses.field(default_factory=ClusterSection)
+
+
+RENAMED = {  # former name of a field -> its name; whatever reads a configuration refuses the former one with it
+    "cluster.hosts_per_replica": "cluster.hosts_per_instance",
+    "cluster.replica_slice": "cluster.instance_slice",
+}
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration: one line a problem, each naming its field."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class UnknownFormat(ConfigError):
+    """Another version of dora_jax wrote this, and stepping over it would lose what only it holds."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, in one sentence for the console; what it wrote so far stays."""
+
+
+@contextlib.contextmanager
+def blame(field: str) -> Iterator[None]:
+    """A ValueError inside says what is wrong with something that `field` names: the user's to mend."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
+def defaults() -> ml_collections.ConfigDict:
+    """The ConfigDict that a config file fills in: locked, but for the free-form dictionaries."""
+    return config_tree.defaults(Config())
+
+
+def from_tree(tree: config_tree.Tree) -> Config:
+    """Converts without checking: for a config file that asks about what it is filling in. `validate` checks too."""
+    return config_tree.build(Config, tree)[0]
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """A JSON tree with secrets blanked; `from_tree` reads it back."""
+    return json.loads(json.dumps(redact(dataclasses.asdict(config))))
+
+
+def fields() -> dict[str, Any]:
+    """Dotted name -> declared type of every field, sections left out: "steps", "trainer.rows", ..."""
+    return config_tree.fields(Config)
+
+
+def free_form() -> list[str]:
+    """The fields that are dictionaries: what they hold is for the task or the objective to know."""
+    return config_tree.free_form(Config)

@@ -1,0 +1,84 @@
+"""What --config names: a Python file, or a config that comes with dora_jax, and the ConfigDict that it gives.
+
+Consumes path.py[:argument] or name[:argument]. Law: whatever the file raises is one sentence with its line.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import re
+import traceback
+import types
+from pathlib import Path
+
+import ml_collections
+
+from dora_jax import config as configs
+from dora_jax.base import config_tree
+from dora_jax.base.spelling import nearest
+from dora_jax.config import Config, ConfigError
+
+
+def config_file(path: str) -> str:
+    """A path to a file, or the name of a config that comes with dora_jax, such as quickstart; ConfigError: neither."""
+    if Path(path).is_file():
+        return path
+    here = Path(__file__).parents[1]
+    folder = here / "configs" if (here / "configs").is_dir() else here.parent / "configs"  # installed, or a checkout
+    if path.endswith(".py") or not folder.is_dir():
+        raise ConfigError(f"config: {path} does not exist")
+    known = {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.py"))}
+    if path not in known:
+        raise ConfigError(f"config: {path} does not exist; what comes with dora_jax is {', '.join(known)}")
+    return str(known[path])
+
+
+def load_file(spec: str, cls: type = Config) -> ml_collections.ConfigDict:
+    """get_config(arg) of path.py[:arg], locked; whatever the file raises is reported with its line.
+
+    cls: the dataclass of the configuration, whose fields a sentence may suggest.
+    """
+    path, colon, arg = spec.partition(":")
+    module = load_module(path, cls)
+    try:
+        tree = module.get_config(arg) if colon else module.get_config()
+    except Exception as error:  # the file is the user's: anything may come out of it
+        raise ConfigError(blame(config_file(path), error, cls)) from error
+    if not isinstance(tree, ml_collections.ConfigDict):
+        raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
+    return tree.lock()
+
+
+def load_module(path: str, cls: type = Config) -> types.ModuleType:
+    """The config file, run; whatever it raises is reported with its line."""
+    if not path:
+        raise ConfigError("config: missing; name a file, e.g. --config=configs/quickstart.py")
+    file = config_file(path)
+    loader = importlib.machinery.SourceFileLoader(f"config_{Path(path).stem}", file)
+    module = types.ModuleType(loader.name)
+    module.__file__ = file
+    try:
+        loader.exec_module(module)
+    except Exception as error:  # the file is the user's
+        raise ConfigError(blame(file, error, cls)) from error
+    return module
+
+
+def blame(path: str, error: Exception, cls: type = Config) -> str:
+    """Where in the config file it happened, and what; an unknown field with its nearest known one."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
+    unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
+    if unknown:
+        former = {old.rpartition(".")[2]: new for old, new in configs.RENAMED.items()}
+        said = f"renamed to {former[unknown[1]]}" if unknown[1] in former else ""
+        what = f"unknown field {unknown[1]}; {said or f'the nearest is {nearest(unknown[1], config_tree.fields(cls))}'}"
+    else:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{path}{f':{line}' if line else ''}: {what}"
+
+
+def run_name(spec: str) -> str:
+    """configs/x.py:arg -> x_arg"""
+    path, _, arg = spec.partition(":")
+    return re.sub(r"[^\w.=,-]", "_", "_".join(filter(None, (Path(path).stem, arg))))

@@ -1,0 +1,88 @@
+"""Configuration: the sections that say what is asked and what is rewarded. config.py has the others and the laws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dora_jax.base.config_tree import field
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPart:
+    """One of several tasks; templates and rewards are those of the section."""
+
+    name: str = field("", "as in the section, and so the next four")
+    params: dict[str, Any] = field({})
+    path: str = ""
+    heldout_path: str = ""
+    extract: str = ""
+    weight: int = field(1, "prompts of it in each turn through the mix", ge=1)
+    limit: float = field(1.0, "most outstanding groups, in units of its share of inflight; all 1: no limits", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSection:
+    name: str = field("", '"reasoning_gym:<dataset>" or "rows"')
+    params: dict[str, Any] = field({}, "handed to the reasoning-gym dataset")
+    path: str = field("", "rows: a .jsonl or .parquet file")
+    heldout_path: str = field("", "rows: held-out file; empty: a share of `path` by uid")
+    mix: dict[str, TaskPart] = field({}, "several tasks in place of `name`, each named")
+    lead: float = field(0.0, "mix with limits: steps of prompts by which a task may be ahead; 0: any number", ge=0)
+    adaptive: bool = field(False, "mix: tasks with many filtered groups get up to 4 times their share of the load")
+    heldout: int = field(256, "distinct held-out prompts; in a mix an equal part of each task's", ge=1)
+    template: str = field("{prompt}", 'text around {prompt}; "chat" applies the tokenizer\'s chat template')
+    extract: str = field("", "regex; its first group in the question replaces the question")
+    rewards: tuple[str, ...] = field(("dora_jax.tasks.rewards.exact",), "import paths; values add up")
+    answer_pattern: str = field("", "regex; its first group in the response is what rewards see")
+    reward_workers: int = field(1, "processes", ge=1)
+    reward_timeout_s: float = field(10.0, "for one sample", gt=0)
+    reward_retries: int = field(2, "of a sample whose reward failed", ge=0, tuning=True)
+    reward_walls: Literal["auto", "full", "weak"] = field(
+        "auto", "full: rewards see no other process; weak: they could; auto: full for shipped rewards"
+    )
+    sandbox: bool = field(False, "your rewards may run programs (tasks/programs.py); those of tasks/code.py always do")
+    reward_env: tuple[str, ...] = field((), "environment variables that rewards may read, beside PATH and the like")
+    max_failed_share: float = field(0.01, "of groups whose scoring failed; above this the run stops", ge=0, le=1)
+    max_bad_rows_share: float = field(0.01, "of rows that cannot be read, else the run stops", ge=0, le=1, tuning=True)
+    shuffle_rewards: bool = field(False, "control experiment: rewards permuted among a step's samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSection:
+    """A trained judge of finished samples: weight * score is a term of the reward, beside task.rewards if any."""
+
+    path: str = field("", "Hugging Face folder with a head `score.weight` [1, D] and the policy's token ids")
+    weight: float = field(1.0, "of its score in the reward")
+    placement: Literal["own", "trainer"] = field("own", "own: devices of its own; trainer: the first of the trainer's")
+    data: int = field(1, "mesh axis: batch rows, parameters replicated", ge=1)
+    fsdp: int = field(1, "mesh axis: batch rows and parameters", ge=1)
+    tensor: int = field(1, "mesh axis: heads, d_ff", ge=1)
+    pack_tokens: int = field(512, "L: packed row length", ge=1)
+    rows: int = field(0, "B: packed rows a batch; 0: one a shard of data and fsdp", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSection:
+    """What answers a policy of several turns, and rewards it in the place of task.rewards."""
+
+    name: str = field("", "import path of an environment (tasks/environment.py); empty: a sample is one answer")
+    params: dict[str, Any] = field({}, "keywords of its constructor")
+    observation: str = field("\n{content}\n", 'what stands around a message of it, where task.template is not "chat"')
+    renderer: str = field("", "of the package renderers, such as qwen3, for the template chat; empty: the tokenizer's")
+    max_turns: int = field(8, "of an episode; the policy's last message is still answered", ge=1)
+    turn_tokens: int = field(0, "most tokens that one turn samples; 0: rollout.max_new_tokens, that of all turns", ge=0)
+    branches: int = field(0, "most times that the chat template may rewrite an episode's earlier turns", ge=0)
+    step_timeout_s: float = field(60.0, "for one answer; later ones fail the group", gt=0)
+    episode_timeout_s: float = field(3600.0, "from its beginning until its last answer is asked for", gt=0, tuning=True)
+    retries: int = field(2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True)
+    workers: int = field(1, "processes; each holds thousands of episodes", ge=1)
+    python: str = field("", "their interpreter, where the environment's packages are installed apart; empty: the run's")
+    sandbox: bool = field(False, "it may run programs (tasks/programs.py); the PythonTool of tasks/code.py always may")
+    env: tuple[str, ...] = field((), "environment variables that they may read, beside PATH and the like")
+    noise_failed: float = field(0.0, "share of observations that say instead that the tool failed", ge=0, le=1)
+    noise_truncated: float = field(0.0, "share that end after half", ge=0, le=1)
+    noise_late: float = field(0.0, "share that come noise_late_s later", ge=0, le=1)
+    noise_irrelevant: float = field(0.0, "share that say something else", ge=0, le=1)
+    noise_late_s: float = field(1.0, ge=0, tuning=True)
+    noise_ramp_groups: int = field(0, "groups over which the shares rise from 0; held-out: every second in full", ge=0)

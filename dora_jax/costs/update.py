@@ -1,0 +1,160 @@
+"""What an update of the trainer needs and how long it should take, by arithmetic. No JAX: a dry run prints it.
+
+Consumes a model's sizes, the trainer's section, its mesh and a row of the hardware table; produces `Expected`: seconds
+of a device by part, and the MFU that they come to.
+Laws: the parts are closed formulas in FLOPs and bytes over the chip's published speeds; the three shares below are
+those of XLA's own estimates for 8B and 32B models on v5p and v5e, with splash attention (`python -m
+dora_jax.bench.aot`); nothing here was measured on a chip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dora_jax.base.chips import CHIPS, DEVICES_A_CHIP
+from dora_jax.config import TrainerSection
+from dora_jax.models.families.config import ModelConfig
+from dora_jax.models.lora_config import OFF, Lora, adapter_params
+
+BACKWARD = 2  # gradients of weights and of inputs: two products for each of the forward pass
+PRODUCTS = 0.8  # of the peak that matrix products reach
+PASSES = 400  # over a layer's [tokens, D] in 2 bytes, forward and backward: norms, rotations, gates, casts, copies
+KERNEL = 2.0  # times its floor that an attention kernel takes
+KERNEL_BACKWARD = 2.5  # five products for the forward's two: it computes the scores again
+SCORE_PASSES = 10  # over float32 scores, where they are not in a kernel
+UPDATE_BYTES = 28  # a parameter: masters, two moments and gradient read, three written, all float32
+ADD_BYTES = 12  # a parameter and micro-batch: its gradient added to the sum
+
+
+class UpdateCost(NamedTuple):
+    what: str
+    seconds: float
+    note: str
+
+
+class Expected(NamedTuple):
+    """The expected time of one optimizer update."""
+
+    parts: tuple[UpdateCost, ...]  # one after another
+    sent: UpdateCost  # between devices, beside the parts
+    mfu: float
+
+    @property
+    def seconds(self) -> float:
+        return max(sum(part.seconds for part in self.parts), self.sent.seconds)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part.what} {part.seconds:.3g} s ({part.note})" for part in self.parts)
+        return (
+            f"an update should take {self.seconds:.3g} s, MFU {self.mfu:.0%}: {parts}; meanwhile {self.sent.what} "
+            f"{self.sent.seconds:.3g} s ({self.sent.note})"
+        )
+
+
+def matmul_params(cfg: ModelConfig) -> int:
+    """Parameters in matrix products with a token: all but the embedding's lookup, the gains and the biases."""
+    return cfg.active_params - (0 if cfg.tie_embeddings else cfg.d_model * cfg.vocab_size)
+
+
+def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,), frozen: bool = False) -> float:
+    """Of one training pass over sequences of these lengths: the numerator of MFU (arXiv 2204.02311), with the causal half
+    of attention only, and nothing for recomputation, padding or masked scores. before: tokens of a shared prompt that
+    each of them sees besides. frozen: the matrices have no gradient of their own, for adapters are trained, whose few
+    products are left out."""
+    n, seen = (np.asarray(list(x), np.float64) for x in (lengths, before))
+    width = cfg.q_width + (cfg.n_heads * cfg.latent.v_dim if cfg.latent else cfg.q_width)
+    scores = 2 * width * (n * (n + 1) / 2 + n * seen).sum()  # q k and p v of every pair that may look
+    products = (1 + (1 if frozen else BACKWARD)) * 2 * matmul_params(cfg) * n.sum()
+    return float(products + (1 + BACKWARD) * cfg.kv_layers * scores)
+
+
+def expected(
+    cfg: ModelConfig, section: TrainerSection, mesh: Any, chip: str, rows: int, tokens: int, lora: Lora = OFF
+) -> Expected:
+    """Of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` is a memory.Mesh. lora: where it
+    is on, gradients of weights and optimizer are of adapters, whose few products are left out."""
+    devices = mesh.rows * mesh.tensor * mesh.context
+    each = DEVICES_A_CHIP.get(chip, 1)
+    peak, bandwidth = CHIPS[chip].flops / each, CHIPS[chip].hbm_bytes_per_s / each
+    local = rows * tokens / (mesh.rows * mesh.context)  # tokens of a device; tensor shards share them
+    params = cfg.matrix_params / mesh.shards
+    if lora.on:
+        params = adapter_params(cfg, lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
+    moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
+    state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
+    parts = (
+        UpdateCost(
+            "matrix products",
+            _product_flops(cfg, section, local, mesh, lora.on) / (PRODUCTS * peak),
+            f"at {PRODUCTS:.0%} of the peak",
+        ),
+        _attention(cfg, section, mesh, rows, tokens, peak, bandwidth),
+        UpdateCost("passes over activations", moved / bandwidth, f"{moved / 1e9:.0f} GB"),
+        UpdateCost("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
+    )
+    sent = _sent_bytes(cfg, section, mesh, local, lora.on)
+    result = Expected(
+        parts, UpdateCost("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB"), 0.0
+    )
+    needed = model_flops(cfg, [tokens] * rows, frozen=lora.on)
+    return result._replace(mfu=needed / (devices * peak * result.seconds))
+
+
+# ---------------------------------------------------------------- private
+
+
+def _product_flops(cfg: ModelConfig, section: TrainerSection, local: float, mesh: Any, frozen: bool) -> float:
+    """Of a device, without attention's own; remat=full repeats all of a layer but its two output projections. frozen:
+    as in model_flops."""
+    backward = 1 if frozen else BACKWARD
+    kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.active_layer_params
+    again = 1 - kept if section.remat == "full" else 0.0
+    chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
+    layers = (1 + backward + again) * cfg.n_layers * cfg.active_layer_params
+    head = (1 + backward + chunked) * cfg.d_model * cfg.vocab_size
+    return 2 * local * (layers + head) / mesh.tensor
+
+
+def _attention(
+    cfg: ModelConfig, section: TrainerSection, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float
+) -> UpdateCost:
+    """The causal half; over context the last shard, which sees the most keys, is waited for."""
+    pairs = cfg.kv_layers * rows * tokens**2 / 2 / (mesh.rows * mesh.tensor * mesh.context)
+    pairs *= 2 - 1 / mesh.context
+    forward = 2 * 2 * cfg.q_width * pairs
+    if section.attention == "reference":
+        again = 1 if section.remat in ("full", "dots") else 0
+        scores = 4 * SCORE_PASSES * cfg.n_heads * pairs
+        seconds = max((1 + again + BACKWARD) * forward / (PRODUCTS * peak), scores / bandwidth)
+        return UpdateCost("attention", seconds, f"reference: its scores pass memory {SCORE_PASSES} times")
+    return UpdateCost(
+        "attention", KERNEL * (1 + KERNEL_BACKWARD) * forward / peak, f"{section.attention}, {KERNEL:.0f}x its floor"
+    )
+
+
+def _sent_bytes(cfg: ModelConfig, section: TrainerSection, mesh: Any, local: float, frozen: bool) -> float:
+    """Results on one device, in 2 bytes: weights gathered forward and backward, their gradients summed, a micro-batch;
+    activations summed over tensor twice a layer each way, and once more under remat; keys and values over context."""
+    total, times = 0.0, 2 if frozen else 3  # a frozen base has no gradient to sum
+    experts = cfg.expert_layers * cfg.expert_layer_params
+    if mesh.fsdp * mesh.expert > 1:
+        total += times * 2 * (cfg.matrix_params - experts) / mesh.tensor * section.micro_batches
+    if mesh.fsdp > 1:
+        total += times * 2 * experts / (mesh.tensor * mesh.expert) * section.micro_batches
+    if mesh.expert > 1:  # tokens gathered or sent, and their sums, each way
+        copies = mesh.expert
+        if section.expert_dispatch == "all_to_all":
+            copies = cfg.moe.per_token * cfg.moe.count / cfg.moe.choices
+        total += 4 * 2 * local * copies * cfg.d_model * cfg.expert_layers
+    if mesh.tensor > 1:
+        total += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
+    if mesh.context > 1:
+        passes = 2 + (section.remat != "none")
+        total += (
+            passes * 2 * 2 * local * mesh.context * cfg.kv_width / math.gcd(cfg.n_kv_heads, mesh.tensor) * cfg.n_layers
+        )
+    return total

@@ -1,0 +1,192 @@
+"""Text <-> token ids, for the tasks (prompts), the scorers (responses) and the engine (end ids). No JAX.
+
+Consumes a Hugging Face folder: tokenizer.json, and where present tokenizer_config.json, special_tokens_map.json,
+generation_config.json, config.json and chat_template.jinja. Produces ids and strings.
+Laws: `encode` adds nothing of its own (a template that wants a begin token writes it), and generated ids are never encoded
+again. A chat template runs in a process of its own (tasks/render.py): it is a program from the tokenizer folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from dora_jax.models.hf_config import read_json, read_text
+from dora_jax.tasks.sandbox import render
+
+# Everything a tokenizer may consist of; copied along when a model is saved.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """`Tokenizer.load(folder)`. Immutable and safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        special: dict[str, str],
+        template: str | None,
+        path: Path,
+    ):
+        self._backend = backend
+        setup = {"template": template, "special": special}  # special: {"eos_token": "<|im_end|>", ...}
+        self._chat = render.Renderer(f"the chat template of {path}", setup) if template is not None else None
+        added = sorted((token.content for token in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, added))) if added else None
+        self.path = path
+        self.eos_ids = eos_ids  # any of them ends a sample; several are normal
+        self.pad_id = pad_id
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{file} is missing; a tokenizer is read from tokenizer.json only")
+        backend = _backend(file)
+        settings = _json(path / "tokenizer_config.json")
+        special = _special_tokens(settings, _json(path / "special_tokens_map.json"))
+        configs = [_json(path / name) for name in ("generation_config.json", "config.json")]
+        eos_ids = _eos_ids(backend, special, configs, path)
+        pad_id = _pad_id(backend, special, configs, eos_ids, path)
+        return cls(
+            backend, eos_ids=eos_ids, pad_id=pad_id, special=special, template=_chat_template(path, settings), path=path
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of exactly this text; special tokens written in it become their ids, none is added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of text that somebody else wrote: a special token written in it stays text."""
+        return [id for piece in self._pieces(text) for id in self.encode(piece)]
+
+    def jointed(self, text: str, joint: str) -> str:
+        """The text with a joint inside whatever looks like a special token."""
+        return joint.join(self._pieces(text))
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def _pieces(self, text: str) -> list[str]:
+        """The text cut inside whatever looks like a special token."""
+        cuts, at = [0], 0
+        while self._added and (match := self._added.search(text, at)):
+            at = match.start() + 1
+            cuts.append(at)
+        return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]
+
+    def decode(self, ids, *, keep_special: bool = False) -> str:
+        """Text of these ids; special tokens (end, padding) are left out unless asked for."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
+
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """Render the folder's chat template, by default up to where the assistant's turn begins."""
+        if self._chat is None:
+            raise ValueError(
+                f"{self.path} has no chat template: neither chat_template.jinja nor chat_template in "
+                "tokenizer_config.json"
+            )
+        text = self._chat.ask(
+            {"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables}
+        )
+        assert text is not None  # which only expressions say
+        return text
+
+
+def vocabulary(path: str | Path) -> dict[str, int]:
+    """Token -> id of a folder's tokenizer.json, added tokens included."""
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    return _backend(file).get_vocab(with_added_tokens=True)
+
+
+def _backend(file: Path) -> tokenizers.Tokenizer:
+    text = read_text(file)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ValueError(f"{file} is not a tokenizer: {error}") from error
+    backend.no_truncation()  # settings of the program that saved the file: prompts are never cut silently
+    backend.no_padding()
+    return backend
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in this file; empty where the file is absent, since all of these are optional."""
+    return read_json(file) if file.is_file() else {}
+
+
+def _special_tokens(settings: dict, special_map: dict) -> dict[str, str]:
+    """{"eos_token": text}; a token is written as a string or as {"content": string}."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        value = settings.get(name) or special_map.get(name)
+        if value:
+            found[name] = value["content"] if isinstance(value, dict) else value
+    return found
+
+
+def _token_id(backend: tokenizers.Tokenizer, special: dict[str, str], name: str, path: Path) -> tuple[int, ...]:
+    if name not in special:
+        return ()
+    token_id = backend.token_to_id(special[name])
+    if token_id is None:
+        raise ValueError(f"{path} names {name} {special[name]!r}, which its tokenizer.json does not hold")
+    return (token_id,)
+
+
+def _ids(config: dict, name: str) -> tuple[int, ...]:
+    value = config.get(name)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _eos_ids(backend, special: dict[str, str], configs: list[dict], path: Path) -> tuple[int, ...]:
+    """Union over the three files that may name end ids: chat models name the end of a turn in one of them only."""
+    found = sum((_ids(config, "eos_token_id") for config in configs), ())
+    found = tuple(dict.fromkeys(found + _token_id(backend, special, "eos_token", path)))
+    if not found:
+        raise ValueError(
+            f"{path} names no end token: generation_config.json, config.json and tokenizer_config.json "
+            "have no eos, so no sample would ever stop"
+        )
+    return found
+
+
+def _pad_id(backend, special: dict[str, str], configs: list[dict], eos_ids: tuple[int, ...], path: Path) -> int:
+    """The named padding token, else the first end id: padded positions are masked, the value only has to exist."""
+    named = _token_id(backend, special, "pad_token", path)
+    return (named + sum((_ids(config, "pad_token_id") for config in configs), ()) + eos_ids)[0]
+
+
+def _chat_template(path: Path, settings: dict) -> str | None:
+    """The file first, then tokenizer_config.json (a string, or named templates with a default)."""
+    file = path / "chat_template.jinja"
+    source = read_text(file) if file.is_file() else settings.get("chat_template")
+    if isinstance(source, list):
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[-1].get("template") if named else None
+    if not isinstance(source, (str, type(None))):
+        raise ValueError(f"the chat template of {path} is a {type(source).__name__}, not a text")
+    return source

@@ -1,0 +1,281 @@
+"""What a device has to hold, line by line: arithmetic without JAX.
+
+Consumes a model's sizes and a resolved configuration; produces `PlanLine`s of bytes a device, for the trainer and for a
+rollout instance. State (masters, moments, weights, KV pages) is exact; what a compiled program needs beside it is an
+estimate, which `python -m dora_jax.bench.aot` holds against XLA's own.
+Law: every line is a closed formula in the sizes below, so that a dry run prints what a refusal is made of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from dora_jax.buffer.layout import BatchShape, layout
+from dora_jax.models.families.config import EXPERT_SLACK, ModelConfig
+from dora_jax.models.lora_config import adapter_params
+from dora_jax.rollout import shapes
+from dora_jax.trainer import objective
+
+if TYPE_CHECKING:
+    from dora_jax.config import Config, RolloutSection
+
+BYTES = {"float32": 4, "bfloat16": 2}
+GIB = 2**30
+REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
+LAYERS_AT_ONCE = 3.15  # XLA overlaps what its layers do: fitted to updates of 8B at 4,096 to 32,768 tokens a device
+PUBLISHED, BASE = "published versions", "base weights"  # lines that others look for
+LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
+
+
+class PlanLine(NamedTuple):
+    what: str
+    bytes: float
+    note: str = ""
+
+
+class Mesh(NamedTuple):
+    """Sizes of the trainer's mesh axes."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    context: int
+    expert: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Pieces of a weight matrix."""
+        return self.fsdp * self.tensor * self.expert
+
+    @property
+    def rows(self) -> int:
+        """Pieces of a batch's rows."""
+        return self.data * self.fsdp * self.expert
+
+
+def total(lines: list[PlanLine]) -> float:
+    return sum(line.bytes for line in lines)
+
+
+def table(lines: list[PlanLine]) -> list[str]:
+    """One line of text each, in GiB a device."""
+    return [f"  {line.bytes / GIB:9.3f} GiB  {line.what}{f': {line.note}' if line.note else ''}" for line in lines]
+
+
+# ---------------------------------------------------------------- trainer
+
+
+def batch_layout(config: Config, mesh: Mesh) -> BatchShape:
+    """The static shape of one optimizer update's batch."""
+    t, rollout, section = config.trainer, config.rollout, config.orchestrator
+    samples = -(-section.groups_per_step // t.updates) * section.group_size
+    return layout(
+        pack_tokens=t.pack_tokens,
+        rows=t.rows,
+        micro_batches=t.micro_batches,
+        samples=samples,
+        shards=mesh.rows,
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+    )
+
+
+def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[PlanLine]:
+    """Bytes that stay on a device between updates; on_host: moments rest in host memory and visit array by array."""
+    t, dtype = config.trainer, config.model.dtype
+    weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
+    trained = trained_params(model, config, mesh)
+    moments = 2 * BYTES[t.moments] * trained
+    largest = 2 * BYTES[t.moments] * model.largest_params / mesh.shards
+    lines = [
+        PlanLine("masters", 4 * trained, "float32"),
+        PlanLine(
+            "moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory"
+        )
+        if on_host
+        else PlanLine("moments", moments, t.moments),
+    ]
+    if config.lora.on:
+        lines.append(PlanLine("the base", BYTES[dtype] * weights, f"in {dtype}: adapters are trained, lora.rank"))
+    if objective.needs_reference(t):
+        lines.append(PlanLine("reference model", 4 * trained, "float32, trainer.kl"))
+    if objective.needs_value(t):
+        value = (4 + 2 * BYTES[t.moments]) * weights
+        lines.append(PlanLine("value model", value, "float32 and its moments, trainer.advantage"))
+    copies = published_copies(config)
+    lines.append(PlanLine(PUBLISHED, copies * BYTES[dtype] * trained, f"{copies} in {dtype}, until they are read"))
+    return lines
+
+
+def trained_params(model: ModelConfig, config: Config, mesh: Mesh) -> float:
+    """Of a device: all weights, or those of the adapters; each has a master, a gradient and two moments."""
+    if config.lora.on:
+        return adapter_params(model, config.lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
+    return model.matrix_params / mesh.shards + model.gain_params
+
+
+def published_copies(config: Config) -> int:
+    """Versions that the trainer's devices hold for others: all that may live; in a cluster, which sends them to host
+    memory, the newest, and the one that the engine-trainer gap is measured on."""
+    if config.cluster.launcher:
+        return 1 if config.orchestrator.synchronous else 2
+    return config.orchestrator.max_versions
+
+
+def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLine]:
+    """Bytes that an update needs beside the state: what lives through all of it, and its largest phase."""
+    t, size, alone = config.trainer, BYTES[config.model.dtype], mesh.shards == 1
+    shape = batch_layout(config, mesh)
+    rows = shape.rows // (t.micro_batches * mesh.rows)  # of a device and micro-batch
+    tokens = rows * shape.tokens // mesh.context
+    weights = 4 * trained_params(model, config, mesh)
+    ends = model.vocab_size * model.d_model / mesh.tensor
+    layers = model.matrix_params - (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
+    layer = (model.layer_params - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
+    logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
+    # the loop's sum, one micro-batch's, and those on their way: of a mixture the last two are in half the bytes
+    copies = 1 if t.micro_batches == 1 else 2 if alone or model.experts else 3
+    gathered = 0.0 if alone else 2 * size * layer
+    unlearned = alone or config.lora.on  # head and embedding have no gradient that is summed over devices
+    phases = {
+        "the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
+        "the gradients of head and embedding, float32": 0.0 if unlearned else (2 if copies == 1 else 4) * 4 * ends,
+        "one layer, and gradients of head and embedding": (0.0 if unlearned else 2 * 4 * ends)
+        + LAYERS_AT_ONCE * layer_activations(model, tokens, mesh.tensor, size)
+        + expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
+        + attention_scores(model, t.attention, rows, shape.tokens, mesh),
+    }
+    largest = max(phases, key=phases.__getitem__)
+    narrow = size if size < 4 and not config.lora.on else 0  # a base is kept in the type that it is computed with
+    return [
+        PlanLine("gradients", copies * weights, f"float32, {copies} times"),
+        PlanLine("layers to compute with", narrow * layers / mesh.shards, config.model.dtype),
+        PlanLine("gathered weights", gathered, "this layer's and the next's"),
+        PlanLine(
+            "saved activations",
+            model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
+            f"{tokens} tokens, remat {t.remat}",
+        ),
+        PlanLine("the largest phase", phases[largest], largest),
+    ]
+
+
+def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, size: int) -> float:
+    """Bytes of one layer that the backward pass finds again."""
+    if remat == "full":
+        return tokens * model.d_model * size
+    heads = (model.q_width + model.kv_width) * model.kv_layers // model.n_layers
+    dots = tokens * size * (3 * model.d_model + 2 * (heads + model.ff_width) / tensor)
+    if remat == "dots":
+        return dots
+    return dots + tokens * size * (2 * model.d_model + (heads + 2 * model.ff_width) / tensor)
+
+
+def layer_activations(model: ModelConfig, tokens: int, tensor: int, size: int) -> float:
+    """Bytes that one layer's forward and backward pass have alive at once."""
+    return 2 * saved_activations(model, "none", tokens, tensor, size)
+
+
+def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int, mesh: Mesh, size: int) -> float:
+    """Bytes beside them of the experts, forward and backward, with the tokens that come over the axis `expert`.
+
+    ragged_dot has room for all choices of its row's tokens, for none is dropped; megablox for those of an even load and
+    the sums of all blocks' gradients; scan for one expert's."""
+    if model.experts is None:
+        return 0.0
+    gathered, sums = tokens * mesh.expert, 0.0
+    choices: float = tokens * model.experts.per_token
+    if kind == "megablox":
+        sums = 2 * 4 * gathered * model.d_model  # of hidden states and of their gradients, float32
+        if dispatch == "all_to_all":  # instead of them rows that are sent and come back
+            sums = 4 * size * choices * model.d_model
+        if mesh.expert > 1:
+            choices *= EXPERT_SLACK
+            sums += 4 * model.expert_layer_params / (mesh.expert * mesh.tensor)
+    else:
+        choices *= mesh.expert if kind == "ragged_dot" else mesh.expert / model.experts.per_token
+    return sums + 2 * choices * ((size + 4) * model.d_model + 3 * size * model.experts.width / mesh.tensor)
+
+
+def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, mesh: Mesh) -> float:
+    """Bytes of the scores that exist at once: the reference's, f32, of one block of queries and its gradient."""
+    if kernel != "reference":
+        return 0.0
+    block = max(128, length // 8)
+    return 2 * 4 * rows * model.n_heads / mesh.tensor * block * length / mesh.context
+
+
+# --------------------------------------------------------------- instance
+
+
+def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
+    """Bytes of the resident versions, and of the version that arrives while they run; where versions are adapters, of one
+    base and of the adapters beside it."""
+    rollout = config.rollout
+    whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
+    stored = whole
+    if rollout.weights:  # 8 bits for the projections, the ends as published
+        stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
+    kept, said, here = stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}", []
+    if config.lora.on:
+        here = [PlanLine(BASE, stored, f"in {rollout.weights or config.model.dtype}")]
+        kept = whole = BYTES[config.model.dtype] * adapter_params(model, config.lora, tensor=rollout.tensor)
+        said = f"{rollout.residents} adapters in {config.model.dtype}"
+    resident = PlanLine("resident versions", rollout.residents * kept, said)
+    return [*here, resident, PlanLine("incoming version", whole, f"in {config.model.dtype}")]
+
+
+def serving_params(model: ModelConfig, tensor: int) -> float:
+    """Parameters on one device of an instance; KV heads are replicated where there are more devices than heads."""
+    if model.latent:
+        low = model.kv_layers * model.d_model * (model.latent.cache_dim + model.latent.q_rank)  # on every device
+        return (model.matrix_params - low) / tensor + low + model.gain_params
+    replicated = 2 * model.d_model * model.n_layers * (model.kv_width_on(tensor) - model.kv_width / tensor)
+    return model.matrix_params / tensor + model.gain_params + replicated
+
+
+def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
+    """Bytes that the compiled calls need beside weights and pages."""
+    rollout, size = config.rollout, BYTES[config.model.dtype]
+    rows = rollout.decode_rows or rollout.slots
+    call = max(rollout.prefill_call_tokens, rollout.prefill_chunk)
+    tokens = max(rows, min(call, rollout.prefill_tokens))
+    lines = [
+        PlanLine("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
+        PlanLine("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens"),
+    ]
+    if config.lora.on:
+        widest = max(model.q_width, model.ff_width) / rollout.tensor
+        every = rollout.residents * tokens * size * widest
+        lines.append(PlanLine("products with adapters", every, f"{tokens} tokens with each of {rollout.residents}"))
+    if rollout.attention == "reference":
+        past = rows * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+        lines.append(
+            PlanLine(
+                "gathered KV",
+                REFERENCE_KV * past * token_bytes(model, rollout, config.model.dtype),
+                f"{rows} rows, by the reference kernel",
+            )
+        )
+    return lines
+
+
+def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
+    """Bytes of one token's KV on one device."""
+    size, width = 1 if rollout.kv else BYTES[dtype], model.cache_width_on(rollout.tensor)
+    if model.latent and rollout.attention != "reference":
+        width = -(-width // shapes.SMEM_LANES) * shapes.SMEM_LANES  # a kernel's rows are whole vectors
+    return model.kv_layers * width * size
+
+
+def page_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
+    return rollout.page_size * token_bytes(model, rollout, dtype)
+
+
+def table_fits(rollout: RolloutSection, page_size: int) -> bool:
+    return table_bytes(rollout, page_size) <= shapes.SMEM_BYTES - shapes.SMEM_SPARE_BYTES
+
+
+def table_bytes(rollout: RolloutSection, page_size: int) -> int:
+    """Page table of a decode call: 32 bits a page of the longest context, for every row."""
+    context = rollout.max_prompt_tokens + rollout.max_new_tokens
+    return shapes.table_bytes(rollout.decode_rows or rollout.slots, context - 1, rollout.decode_steps, page_size)

@@ -1,0 +1,429 @@
+"""What a platform chooses where the configuration leaves a field open: types, kernels, sizes, options. No JAX.
+
+Consumes a `config.Config` as asked, the machines of the trainer and of the instances, and the model's sizes where they
+are known; produces a `Plan`: a Config in which nothing is open, and a `Choice` with its reason for each field that it
+filled in. A command line makes one plan: `validate.read` without the model, for the rules between fields, then
+`with_model` adds the pages and the memory; a run makes its own, of the devices that JAX finds (`validate.settle`).
+Every stage gets the resolved Config. Trainer fields follow the trainer's machine, rollout fields the instances'.
+Laws: what the user sets is kept; the same configuration, machines and model give the same choices, in every process of
+a run; a CPU keeps what is tuned for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from dora_jax import config as configs
+from dora_jax.base import chips
+from dora_jax.base.chips import Machine
+from dora_jax.config import Config, ConfigError, ModelSection, RolloutSection, SftSection, TrainerKernel, TrainerSection
+from dora_jax.models import families
+from dora_jax.models.families.config import Experts, Latent, ModelConfig
+from dora_jax.models.hf_config import read_config
+from dora_jax.plan import budget, devices, memory
+from dora_jax.plan.budget import Budget, Machines
+from dora_jax.trainer import objective
+
+OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
+MIB = 2**20
+MAX_LOGITS_BYTES = 1024 * MIB
+WARM_START_BYTES = 16  # of each parameter: weight, gradient and two moments in float32
+LOGITS_SHARE = 32  # an array of logits takes at most 1/32 of a device's memory
+SCAN = "of a mixture: on a CPU, gradients of gathers cost more than products of no use"
+BLOCKS = "of a mixture: a CPU multiplies a few tokens by a matrix as it reads it"
+RAGGED_DOT = "of a mixture: one grouped product of the tokens in the order of their experts"
+MEGABLOX = "of a mixture: XLA's gradient of ragged_dot multiplies every expert with every token on a TPU"
+PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
+KERNELS = {
+    "reference": ("cpu", "tpu", "gpu"),
+    "tpu": ("tpu",),
+    "tokamax": ("tpu",),
+    "gpu": ("gpu",),
+}  # kernel -> platforms
+TRAINER_OPTIONS = {  # platform -> XLA's options of the update
+    "tpu": (
+        {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
+        "weights are gathered whole: windowed einsums send partial sums, twice the bytes",
+    )
+}
+ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
+    "tpu7x": (
+        {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0},
+        "weights keep the tiles that they come in, where each call would tile them anew",
+    )
+}
+NONE: tuple[dict[str, Any], str] = ({}, "")
+UNKNOWN = Machines(Machine(), Machine())
+PAGES = "rollout.pages"
+
+Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
+Section = TypeVar("Section", ModelSection, RolloutSection, TrainerSection)
+Role = TypeVar("Role", RolloutSection, TrainerSection)
+
+
+class Choice(NamedTuple):
+    field: str
+    value: Any
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A configuration as asked, and as its machines and its model complete it."""
+
+    asked: Config
+    machines: Machines
+    config: Config  # nothing is open
+    choices: tuple[Choice, ...]  # what was filled in and why
+    model: ModelConfig | None = None  # None: not known yet
+
+    @functools.cached_property
+    def memory(self) -> Budget | None:
+        """None where the machine or the model is not known yet. ConfigError where the meshes do not fit the devices."""
+        return budget.of(self.config, self.machines, self.model)
+
+
+def machines(config: Config) -> Machines:
+    """The machines that the configuration names; CPUs where it names none. ValueError where a name is unknown.
+
+    The controller of a cluster asks here too, so that it reports the pages that its instances have.
+    """
+    cluster, virtual = config.cluster, config.cluster.devices_per_host
+    if cluster.launcher:
+        return Machines(
+            _named("cluster.trainer_slice", cluster.trainer_slice, virtual * cluster.trainer_hosts),
+            _named("cluster.instance_slice", cluster.instance_slice, virtual * cluster.hosts_per_instance),
+        )
+    found = _named("slice", config.slice, 0 if config.slice else config.cpu_devices)
+    if found.platform == "cpu" and config.slice and config.cpu_devices:
+        found = found.split(config.cpu_devices)
+    return Machines(found, found)
+
+
+def here(config: Config) -> Machines:
+    """`machines` for this process; where the configuration names none, the devices that JAX finds.
+
+    ConfigError where the devices are not those of the slice that it names.
+    """
+    if config.cluster.launcher:
+        return machines(config)
+    if config.slice:
+        devices.check_slice("slice", config.slice)
+        return machines(config)
+    return Machines(found := devices.found(), found)
+
+
+def model_of(config: Config) -> ModelConfig | None:
+    """The sizes of the model that will run, from its folder or from model.size; None: not known yet.
+
+    ValueError in a sentence where the folder's config.json is not one that the decoder computes.
+    """
+    if (Path(config.model.path) / "config.json").is_file():
+        return read_config(config.model.path)
+    return families.KNOWN.get(config.model.size)
+
+
+def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> Plan:
+    """The configuration with every open field filled in."""
+    asked, choices = config, list[Choice]()
+    rollout = _filled("rollout", config.rollout, _rollout(config.rollout, found.instances), choices)
+    rollout = _filled("rollout", rollout, _residents(config), choices if config.lora.on else [])
+    model_section = _filled("model", config.model, _model(found), choices)
+    chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
+    config = dataclasses.replace(
+        config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
+    )
+    done = Plan(asked=asked, machines=found, config=config, choices=tuple(choices), model=model)
+    return done if asked.rollout.pages else _with_pages(done)
+
+
+def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
+    """The plan for this model: with the KV pages that its memory leaves, unless their number was asked for."""
+    planned = dataclasses.replace(planned, model=model)
+    return planned if planned.asked.rollout.pages else _with_pages(planned)
+
+
+def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
+    """(the configuration with every open field filled in, what was filled in and why)."""
+    planned = plan(config, found, model)
+    return planned.config, planned.choices
+
+
+def problems(planned: Plan) -> list[str]:
+    """One sentence for each thing that a plan asks and its machines lack; it names the field.
+
+    ConfigError where the meshes do not fit the devices.
+    """
+    config, found = planned.config, planned.machines
+    said = [*_size(config, planned.model), *_kernels(config, found), *_lent(config, found)]
+    return said or (budget.problems(planned.memory) if planned.memory else [])
+
+
+def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
+    """The model that a warm start without `sft.init` makes. ValueError where the sizes make no model."""
+    known, sizes = families.family(sft.family), ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+    parts: dict[str, Any] = {name: getattr(sft, name) for name in sizes}
+    for name, asked, has in (
+        ("experts", sft.experts, known.mixture is not None),
+        ("kv_rank", sft.kv_rank, known.latent),
+    ):
+        if bool(asked) != has:
+            wrong = f"is {asked}, and {sft.family} has none" if asked else f"is 0, and {sft.family} needs it"
+            raise ValueError(f"sft.{name} {wrong}")
+    if known.mixture is not None:
+        parts["experts"] = Experts(
+            count=sft.experts,
+            per_token=sft.experts_per_token,
+            width=sft.expert_width,
+            shared=sft.shared_experts,
+            zero=sft.zero_experts,
+            first_dense=sft.dense_layers,
+            **known.mixture,
+        )
+    if known.latent:
+        nope = sft.head_dim - sft.rope_dim
+        parts["latent"] = Latent(
+            kv_rank=sft.kv_rank,
+            q_rank=sft.q_rank,
+            rope_dim=sft.rope_dim,
+            nope_dim=nope,
+            v_dim=nope,
+            scaled=known.shortcut,
+        )
+    return families.new_config(sft.family, vocab_size=vocab_size, **parts)
+
+
+def warm_start_problems(config: Config, found: Machines) -> list[str]:
+    """Why the new model of a warm start does not fit one device, since every device holds the whole model.
+
+    Where the machine is not known yet, the largest known device counts.
+    """
+    sft = config.sft
+    if sft.init or not sft.out:
+        return []
+    try:
+        model = fresh_model(sft, sft.vocab_size or 1)
+    except ValueError as error:
+        return [f"sft: {str(error).removeprefix('sft.')}"]
+    params = model.matrix_params + model.gain_params
+    memory_bytes = found.trainer.memory_bytes or max(*(chip.hbm_bytes for chip in chips.CHIPS.values()), _host_bytes())
+    if WARM_START_BYTES * params <= memory_bytes:
+        return []
+    where = f"a device of {found.trainer}" if found.trainer.memory_bytes else "the largest device"
+    return [
+        (
+            f"sft: a new model of {params:.1e} parameters, of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes "
+            f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has {memory_bytes / memory.GIB:,.0f}"
+        )
+    ]
+
+
+def filled(config: Config) -> Config:
+    """The configuration with nothing left open, for the devices that this process computes on; starts JAX."""
+    return plan(config, here(config), model_of(config)).config
+
+
+def micro_batches(tree: Any) -> int:
+    """For config files: the fewest micro-batches with which the ConfigDict `tree` fits its slices and its model.
+
+    The pages have room for its slots then. 0: no number of micro-batches fits.
+    """
+    config = configs.from_tree(tree)
+    found, model = machines(config), families.KNOWN.get(config.model.size)
+    try:
+        planned = plan(config, found, model).memory
+    except ConfigError:  # the meshes do not take these devices
+        return 0
+    if planned is None:
+        raise ValueError("model.size and the slices have to be named for a memory plan")
+    count = planned.micro_batches
+    return (
+        count
+        if count
+        and planned.slots >= config.rollout.slots
+        and not budget.problems(planned.with_trainer(micro_batches=count))
+        else 0
+    )
+
+
+def table(choices: tuple[Choice, ...]) -> list[str]:
+    """One line of text a choice: field, value, reason."""
+    return [f"  {f'{choice.field}={choice.value}':38s}  {choice.reason}" for choice in choices]
+
+
+def on_cpu(section: Role) -> Role:
+    """Fill in a section that belongs to no Config, as for a CPU."""
+    if isinstance(section, TrainerSection):
+        return _filled("", section, _trainer(section, Machine(), "float32"), [])
+    section = _filled("", section, _rollout(section, Machine()), [])
+    return _filled("", section, {"pages": _pages_of_slots(section), "residents": (1, "")}, [])
+
+
+# ---------------------------------------------------------------- private
+
+
+def _named(field: str, name: str, virtual_devices: int) -> Machine:
+    if virtual_devices:  # CPU devices; the slice of a cluster only places its processes then
+        return Machine(devices=virtual_devices)
+    try:
+        return chips.machine(name) if name else Machine()
+    except ValueError as error:
+        raise ValueError(f"{field}: {str(error).removeprefix('slice ')}") from error
+
+
+def _filled(prefix: str, section: Section, presets: Presets, choices: list[Choice]) -> Section:
+    filled = {name: found for name, found in presets.items() if getattr(section, name) in OPEN and found[0] not in OPEN}
+    choices += [Choice(f"{prefix}.{name}", value, reason) for name, (value, reason) in filled.items()]
+    return dataclasses.replace(section, **{name: value for name, (value, _) in filled.items()})
+
+
+def _model(found: Machines) -> Presets:
+    if all(machine.platform == "cpu" for machine in found):
+        return {"dtype": ("float32", "a CPU computes bfloat16 no faster")}
+    return {"dtype": ("bfloat16", "matrix units take it, and weights and KV take half the memory")}
+
+
+def _rollout(section: RolloutSection, machine: Machine) -> Presets:
+    kernel = {"cpu": "reference", "tpu": "tpu", "gpu": "gpu"}[machine.platform]
+    kernel = section.attention if section.attention not in OPEN else kernel
+    if machine.platform == "cpu":
+        return {
+            "attention": (kernel, "the one that XLA compiles for a CPU"),
+            "expert_matmul": ("blocks", BLOCKS),
+            "page_size": (16, "small pages waste little"),
+            "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
+            "prefill_tokens": (256, "so many keep running samples waiting only a moment"),
+            "prefill_call_tokens": (
+                128 if kernel == "reference" else section.prefill_tokens or 256,
+                "products of so many run at speed; more is padding when few prompts wait",
+            ),
+            "late_results": ("off", "host and device are the same cores"),
+        }
+    size, why = _page_size(section, kernel)
+    return {
+        "attention": (kernel, f"the paged kernel for {machine}"),
+        "expert_matmul": ("ragged_dot", RAGGED_DOT),
+        "page_size": (size, why),
+        "prefill_chunk": (512, "one pass over the weights serves so many tokens of a prompt"),
+        "prefill_call_tokens": (section.prefill_tokens or 1024, "one pass over the weights serves all of a tick's"),
+        "prefill_tokens": (1024, "matrix products of so many tokens are bound by compute, not by the weights"),
+        "late_results": ("on", "the device decodes while the host plans the next call"),
+        "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE),
+    }
+
+
+def _residents(config: Config) -> Presets:
+    if not config.lora.on:
+        return {"residents": (1, "each is a copy of all weights")}
+    versions = config.orchestrator.max_versions + 1
+    return {"residents": (versions, "adapters take little: all live versions are on every instance, and the next one")}
+
+
+def _page_size(section: RolloutSection, kernel: str) -> tuple[int, str]:
+    if kernel not in ("tpu", "tokamax"):
+        return PAGE_SIZES[0], "a page is one read of the kernel"
+    for size in PAGE_SIZES:
+        if memory.table_fits(section, size):
+            return size, "the page table fits the chip's scalar memory, 1 MiB"
+    return PAGE_SIZES[-1], "the largest that there is"
+
+
+def _with_pages(planned: Plan) -> Plan:
+    """The plan with KV pages: those that fit beside the model, or where that is not known those that the slots need."""
+    rollout = dataclasses.replace(planned.config.rollout, pages=0)
+    planned = dataclasses.replace(planned, config=dataclasses.replace(planned.config, rollout=rollout))
+    pages = _pages_of_slots(rollout)
+    if planned.machines.instances.platform != "cpu" and planned.memory:
+        share = f"{rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
+        pages = max(planned.memory.pages, 1), share
+    choices = [choice for choice in planned.choices if choice.field != PAGES]
+    rollout = _filled("rollout", rollout, {"pages": pages}, choices)
+    return dataclasses.replace(
+        planned, config=dataclasses.replace(planned.config, rollout=rollout), choices=tuple(choices)
+    )
+
+
+def _pages_of_slots(section: RolloutSection) -> tuple[int, str]:
+    each = -(-(section.max_prompt_tokens + section.max_new_tokens) // section.page_size)
+    return max(section.slots * each, each + 1), "every slot can hold a longest sample"
+
+
+def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
+    if machine.platform == "cpu":
+        return {
+            "attention": ("reference", "the one that XLA compiles for a CPU"),
+            "expert_matmul": ("scan", SCAN),
+            "share_prompts": _share_prompts(section, "reference"),
+            "logits_bytes": (256 * MIB, "smaller chunks are computed twice"),
+        }
+    kernel: TrainerKernel = "splash" if machine.platform == "tpu" else "cudnn"
+    why = "scores never reach the memory"
+    if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
+        kernel, why = "reference", wrong[0]
+    return {
+        "attention": (kernel, why),
+        "expert_matmul": ("megablox", MEGABLOX) if machine.platform == "tpu" else ("ragged_dot", RAGGED_DOT),
+        "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
+        "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
+        "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE),
+    }
+
+
+def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
+    if kernel == "splash":
+        return "off", "splash compares segment ids alone"
+    if not objective.may_share_prompts(section):
+        return "off", f"the advantage {section.advantage} takes the gradient of each trajectory alone"
+    return "on", "a group's prompt is computed once a row"
+
+
+def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
+    expected = families.KNOWN.get(config.model.size)
+    if model and expected and (model.n_layers, model.d_model) != (expected.n_layers, expected.d_model):
+        yield (
+            f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
+            f"{config.model.size} has {expected.n_layers} of {expected.d_model}"
+        )
+
+
+def _lent(config: Config, found: Machines) -> Iterator[str]:
+    """Of a cluster: processes of the trainer's gang are an instance while they are lent."""
+    (trainer, instance), hosts = found, config.cluster.hosts_per_instance
+    if not (config.cluster.launcher and config.orchestrator.elastic and trainer.devices and instance.devices):
+        return
+    each = trainer.devices // config.cluster.trainer_hosts
+    if trainer.chip != instance.chip or hosts * each != config.rollout.tensor:
+        yield (
+            f"orchestrator.elastic: {hosts} of the trainer's processes have {hosts * each} devices of {trainer}, and an instance "
+            f"is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
+        )
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _logits_bytes(machine: Machine) -> int:
+    """1 GiB, less where three such arrays would be more than a tenth of the memory."""
+    share = machine.memory_bytes / LOGITS_SHARE or MAX_LOGITS_BYTES
+    return min(MAX_LOGITS_BYTES, 1 << int(share).bit_length() - 1)
+
+
+def _kernels(config: Config, found: Machines) -> Iterator[str]:
+    kernel, machine = config.rollout.attention, found.instances
+    if machine.platform not in KERNELS[kernel]:
+        yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
+    for name, section, role in (("rollout", config.rollout, machine), ("trainer", config.trainer, found.trainer)):
+        if section.expert_matmul == "megablox" and role.platform != "tpu":
+            yield f"{name}.expert_matmul: the kernel 'megablox' is for tpu, and this is {role}"
+    if config.trainer.expert_dispatch == "all_to_all" and config.trainer.expert_matmul != "megablox":
+        yield (
+            f"trainer.expert_dispatch: all_to_all goes with trainer.expert_matmul=megablox, and it is "
+            f"{config.trainer.expert_matmul}"
+        )
+    yield from objective.attention_problems(config.trainer, found.trainer.platform, config.model.dtype)

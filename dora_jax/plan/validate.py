@@ -1,0 +1,319 @@
+"""The rules between the fields of a configuration: each a small function; no JAX, no files but in `missing_paths` and
+`model_problems`.
+
+Consumes a `config.Config` whose fields are as declared; produces sentences, each naming its field. Nothing is repaired.
+Rules that a stage knows better are asked of its own standard-library module (trainer.objective, orchestrate.modes,
+rollout.shapes, tasks.solved, models.config); what depends on the number of devices is in devices.plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Any
+
+from dora_jax.base import config_tree
+from dora_jax.config import RENAMED, Config, ConfigError
+from dora_jax.config import cluster as config_cluster
+from dora_jax.config import live as config_live
+from dora_jax.config.task import TaskPart, TaskSection
+from dora_jax.models import lora_config
+from dora_jax.models.families import KNOWN
+from dora_jax.models.families.config import MAX_LAYERS, ModelConfig
+from dora_jax.models.hf_config import not_a_model, read_config
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.plan import hub, presets
+from dora_jax.plan.devices import MIN_AUTO_INSTANCES
+from dora_jax.rollout.shapes import shapes_of
+from dora_jax.tasks import environment, mixture, solved
+from dora_jax.trainer import objective
+
+Problems = Iterator[str]
+
+MOST_WEIGHT = 1000  # prompts of one turn through a mix: its shares are exact to a thousandth
+
+
+def read(tree: config_tree.Tree, purpose: str = "train") -> presets.Plan:
+    """A tree as a configuration, with what the machines that it names choose; its model is not looked at.
+
+    ConfigError lists everything that is wrong with it. Purpose: as in `problems`.
+    """
+    config, found = config_tree.build(Config, tree, RENAMED)
+    planned, broken = _ruled(config, purpose)
+    if found := [*found, *broken]:
+        raise ConfigError(found)
+    return planned
+
+
+def declared(tree: config_tree.Tree) -> Config:
+    """A tree as a configuration whose fields are as declared; the rules between them are not looked at."""
+    config, found = config_tree.build(Config, tree, RENAMED)
+    if found:
+        raise ConfigError(found)
+    return config
+
+
+def from_config_dict(tree: config_tree.Tree, purpose: str = "train") -> Config:
+    """A tree as a configuration, as asked; ConfigError lists everything that is wrong with it."""
+    return read(tree, purpose).asked
+
+
+def settle(config: Config) -> tuple[Config, list[str]]:
+    """(the configuration that this process runs, lines that say what was chosen for it); starts JAX.
+
+    ConfigError where a choice breaks a rule, or where the memory plan does not fit.
+    """
+    config = declared(dataclasses.asdict(config))  # a script may have made it
+    planned = presets.plan(config, presets.here(config), presets.model_of(config))
+    if found := [*_broken(planned.config), *model_problems(config), *presets.problems(planned)]:
+        raise ConfigError(found)
+    choices = planned.choices
+    return planned.config, [f"chosen for {planned.machines}:", *presets.table(choices)] if choices else []
+
+
+def problems(config: Config, purpose: str = "train") -> list[str]:
+    """Every broken rule. Purpose: what is about to run; train needs a model to start from, sft a folder to write.
+
+    Open fields count as the machine that the configuration names fills them in, a CPU where it names none.
+    """
+    return _ruled(config, purpose)[1]
+
+
+def makes_base(config: Config) -> bool:
+    """Whether the run makes its own base model: sft.out is the folder that the run starts from."""
+    return bool(config.sft.out) and Path(config.sft.out) == Path(config.model.path)
+
+
+def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
+    """One sentence for each named file or folder that does not exist.
+
+    The folder that the warm start will write is not missing, nor are fields of `coming`, whose models a download brings.
+    """
+    named = {
+        f"{where}.{field}": getattr(part, field)
+        for where, part in {"task": config.task, **_parts(config.task)}.items()
+        for field in ("path", "heldout_path")
+    }
+    named |= {"sft.rows": config.sft.rows, "sft.init": config.sft.init, "reward_model.path": config.reward_model.path}
+    named["lora.path"] = config.lora.path
+    if purpose == "train" and not makes_base(config):
+        named["model.path"] = config.model.path
+    return [
+        f"{field}: {path} does not exist{hub.advice(path) if field in hub.FIELDS else ''}"
+        for field, path in named.items()
+        if path and field not in coming and not Path(path).exists()
+    ]
+
+
+def model_problems(config: Config) -> list[str]:
+    """Why the folder that the run starts from holds no model, or no model for samples of this length.
+
+    Empty where the model is not known yet.
+    """
+    field, path = "model.path", config.model.path
+    if makes_base(config) and not (Path(path) / "config.json").is_file():
+        if Path(path).exists() and not (Path(path).is_dir() and not any(Path(path).iterdir())):
+            return [f"sft.out: {path} exists and is not an empty folder; a model is never written over another"]
+        field, path = "sft.init", config.sft.init
+    if path and Path(path).exists() and not (Path(path) / "config.json").is_file():
+        return [f"{field}: {not_a_model(path)}"]
+    try:
+        known = read_config(path) if path and Path(path).exists() else KNOWN.get(config.model.size)
+    except ValueError as error:
+        return [f"{field}: {error}"]
+    positions = known.max_position if known else None if path else ModelConfig.max_position  # of a new model
+    tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    wrong = lora_config.model_problems(config.lora, known) if known else []
+    if positions is not None and tokens > positions:
+        wrong.append(
+            f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
+            f"the model's {positions} positions"
+        )
+    return wrong
+
+
+def get(config: Config, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _ruled(config: Config, purpose: str) -> tuple[presets.Plan, list[str]]:
+    """(the plan without the model, every broken rule)."""
+    found = [*_folders(config, purpose)]
+    try:
+        machines = presets.machines(config)
+    except ValueError as error:
+        found.append(str(error))
+        machines = presets.UNKNOWN
+    planned = presets.plan(config, machines)
+    return planned, [*found, *_broken(planned.config, purpose)]
+
+
+def _broken(config: Config, purpose: str = "evaluate") -> Problems:
+    """The rules between fields that a resolved configuration breaks."""
+    rules: tuple[Callable[[Config], Problems], ...]
+    rules = (_task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, config_cluster.problems)
+    if purpose == "serve":  # an engine, and nothing else of a run
+        rules = (_engine, lora_config.problems)
+    for rule in rules:
+        yield from rule(config)
+
+
+def _folders(config: Config, purpose: str) -> Problems:
+    if purpose == "train" and not config.model.path:
+        yield "model.path: empty; name a Hugging Face folder, or the same folder as sft.out to make one first"
+    if not config.sft.out and purpose == "sft":
+        yield "sft.out: empty; name the folder to write"
+
+
+def _parts(task: TaskSection) -> dict[str, TaskPart]:
+    return {f"task.mix.{name}": part for name, part in task.mix.items()}
+
+
+def _sources(task: TaskSection) -> Problems:
+    sources: dict[str, Any] = _parts(task) or {"task": task}
+    for where, part in sources.items():
+        kind, _, dataset = part.name.partition(":")
+        if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
+            yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
+        if part.name == "rows" and not part.path:
+            yield f'{where}.path: empty; the task "rows" reads a .jsonl or .parquet file'
+        yield from _pattern(f"{where}.extract", part.extract)
+
+
+def _mix(config: Config) -> Problems:
+    task = config.task
+    if task.adaptive and not (task.mix and config.orchestrator.filter_zero_variance):
+        yield "task.adaptive: it looks at the filtered groups of a mix: it needs task.mix and orchestrator.filter_zero_variance"
+    for field in mixture.OWN if task.mix else ():
+        if getattr(task, field):
+            yield f"task.{field}: there is a task.mix, whose entries have their own; leave it empty"
+    for where in _parts(task):
+        if not re.fullmatch(r"\w[\w-]*", where.rpartition(".")[2]):
+            yield f"{where}: a task's name is made of letters, digits, _ and -, for metrics bear it"
+    if (total := sum(part.weight for part in task.mix.values())) > MOST_WEIGHT:
+        yield f"task.mix: its weights add up to {total}: a turn through it has at most {MOST_WEIGHT} prompts"
+
+
+def _task(config: Config) -> Problems:
+    task = config.task
+    yield from _sources(task)
+    yield from _mix(config)
+    if task.template != "chat" and "{prompt}" not in task.template:
+        yield f'task.template: {task.template!r} is neither "chat" nor a text with {{prompt}} in it'
+    yield from environment.problems(config)
+    yield from config_live.problems(config)
+    if not (task.rewards or config.reward_model.path or config.environment.name):
+        yield "task.rewards: empty; name at least one callable"
+    for path in task.rewards:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+            yield f"task.rewards: {path!r} is not an import path such as dora_jax.tasks.rewards.exact"
+    yield from _pattern("task.answer_pattern", task.answer_pattern)
+    try:
+        solved.read(config.eval.solved)
+    except ValueError as error:
+        yield f"eval.solved: {error}"
+    if config.eval.prompts > task.heldout:
+        yield f"eval.prompts: {config.eval.prompts} is more than the {task.heldout} held-out prompts of task.heldout"
+
+
+def _reward_model(config: Config) -> Problems:
+    model, rollout = config.reward_model, config.rollout
+    if not model.path:
+        return
+    if model.weight == 0:
+        yield "reward_model.weight: 0 makes its score no part of the reward; leave reward_model.path empty instead"
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if tokens > model.pack_tokens:
+        yield (
+            f"reward_model.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, does not "
+            f"fit a row of {model.pack_tokens}"
+        )
+    shards = model.data * model.fsdp
+    if model.rows % shards:
+        yield f"reward_model.rows: {model.rows} is not divisible by data * fsdp = {shards}"
+
+
+def _pattern(name: str, pattern: str) -> Problems:
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        yield f"{name}: {pattern[:80]!r} is not a regular expression: {error}"
+    else:
+        if pattern and not groups:
+            yield f"{name}: {pattern!r} has no group to take"
+
+
+def _engine(config: Config) -> Problems:
+    try:
+        shapes_of(config.rollout)
+    except ValueError as error:
+        yield str(error)
+
+
+def _orchestrator(config: Config) -> Problems:
+    section, rollout = config.orchestrator, config.rollout
+    told = OrchestratorConfig.of(section, rollout, total_steps=config.steps)
+    yield from (f"orchestrator.{problem}" for problem in told.problems())
+    if section.group_size == 1 and config.trainer.advantage in objective.GROUP_RELATIVE:
+        yield (
+            f"orchestrator.group_size: trainer.advantage = {config.trainer.advantage} compares the samples of a group, and a "
+            "group of 1 has nothing to compare; take 2 or more, or an advantage that needs no group: "
+            f"{', '.join(name for name in objective.ADVANTAGES if name not in objective.GROUP_RELATIVE)}"
+        )
+    if section.group_size == 1 and section.filter_zero_variance:
+        yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
+    slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
+    if section.group_size > slots:
+        yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"
+
+
+def _trainer(config: Config) -> Problems:
+    t = config.trainer
+    yield from objective.check(t, config.rollout)
+    yield from objective.exact_problems(config) if config.rollout.exact else ()
+    ways = t.micro_batches * t.data * max(t.fsdp, 1)
+    if t.rows % ways:
+        yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"
+    if t.lent_memory == "host" and not config.orchestrator.elastic:
+        yield "trainer.lent_memory: host is of devices that are lent, and orchestrator.elastic lends none"
+    yield from _checkpoint(config)
+    yield from lora_config.problems(config)
+
+
+def _checkpoint(config: Config) -> Problems:
+    every, export = config.checkpoint.every, config.checkpoint.export_hf_every
+    if export and (not every or export % every):
+        yield f"checkpoint.export_hf_every: {export} is no multiple of checkpoint.every = {every}, and what is saved is exported"
+
+
+def _lengths(config: Config) -> Problems:
+    """A packed row holds all tokens of a sample except the last, which is only a target."""
+    t, rollout, orchestrator = config.trainer, config.rollout, config.orchestrator
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
+    if tokens > t.pack_tokens:
+        yield (
+            f"trainer.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens - 1 = {tokens}, "
+            f"does not fit a row of {t.pack_tokens}"
+        )
+        return
+    samples = orchestrator.groups_per_step * orchestrator.group_size
+    needed = -(-samples // (t.pack_tokens // tokens))
+    if 0 < t.rows < needed:
+        yield (
+            f"trainer.rows: {t.rows} rows of {t.pack_tokens} may not hold {samples} samples of up to {tokens} "
+            f"tokens; {needed} always do (0 derives it)"
+        )
+
+
+def _sft(config: Config) -> Problems:
+    sft = config.sft
+    if sft.n_heads % sft.n_kv_heads:
+        yield f"sft.n_heads: {sft.n_heads} is not divisible by n_kv_heads = {sft.n_kv_heads}"
+    if sft.head_dim % 2:
+        yield f"sft.head_dim: {sft.head_dim} is odd, and rotary positions turn pairs"
+    if sft.n_layers > MAX_LAYERS:
+        yield f"sft.n_layers: {sft.n_layers} is more than {MAX_LAYERS}, ten times what any model has"

@@ -1,0 +1,1 @@
+"""The assembly: a config becomes engines and a trainer, from initial weights or a checkpoint."""

@@ -1,0 +1,327 @@
+"""Assembles a run from its configuration: devices, model, task, engines, trainer, world.
+
+The only place that knows every stage. What reads folders (tokenizer, weights, checkpoints) is imported where it is
+needed: engine and trainer of weights in memory do without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dora_jax.buffer.layout import BatchShape, layout
+from dora_jax.buffer.pack import pack_step
+from dora_jax.config import Config, blame
+from dora_jax.models import decoder, lora, sharding
+from dora_jax.models.families.config import ModelConfig
+from dora_jax.models.lora_config import OFF, Lora
+from dora_jax.models.routes import RouteShape
+from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.plan import devices
+from dora_jax.publish import offered_copy
+from dora_jax.rollout.device_calls import Calls, new_calls
+from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.host_kv import HostKV
+from dora_jax.runtime.assembly.replay import Replay
+from dora_jax.runtime.common.seams import Batches, MakeProbe, Pack, Tree
+from dora_jax.tasks.mixture import cycle_of
+from dora_jax.trainer.objective import may_start_early, needs_scores
+from dora_jax.trainer.prepare import Prepare, Unjudged
+from dora_jax.trainer.recipe import Recipe, new_recipe
+from dora_jax.trainer.step import Probe, Trainer
+from dora_jax.types import InstanceId, ScoredGroup, Version
+
+if TYPE_CHECKING:
+    from dora_jax.models.tokenizer import Tokenizer
+
+
+def new_engine(
+    config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh, host: HostKV | None = None
+) -> Engine:
+    """It holds the weights of model.path, where versions are adapters of them. host: KV in host memory, of all engines of
+    the process."""
+    engine = engine_of(
+        config,
+        model,
+        mesh,
+        eos_ids=tokenizer.eos_ids,
+        vocab_limit=tokenizer.vocab_size,
+        decode=tokenizer.decode,
+        host=host,
+    )
+    if config.lora.on:
+        engine.take_base(_base(config, engine))
+    return engine
+
+
+def _base(config: Config, engine: Engine) -> Tree:
+    """The weights of model.path as they are published, for this engine."""
+    from dora_jax.models import hf
+
+    with blame("model.path"):
+        _, params = hf.load(config.model.path, engine.mesh, jnp.dtype(config.model.dtype))
+    laid_out = functools.partial(decoder.serving_layout, layout=engine.shapes.layout)
+    return jax.jit(laid_out, out_shardings=engine.base_shardings)(params)
+
+
+def engine_of(
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    *,
+    eos_ids: tuple[int, ...] = (),
+    vocab_limit: int = 0,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    host: HostKV | None = None,
+) -> Engine:
+    """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the
+    embedding."""
+    return Engine(
+        model,
+        config.rollout,
+        mesh,
+        decode=decode,
+        host=host,
+        **engine_options(config, model, eos_ids, vocab_limit or model.vocab_size),
+    )
+
+
+def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...], vocab_limit: int) -> Calls:
+    """The calls of `engine_of`; the devices of the mesh may be descriptions."""
+    return new_calls(model, config.rollout, mesh, **engine_options(config, model, eos_ids, vocab_limit))
+
+
+def engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
+    """Of an engine beside its model, section and mesh."""
+    return {
+        "routes": RouteShape.of(model) if config.trainer.routing_replay == "rollout" else None,
+        "seed": config.seed,
+        "eos_ids": tuple(eos_ids),
+        "vocab_limit": vocab_limit,
+        "dtype": jnp.dtype(config.model.dtype),
+        "lora": config.lora,
+    }
+
+
+def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path) -> Trainer:
+    """It holds the weights of model.path, and the adapter of lora.path; dump_dir: the workdir."""
+    from dora_jax.models import hf, peft
+    from dora_jax.runtime.assembly.checkpoint_weights import check_base
+
+    with blame("model.path"):
+        model, params = hf.load(config.model.path, mesh)
+    adapter = None
+    if config.lora.on:
+        check_base(config, dump_dir / "checkpoints", params)
+    if config.lora.path:
+        with blame("lora.path"):
+            adapter = peft.load(config.lora.path, model, config.lora, config.seed)
+    options: dict[str, Any] = {
+        "vocab_limit": tokenizer.vocab_size,
+        "eos_ids": tokenizer.eos_ids,
+        "dump_dir": str(dump_dir),
+    }
+    return trainer_of(config, model, mesh, params, adapter=adapter, **options)
+
+
+def trainer_of(
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    params: Tree,
+    *,
+    eos_ids: tuple[int, ...] = (),
+    vocab_limit: int = 0,
+    dump_dir: str | None = None,
+    adapter: Tree | None = None,
+) -> Trainer:
+    """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`. adapter:
+    the first one, where one is trained; None: a fresh one."""
+    replay = None
+    if config.rollout.exact:
+        options = engine_options(config, model, eos_ids, vocab_limit or model.vocab_size)
+        replay = Replay(model, config.rollout, mesh, **options)
+    return Trainer(
+        model,
+        config.trainer,
+        mesh,
+        params,
+        dump_dir=dump_dir,
+        adapter=adapter,
+        seed=config.seed,
+        replay=replay,
+        **_trainer_options(config, vocab_limit or model.vocab_size),
+    )
+
+
+def trainer_recipe(config: Config, model: ModelConfig, mesh: Mesh, vocab_limit: int) -> Recipe:
+    """The recipe of `new_trainer`; the devices of the mesh may be descriptions."""
+    return new_recipe(model, config.trainer, mesh, exact=config.rollout.exact, **_trainer_options(config, vocab_limit))
+
+
+def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
+    return {
+        "total_steps": config.steps,
+        "dtype": config.model.dtype,
+        "vocab_limit": vocab_limit,
+        "temperature": config.rollout.temperature,
+        "lora": config.lora,
+    }
+
+
+def published(config: Config, model: ModelConfig) -> Tree:
+    """ShapeDtypeStructs of a version, stacked, in the engines' type."""
+    dtype = jnp.dtype(config.model.dtype)
+    return lora.abstract(model, config.lora, dtype) if config.lora.on else decoder.abstract_params(model, dtype)
+
+
+def publishing_copy(config: Config, model: ModelConfig, mesh: Mesh) -> Callable[[Tree], Tree]:
+    """The jit that copies the trainer's masters (`publishing_inputs` says where they lie) into what is offered."""
+    masters = publishing_inputs(model, mesh, config.lora)
+    return offered_copy(config.model.dtype, jax.tree.map(lambda x: x.sharding, masters))
+
+
+def publishing_inputs(model: ModelConfig, mesh: Mesh, adapted: Lora = OFF) -> Tree:
+    """What is trained, and so published: all weights, or an adapter."""
+    shapes, specs = decoder.abstract_params(model), sharding.param_specs(model, mesh)
+    if adapted.on:
+        shapes, specs = lora.abstract(model, adapted), lora.specs(model, adapted, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, specs)
+
+
+def partial_s(config: Config) -> float:
+    """How often running samples report their tokens. A sample that goes on from its tokens may differ in the last bits
+    from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed, and
+    not with rollout.exact."""
+    return 0.0 if config.orchestrator.synchronous or config.rollout.exact else config.journal.partial_s
+
+
+def orchestrator_config(config: Config) -> OrchestratorConfig:
+    return OrchestratorConfig.of(
+        config.orchestrator,
+        config.rollout,
+        total_steps=config.steps,
+        updates=updates_apart(config),
+        eval_every=config.eval.every,
+        eval_groups=0 if config.serving.train else config.eval.prompts,  # users are nowhere held out
+        eval_samples=config.eval.samples,
+        task_cycle=cycle_of(config.task.mix),
+        task_ratios=_limits(config),
+        task_lead=config.task.lead,
+        task_adaptive=config.task.adaptive,
+        lendable=lendable(config),
+        hold_versions=config.serving.hold_versions,
+        hold_s=config.serving.hold_s,
+    )
+
+
+def _limits(config: Config) -> tuple[tuple[str, float], ...]:
+    limits = tuple((name, part.limit) for name, part in sorted(config.task.mix.items()))
+    return limits if any(limit != 1 for _, limit in limits) else ()
+
+
+def lendable(config: Config) -> tuple[InstanceId, ...]:
+    """The instances that the trainer's devices make up while the trainer waits."""
+    if not config.orchestrator.elastic:
+        return ()
+    if config.cluster.launcher:
+        lent = config.cluster.trainer_hosts // config.cluster.hosts_per_instance
+        return tuple(range(config.rollout.instances, config.rollout.instances + lent))
+    plan = devices.plan(len(jax.devices()), config)
+    return tuple(range(len(plan.instances), len(plan.instances) + len(plan.lent)))
+
+
+def instance_up(instance: InstanceId, config: Config) -> InstanceUp:
+    rollout = config.rollout
+    return InstanceUp(
+        instance=instance,
+        slots=rollout.slots,
+        pages=rollout.pages,
+        page_size=rollout.page_size,
+        residents=rollout.residents,
+    )
+
+
+def updates_apart(config: Config) -> int:
+    """Updates of a step that take their groups each for itself, as soon as they are there; 1: the step is one whole.
+
+    Shuffled rewards are shuffled over all of it.
+    """
+    updates = config.trainer.updates
+    divides = config.orchestrator.groups_per_step % updates == 0
+    return updates if may_start_early(config.trainer) and divides and not config.task.shuffle_rewards else 1
+
+
+def batch_layout(config: Config, shards: int) -> BatchShape:
+    """The static shape of one optimizer update's batch, for so many data-parallel shards."""
+    section, rollout = config.trainer, config.rollout
+    samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
+    samples *= 1 + config.environment.branches
+    return layout(
+        pack_tokens=section.pack_tokens,
+        rows=section.rows,
+        micro_batches=section.micro_batches,
+        samples=samples,
+        shards=shards,
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        share_prompts=section.share_prompts == "on",
+        skip_zero_advantage=section.skip_zero_advantage,
+    )
+
+
+def packer(config: Config, trainer: Trainer) -> Pack:
+    """(groups, base) -> the step's batches, one per optimizer update, all of one static shape.
+
+    Where updates take their groups apart, as many batches as there are groups for, each packed when it is asked for.
+    """
+    shape = dataclasses.replace(batch_layout(config, trainer.shards), routes=trainer.routes)
+    updates = config.trainer.updates
+    apart = config.orchestrator.groups_per_step // updates if updates_apart(config) > 1 else 0
+    prepare = Prepare(config.trainer, config.rollout.max_new_tokens)
+
+    def pack(groups: Sequence[ScoredGroup], base: Version) -> Batches:
+        if config.task.shuffle_rewards:
+            groups = shuffled(groups, config.seed, base)
+        score = trainer.score if needs_scores(config.trainer) else None
+        if apart:
+            return (pack_step([groups[i : i + apart]], shape, prepare)[0] for i in range(0, len(groups), apart))
+        return pack_step([groups[i::updates] for i in range(updates)], shape, prepare, score)
+
+    return pack
+
+
+def prober(config: Config, trainer: Trainer) -> MakeProbe:
+    """(group, version, its weights) -> what `trainer.step` takes as a probe."""
+    rollout = config.rollout
+    shape = layout(
+        pack_tokens=config.trainer.pack_tokens,
+        rows=0,
+        micro_batches=1,
+        shards=trainer.shards,
+        samples=config.orchestrator.group_size * (1 + config.environment.branches),
+        max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        share_prompts=config.trainer.share_prompts == "on",
+    )
+    shape = dataclasses.replace(shape, routes=trainer.routes)
+
+    def probe(group: ScoredGroup, version: Version, weights: Tree) -> Probe:
+        return Probe(pack_step([[group]], shape, Unjudged())[0], version, weights)
+
+    return probe
+
+
+def shuffled(groups: Sequence[ScoredGroup], seed: int, base: Version) -> list[ScoredGroup]:
+    """Control experiment: the step's rewards, permuted among all its samples."""
+    rewards = np.concatenate([g.rewards for g in groups])
+    rewards = np.random.default_rng((seed, base)).permutation(rewards)
+    split = np.split(rewards, np.cumsum([len(g.rewards) for g in groups])[:-1])
+    return [dataclasses.replace(g, rewards=r) for g, r in zip(groups, split, strict=True)]

@@ -1,0 +1,1 @@
+"""What the rooms of the runtime share: the Protocols between its parts, worker threads, the codec, listeners, shutdown."""

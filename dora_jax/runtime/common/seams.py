@@ -1,0 +1,338 @@
+"""The seams of the runtime: a Protocol for each place where one implementation stands for another.
+
+    orchestrator <-- World --> coordinator --+-- RolloutWorker --> RolloutEngine      Backend: one process, or a cluster
+                                             +-- TrainerWorker --> PolicyTrainer
+                                             +-- Prompts, Scorer
+
+World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world (orchestrate/loop.py)
+Backend         LocalBackend; cluster.backend.ClusterBackend
+RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, whose lives end and begin again
+RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
+PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around one
+CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
+Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
+Environments    tasks.environments.EnvironmentPool
+GroupStore      buffer.store.MemoryGroupStore (buffer/store.py)
+WeightStore     publish.HostWeights (memory), transfer.StoredWeights (storage), and of the trainer
+PublishedWeights    publish.DeviceWeights, cluster.RemoteWeights (its processes, which send them over the wire)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dora_jax.buffer.store import GroupStore
+from dora_jax.orchestrate.loop import World
+from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dora_jax.orchestrate.events import InstanceUp
+    from dora_jax.rollout.migrate import InFlightSample, SampledTokens
+    from dora_jax.rollout.ticks import TickResult
+    from dora_jax.runtime.common.sample_gaps import SeenGaps
+    from dora_jax.runtime.common.sample_log import SeenTokens
+    from dora_jax.tasks.environments import Answer
+    from dora_jax.tasks.pool import GroupFailure
+    from dora_jax.trainer.checkpoint import Digests, Restored
+    from dora_jax.trainer.step import Probe
+
+__all__ = ["GroupStore", "World"]
+
+Tree = Any  # a pytree: arrays, `publish.Slices`, ShapeDtypeStructs or shardings
+Batches = Any  # what `Pack` makes of a step's groups and `PolicyTrainer.step` takes
+Pack = Callable[[Sequence[ScoredGroup], Version], Batches]  # (groups, base version) -> the step's batches
+Digest = Callable[[Tree], int]  # a fingerprint of weights
+MakeProbe = Callable[[ScoredGroup, Version, Tree], "Probe"]  # (group, its version, that version's weights)
+Notify = Callable[[str], None]  # prints a sentence on the console of the run
+
+
+class Outbox(Protocol):
+    """Where a worker puts events and payload records (worker.py); a queue.SimpleQueue, or what stands for one."""
+
+    def put(self, item: Any) -> None: ...
+
+
+class WeightStore(Protocol):
+    """The weights of several versions. A version is immutable: its number is put once. Any thread may use the store."""
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """The versions that are whole, oldest first."""
+
+    def put(self, version: Version, weights: Tree) -> object:
+        """Keeps these weights as `version`."""
+
+    def get(self, version: Version, shardings: Tree | None) -> Tree:
+        """The weights in the layout that `shardings` describe; None: as they are kept. KeyError: this process does not
+        hold the version."""
+
+    def drop(self, version: Version) -> None:
+        """Forgets the version. A version that is not there is dropped already."""
+
+
+class PublishedWeights(WeightStore, Protocol):
+    """The trainer's store, to which its masters are published."""
+
+    def put(self, version: Version, weights: Tree, digest: int = 0, copy: int = 0) -> int:
+        """Publishes a copy of the masters in the engines' type; returns the digest of that copy, stacked (0: unknown).
+
+        digest: of the masters, where it is known. copy: of an equal copy that the journal knows, for a version that is
+        not copied again because storage has it."""
+
+
+class RolloutEngine(Protocol):
+    """Continuous batching of samples at several resident versions. One thread uses an engine."""
+
+    @property
+    def param_shardings(self) -> Tree:
+        """Where the engine's weights lie."""
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """The resident versions."""
+
+    @property
+    def idle(self) -> bool:
+        """No sample is here."""
+
+    def warmup(self) -> None:
+        """Compiles."""
+
+    def load(self, version: Version, params: Tree) -> None: ...
+
+    def drop(self, version: Version) -> None: ...
+
+    def submit(
+        self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
+    ) -> None:
+        """prompt_ids: i32[T]. turn_tokens: that one turn of an episode may sample; 0: the sample is one answer."""
+
+    def cancel(self, id: SampleId) -> bool:
+        """False: the sample is not here."""
+
+    def holds(self, id: SampleId) -> bool: ...
+
+    def version_of(self, id: SampleId) -> Version: ...
+
+    def sampled(self, id: SampleId, start: int = 0, row: int = 0) -> SampledTokens:
+        """A running sample's tokens from `start` on, and its table's rows from `row` on."""
+
+    def export(self, id: SampleId) -> InFlightSample:
+        """Takes the sample out, with its KV in host memory."""
+
+    def import_(self, in_flight: InFlightSample) -> None:
+        """What it has no KV for is prefilled: of an episode, what it observed since its turn ended."""
+
+    def with_kept(self, in_flight: InFlightSample) -> InFlightSample:
+        """An episode with the KV that the engine has kept of it, if any; the engine keeps it no longer."""
+
+    def forget(self, id: SampleId) -> None:
+        """Drops KV that the engine has kept of an episode that waits."""
+
+    def know(self, id: SampleId, tokens: np.ndarray) -> None:
+        """i32[U]: the response, so far, of a sample elsewhere, of which drafts for its siblings may be made."""
+
+    def tick(self) -> TickResult: ...
+
+
+class PolicyTrainer(Protocol):
+    """Makes version base + 1 of the groups that were packed for it. One thread uses a trainer at a time."""
+
+    @property
+    def params(self) -> Tree: ...
+
+    @property
+    def state(self) -> Any:
+        """`step`, `params` and `opt_state`."""
+
+    def step(self, batch: Batches, probe: Probe | None = None) -> Mapping[str, float]:
+        """One optimizer step a batch; an iterator may wait for the next batch. probe: see MismatchProbe."""
+
+    def load(self, params: Tree, opt_state: Tree, step: Version) -> None: ...
+
+    def abstract_state(self) -> Any:
+        """`state` as ShapeDtypeStructs with shardings."""
+
+
+class CheckpointStore(Protocol):
+    """The checkpoints of a run. OSError: the storage did not do it."""
+
+    def save(
+        self, step: Version, params: Tree, opt_state: Tree, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> object:
+        """Starts to save; the trainer may go on."""
+
+    def take_saves(self, wait: bool = False) -> Sequence[tuple[Version, Digests]]:
+        """The saves that were started since the last call, with digests of what they were given. Cheap, unless it waits
+        for digests that are being computed."""
+
+    def protect(self, version: Version) -> None:
+        """Samples of this version still run: the checkpoint before it is kept."""
+
+    def poll(self) -> None:
+        """Finishes what has been written, without waiting."""
+
+    def wait(self) -> None: ...
+
+    def steps(self) -> list[Version]:
+        """Checkpoints with a manifest, oldest first."""
+
+    def unsealed(self) -> list[Version]:
+        """Checkpoints that are complete but for their manifest."""
+
+    def adopt(self, step: Version, params: Tree, opt_state: Tree, digests: Digests) -> None:
+        """Gives an unsealed checkpoint its manifest if what it restores to has these digests. UnusableCheckpoint: it has
+        not; nothing changes."""
+
+    def put_aside(self, step: Version, why: str) -> None:
+        """Takes a checkpoint off the list; `why` is in the name of the folder that keeps it."""
+
+    def aside(self) -> list[str]:
+        """Names of the checkpoints that were put aside, now or earlier."""
+
+    def undo_after(self, version: Version) -> None:
+        """Puts aside the checkpoints of later versions."""
+
+    def restore(self, step: Version, params: Tree, opt_state: Tree, digests: Digests | None = None) -> Restored:
+        """What `PolicyTrainer.load` takes. UnusableCheckpoint: it cannot be read, or has other digests; nothing
+        changes."""
+
+    def close(self) -> None: ...
+
+
+class Prompts(Protocol):
+    def prompt_at(self, group_id: GroupId) -> Prompt:
+        """A pure function of seed and group id. PromptTooLong: the prompt exceeds rollout.max_prompt_tokens."""
+
+
+class Scorer(Protocol):
+    """Law: an infrastructure error is a GroupFailure, never a reward."""
+
+    def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None: ...
+
+    def poll(self) -> Sequence[ScoredGroup | GroupFailure]:
+        """The groups that ended since the last call, without waiting."""
+
+    def close(self) -> None: ...
+
+
+class Environments(Protocol):
+    """Law: an infrastructure error is an EpisodeFailed, never a reward; of an episode, the last question has an answer."""
+
+    def open(self, id: SampleId, prompt: Prompt) -> None:
+        """Asks what follows the prompt: Observed, perhaps of no tokens."""
+
+    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+        """Asks for the answer to the last turn."""
+
+    def drop(self, id: SampleId) -> dict[str, float]:
+        """Forgets the episode; the reward terms so far."""
+
+    def poll(self) -> Sequence[Answer]:
+        """The answers since the last call, without waiting."""
+
+    def stats(self) -> Mapping[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class StageWorker(Protocol):
+    """A stage with a thread of its own, here or elsewhere."""
+
+    def start(self) -> None: ...
+
+    def stop(self, timeout_s: float = ...) -> None: ...
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        """Calls a method of this worker on its own thread, in the order of the posts."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds with nothing to do since the start, the present wait included."""
+
+    @property
+    def state(self) -> str:
+        """A few words for a diagnosis."""
+
+
+class RolloutWorker(StageWorker, Protocol):
+    """One instance. A command of the orchestrator is one post; every one but `load` names one sample."""
+
+    @property
+    def instance(self) -> InstanceId: ...
+
+    @property
+    def life(self) -> int:
+        """The latest life of the instance."""
+
+    def load(self, version: Version, drop: Version | None) -> None: ...
+
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
+        """attempt: of the Start; all that is reported of the sample until it leaves carries it."""
+
+    def cancel(self, sample: SampleId, reason: str) -> None: ...
+
+    def park(self, sample: SampleId) -> None: ...
+
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
+
+    def forward(self, in_flight: InFlightSample, dst: Any, attempt: int) -> None:
+        """An episode that has waited goes on at `dst`, another worker of the same kind, with the KV that is here."""
+
+    def forget(self, sample: SampleId) -> None:
+        """An episode that waited has ended: KV that is here goes."""
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
+        """i32[U]: the response, so far, of a sample elsewhere whose siblings run here. There is no answer."""
+
+    def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
+        """dst: another worker of the same kind."""
+
+    def pause(self) -> None: ...
+
+    def unpause(self) -> None: ...
+
+    def lend(self, version: Version) -> None:
+        """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or InstanceDown."""
+
+    def give_back(self) -> None:
+        """The devices are the trainer's again: samples are handed over. The answer is InstanceDown."""
+
+    def doubt(self, life: int, reason: str) -> None:
+        """What the instance sampled up to the end of this life is not believed: it ends, unless it has, and the instance is
+        reported as unhealthy."""
+
+
+@dataclass(frozen=True)
+class TrainerSide:
+    """What a run asks of its trainer."""
+
+    trainer: PolicyTrainer
+    checkpoints: CheckpointStore
+    pack: Pack
+    digest: Digest
+    probe: MakeProbe | None = None  # see trainer_worker.MismatchProbe
+    views: SeenTokens | None = None  # of the samples that a person reads
+    gaps: SeenGaps | None = None  # by which instances are judged; None: they are not
+    come_home: Callable[[], None] = lambda: None  # returns when the trainer's state is on its devices
+
+
+class Backend(Protocol):
+    """Where the stages of a run compute."""
+
+    @property
+    def weights(self) -> PublishedWeights: ...
+
+    def trainer_side(self) -> TrainerSide:
+        """Loads the model."""
+
+    def instances(self) -> Sequence[RolloutWorker]: ...
+
+    def ready(self, instances: Sequence[Any], trainer: StageWorker | None) -> Sequence[InstanceUp]:
+        """Compiles; the instances that are up on return. instances: what `instances` returned."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,163 @@
+"""The thread that owns a stage, and the records that it puts into the outbox.
+
+Other threads reach a stage only by posting calls to its worker's inbox. Results go to one outbox, as events or as the
+payload records below, which the coordinator turns into events. An exception in a worker reaches the main thread as
+`Crashed` and ends the run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.common.idle_time import IdleTimer
+from dora_jax.runtime.common.seams import Outbox
+from dora_jax.runtime.common.shutdown import STAGE_END_S
+from dora_jax.types import InstanceId, Sample, SampleId, ScoredGroup, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    sample: Sample
+    instance: InstanceId | None  # None: an episode that its environment ended while it waited
+    life: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """A sample that left its engine for host memory (`Park`)."""
+
+    id: SampleId
+    instance: InstanceId
+    in_flight: InFlightSample
+    life: int = 0
+    attempt: int = 0  # that placed it there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """An episode that left its engine for host memory: its turn is over, and its environment is to answer."""
+
+    in_flight: InFlightSample
+    instance: InstanceId
+    life: int = 0
+    attempt: int = 0  # that placed it there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """A sample that has begun, of an instance that leaves or that an earlier controller left. It may go on anywhere."""
+
+    in_flight: InFlightSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedUnheard:
+    """A sample that finished while no controller listened. It is told once the orchestrator resumes it."""
+
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceReady:
+    """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard, and gives the
+    samples that it has from before."""
+
+    event: ev.InstanceUp
+    admit: Callable[[], Sequence[HandedOver | FinishedUnheard]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    version: Version
+    groups: tuple[ScoredGroup, ...]
+    metrics: Mapping[str, float]
+    wait_s: float  # the trainer had no batch
+    step_s: float
+    digest: int = 0  # of the version's weights, where somebody asked for it
+    copy: int = 0  # digest of the copy of them that was published; 0: unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crashed:
+    role: str
+    error: BaseException
+
+
+Job = tuple[Callable[..., None], tuple]
+
+
+class Worker:
+    """A thread that runs posted calls in order, and `work` between them while `busy`."""
+
+    def __init__(self, role: str, outbox: Outbox):
+        self.role = role
+        self.outbox = outbox
+        self._waits = IdleTimer()
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=role, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        self._inbox.put((call, args))
+
+    def stop(self, timeout_s: float = STAGE_END_S) -> None:
+        """Ends the thread after what is posted; waits so long for it."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def wait_s(self) -> float:
+        """Time with nothing to do since the start, the present wait included; any thread may ask."""
+        return self._waits.total_s
+
+    @property
+    def state(self) -> str:
+        """In a few words, for a diagnosis."""
+        waited_s = self._waits.present_s
+        if not self._thread.is_alive():
+            return f"{self.role} is dead"
+        return f"{self.role} works" if waited_s is None else f"{self.role} waits for work since {waited_s:.0f} s"
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is posted, and there is no work."""
+        return self._inbox.empty() and not self.busy
+
+    def work(self) -> None:
+        raise NotImplementedError
+
+    def turn(self) -> bool:
+        """Runs one posted call, or `work` where none is posted; waits where there is neither. False: it is to stop."""
+        if self._inbox.empty() and self.busy:
+            self.work()
+            return True
+        job = self._next()
+        if job is None:
+            return False
+        call, args = job
+        call(*args)
+        return True
+
+    def _run(self) -> None:
+        try:
+            while self.turn():
+                pass
+        except BaseException as error:  # handed to the main thread, which raises it there
+            self.outbox.put(Crashed(role=self.role, error=error))
+
+    def _next(self) -> Job | None:
+        with self._waits:
+            return self._inbox.get()

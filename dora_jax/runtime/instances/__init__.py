@@ -1,0 +1,1 @@
+"""Rollout instances as the runtime sees them: worker, proxy, supervision, lent devices."""

@@ -1,0 +1,275 @@
+"""A rollout instance whose lives end and begin again, as the coordinator sees it; the same for one here and one
+elsewhere.
+
+    commands (main thread) -> InstanceProxy -> the worker of its present life -> InstanceProxy -> outbox
+
+`InstanceProxy` is a RolloutWorker (seams.py). It consumes the commands of the coordinator and hands each to the worker
+of the present life; it puts that worker's items into the coordinator's outbox, `InstanceDown` where a life ends and
+`InstanceReady` where the next one begins. LocalInstance (supervised_worker.py) makes lives of engines in this process,
+RemoteInstance (cluster/remote_rollout.py) of gangs.
+
+Laws: nothing of a life is heard after its InstanceDown; the answers that the life still owed come right behind it;
+commands reach a life only once the orchestrator has heard of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.common.seams import Outbox
+from dora_jax.runtime.common.worker import HandedOver, InstanceReady
+from dora_jax.types import InstanceId, Prompt, SampleId, Version
+
+LOST = "its instance is lost"
+
+
+class Life(Protocol):
+    """The worker of one life: an engine's thread here, or the messages to a gang."""
+
+    @property
+    def life(self) -> int: ...
+
+    @property
+    def wait_s(self) -> float: ...
+
+    @property
+    def state(self) -> str: ...
+
+    def post(self, call: Callable[..., None], *args: Any) -> None: ...
+
+    def load(self, version: Version, drop: Version | None) -> None: ...
+
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None: ...
+
+    def cancel(self, sample: SampleId, reason: str) -> None: ...
+
+    def park(self, sample: SampleId) -> None: ...
+
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
+
+    def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
+        """dst: the Destination of the move."""
+
+    def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
+        """in_flight: what `move` of the source's life gave to the Destination."""
+
+    def forward(self, in_flight: InFlightSample, dst: Any, attempt: int) -> None:
+        """dst: the ForwardTarget of the episode."""
+
+    def forget(self, sample: SampleId) -> None: ...
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def unpause(self) -> None: ...
+
+
+AnyLife = TypeVar("AnyLife", bound=Life)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaving(Generic[AnyLife]):
+    """A sample that has been asked to move and is not out yet."""
+
+    failed: ev.MoveFailed  # the answer where the source is lost first
+    life: AnyLife | None  # of the destination
+
+
+class InstanceProxy(Generic[AnyLife]):
+    """Called by the main thread, but for `heard`, `left` and `take`, which the threads of lives call too."""
+
+    def __init__(self, up: ev.InstanceUp, outbox: Outbox):
+        self.instance = up.instance
+        self.role = f"rollout {up.instance}"
+        self._event = up
+        self._outbox = outbox
+        self._lock = threading.Lock()
+        self._life: AnyLife | None = None  # that the orchestrator knows of, or will
+        self._lives = up.life
+        self._leaving: dict[SampleId, _Leaving[AnyLife]] = {}
+        self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed to this life and not yet in; the answer then
+        self._forwarding: dict[SampleId, Callable[[], None]] = {}  # on their way out; how each goes on without its KV
+        self._waited_s = 0.0  # of earlier lives
+
+    # ---------------------------------------------------------- as a worker
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    @property
+    def life(self) -> int:
+        """The latest."""
+        return self._lives
+
+    @property
+    def wait_s(self) -> float:
+        return self._waited_s + (life.wait_s if (life := self._life) else 0.0)
+
+    @property
+    def state(self) -> str:
+        return life.state if (life := self._life) else f"{self.role} is down"
+
+    # A command to a life that is over reaches nothing: InstanceDown is on its way, and gives back what was asked for.
+
+    def load(self, version: Version, drop: Version | None) -> None:
+        if life := self._life:
+            life.post(life.load, version, drop)
+
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
+        if life := self._life:
+            life.post(life.submit, sample, prompt, version, attempt)
+
+    def cancel(self, sample: SampleId, reason: str) -> None:
+        if life := self._life:
+            life.post(life.cancel, sample, reason)
+
+    def park(self, sample: SampleId) -> None:
+        if life := self._life:
+            life.post(life.park, sample)
+
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
+        if life := self._life:
+            life.post(life.resume, in_flight, attempt)
+
+    def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife], attempt: int) -> None:
+        with self._lock:
+            if (life := self._life) is not None:
+                self._forwarding[in_flight.id] = lambda: dst.resume(in_flight, attempt)
+        if life is None:
+            dst.resume(in_flight, attempt)
+        else:  # a gang's answers before the call returns
+            life.post(life.forward, in_flight, ForwardTarget(self, dst), attempt)
+
+    def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife], attempt: int) -> None:
+        """It is out of this life's engine, unless the life was over before."""
+        with self._lock:
+            if self._forwarding.pop(in_flight.id, None) is None:
+                return
+        dst.resume(in_flight, attempt)
+
+    def forget(self, sample: SampleId) -> None:
+        if life := self._life:
+            life.post(life.forget, sample)
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
+        if life := self._life:
+            life.post(life.know, sample, tokens)
+
+    def pause(self) -> None:
+        if life := self._life:
+            life.post(life.pause)
+
+    def unpause(self) -> None:
+        if life := self._life:
+            life.post(life.unpause)
+
+    def lend(self, version: Version) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def give_back(self) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def move(self, sample: SampleId, dst: InstanceProxy[AnyLife], attempt: int) -> None:
+        failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=LOST)
+        with self._lock:
+            if (life := self._life) is not None:
+                target = Destination(self, life, dst, dst._life)
+                self._leaving[sample] = _Leaving(failed=failed, life=target.life)
+                life.post(life.move, sample, target, attempt)
+                return
+        self._outbox.put(failed)
+
+    # ----------------------------------------------- what lives say and do
+
+    def heard(self, life: AnyLife, item: Any) -> None:
+        """An outbox item of this life."""
+        with self._lock:
+            if self._life is not life:
+                return
+            match item:
+                case ev.MoveFailed(id=id):
+                    self._leaving.pop(id, None)
+                case ev.SampleMoved(id=id):
+                    self._arriving.pop(id, None)
+            self._outbox.put(item)
+
+    def left(self, life: AnyLife, id: SampleId) -> bool:
+        """The sample is out of this life's engine; False: the life is over, and the move has been answered."""
+        with self._lock:
+            return self._life is life and self._leaving.pop(id, None) is not None
+
+    def take(self, life: AnyLife | None, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
+        """A sample from another instance, meant for this life. False: that life is over; the recorded tokens go on."""
+        moved = ev.SampleMoved(id=id, src=src, dst=self.instance, attempt=attempt)
+        with self._lock:
+            if life is not None and self._life is life:
+                self._arriving[id] = moved
+                life.post(life.receive, in_flight, src, attempt)
+                return True
+        self._outbox.put(moved)
+        return False
+
+    # -------------------------------------------------- of those that make lives
+
+    def _ready(self, life: AnyLife, admit: Callable[[], Sequence[Any]]) -> None:
+        """The next life has begun; `admit` follows when the coordinator hears of it."""
+        self._lives = life.life
+        self._outbox.put(InstanceReady(event=dataclasses.replace(self._event, life=life.life), admit=admit))
+
+    def _down(self, life: AnyLife | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+        """Ends this life, or one (None) that the orchestrator never heard of. The lock is held. last: of its
+        samples."""
+        if life is not None:
+            self._waited_s += life.wait_s
+        self._life = None
+        for sample in last:
+            self._outbox.put(sample)
+        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=reason, life=number))
+        for leaving in self._leaving.values():
+            self._outbox.put(leaving.failed)
+        for moved in self._arriving.values():
+            self._outbox.put(moved)
+        for resume in self._forwarding.values():
+            resume()
+        self._leaving, self._arriving, self._forwarding = {}, {}, {}
+
+
+class ForwardTarget(Generic[AnyLife]):
+    """Where an episode goes on, as the life that has its KV sees it."""
+
+    def __init__(self, src: InstanceProxy[AnyLife], dst: InstanceProxy[AnyLife]):
+        self._src, self._dst = src, dst
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
+        self._src.forwarded(in_flight, self._dst, attempt)
+
+
+class Destination(Generic[AnyLife]):
+    """The destination of a move, as the life that gives the sample away sees it."""
+
+    def __init__(self, src: InstanceProxy[AnyLife], source: AnyLife, dst: InstanceProxy[AnyLife], life: AnyLife | None):
+        self._src, self._source, self._dst = src, source, dst
+        self.life = life
+        self.instance = dst.instance
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
+        self.deliver(in_flight.id, in_flight, src, attempt)
+
+    def deliver(self, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
+        """False: the sample does not arrive as it left: one of the two lives is over."""
+        return self._src.left(self._source, id) and self._dst.take(self.life, id, in_flight, src, attempt)

@@ -1,0 +1,164 @@
+"""An instance of the trainer's devices: it has a life only while they are lent.
+
+`LentInstance` is a LocalInstance that begins no life by itself. Lend begins one: the engine, which keeps its
+programs, takes the weights of the version that is named. Return ends it: its samples leave with their KV, and the
+weights go. The trainer's state stays on its devices, which then hold the memory of both sides, or is in host memory
+meanwhile (lent_state.py), as `trainer.lent_memory` says; the pages of the KV go with the weights then. Laws: every
+Lend is answered by InstanceUp or InstanceDown, and every Return by InstanceDown; a life that dies gives the devices
+back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dora_jax.base.fault_injection import point
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.common.seams import RolloutEngine, WeightStore
+from dora_jax.runtime.common.shutdown import STAGE_END_S
+from dora_jax.runtime.common.worker import Crashed, HandedOver
+from dora_jax.runtime.instances.lent_state import LentState
+from dora_jax.runtime.instances.supervised_worker import EngineLife, LocalInstance
+from dora_jax.types import Version
+
+RETURNED = "its devices are the trainer's again"
+
+
+@dataclasses.dataclass(frozen=True)
+class LentMemory:
+    """What leaves the devices with either side. free: frees the pages of an engine that holds no version."""
+
+    state: LentState
+    free: Callable[[RolloutEngine], None]
+
+
+class LentInstance(LocalInstance):
+    def __init__(self, up: ev.InstanceUp, engine: RolloutEngine, *args: Any, memory: LentMemory | None = None):
+        """memory: what moves where the devices have no room for both sides; None: they have."""
+        super().__init__(up, engine, *args)
+        self._memory = memory
+        self._life = None
+        self._ended: EngineLife | None = None  # the life before
+        self._spare: RolloutEngine | None = engine  # None: the engine of the life that died is made again
+        self._making = threading.Lock()
+        self._home_s = 0.0  # at home before its lives, summed
+        self._home_since: float | None = time.monotonic()  # None: it has a life
+
+    def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
+        self._wrap, self._weights = wrap, weights
+
+    @property
+    def engine(self) -> RolloutEngine:
+        if self._spare is None:
+            raise RuntimeError(f"{self.role} has no engine now")
+        return self._spare
+
+    @property
+    def wait_s(self) -> float:
+        """An instance whose devices are the trainer's has nothing to do."""
+        since = self._home_since
+        return super().wait_s + self._home_s + (time.monotonic() - since if since is not None else 0.0)
+
+    def lend(self, version: Version) -> None:
+        self._run(self._begin, version)
+
+    def give_back(self) -> None:
+        if life := self._life:
+            life.post(self._return, life)
+
+    def free(self) -> None:
+        """Gives the devices to the trainer: no life is on them."""
+        if self._memory is None:
+            return
+        try:
+            if self._spare is not None:
+                self._memory.free(self._spare)
+            self._memory.state.give_back(self.instance)
+        except Exception as error:  # without its state there is no trainer
+            self._outbox.put(Crashed(role=self.role, error=error))
+
+    def stop(self, timeout_s: float = STAGE_END_S) -> None:
+        super().stop(timeout_s)
+        if self._ended is not None:
+            self._ended.stop(timeout_s)
+        self.free()
+
+    # ------------------------------------------------------------ private
+
+    def _begin(self, version: Version) -> None:
+        with self._making:
+            self._lives += 1
+            try:
+                life = self._loaded(version)
+            except Exception as error:  # whatever it is, the devices are the trainer's, and the others go on
+                if self._spare is not None:  # else its devices are freed when it is made again
+                    self.free()
+                self._outbox.put(ev.InstanceDown(instance=self.instance, reason=str(error), life=self._lives))
+                return
+            self._event = dataclasses.replace(self._event, versions=(version,))
+            point("chips.lent")
+            life.start()
+            self._ready(life, lambda: self._admit(life))
+
+    def _loaded(self, version: Version) -> EngineLife:
+        if self.gone:
+            raise RuntimeError(f"{self.role} stays away")
+        if self._ended is not None:
+            self._ended.stop()  # its thread used the engine
+        life = self._new_life(self.engine)
+        if self._memory is not None:
+            self._memory.state.lend(self.instance)
+        for old in life.engine.versions:
+            life.engine.drop(old)
+        life.engine.load(version, self._weights.get(version, life.engine.param_shardings))
+        return life
+
+    def _return(self, life: EngineLife) -> None:
+        """On the life's own thread."""
+        life.hand_over()
+        for version in life.engine.versions:
+            life.engine.drop(version)
+        self.free()
+        point("chips.returned")
+        with self._lock:
+            if self._life is life:
+                self._tokens += life.tokens
+                self._ended = life
+                self._down(life, life.life, RETURNED)
+
+    def _admit(self, life: EngineLife) -> tuple[()]:
+        since, self._home_since = self._home_since, None
+        self._home_s += time.monotonic() - since if since is not None else 0.0
+        return super()._admit(life)
+
+    def _down(self, life: EngineLife | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+        self._home_since = time.monotonic()
+        super()._down(life, number, reason, last)
+
+    def _over(self, life: EngineLife, reason: str, error: BaseException, unhealthy: bool = False) -> None:
+        if self._life is life:
+            self._spare = None
+        super()._over(life, reason, error, unhealthy)
+
+    def _begin_again(self, ended: EngineLife, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
+        """Only the engine: the next Lend begins a life."""
+        with self._making:
+            ended.stop()
+            del ended.engine
+            try:
+                engine = new_engine()
+                engine.warmup()
+            except Exception as error:
+                self._notify(f"{self.role} could not be made again ({error}); it stays away")
+                self._stay_away(error)
+                return
+            self._ended, self._spare = None, engine
+            self.free()
+
+    def _stay_away(self, error: BaseException) -> None:
+        self.free()
+        super()._stay_away(error)

@@ -1,0 +1,320 @@
+"""The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
+
+Consumes the calls that the coordinator posts; puts events and `Finished`, `Waiting`, `Parked`,
+`HandedOver` and `Partial` records into the outbox. Law: every call for a sample is answered by one event, whether or not the sample is still here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from dora_jax.base.fault_injection import armed
+from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, sampled_from
+from dora_jax.rollout.ticks import TickResult
+from dora_jax.runtime.common.seams import Outbox, RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, Parked, Waiting, Worker
+from dora_jax.runtime.journal.records import Partial
+from dora_jax.types import InstanceId, Prompt, Sample, SampleId, Version, is_served
+
+REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
+SKEW = 1.0  # nats a token, of the fault of that name
+FLEET_SAMPLES_PER_S = 100_000  # of all instances: the samples that reports list
+FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside everything else
+
+
+def report_period_s(instances: int) -> float:
+    """Seconds between two reports of an instance. Instances of a large fleet report less often, so that the reports
+    of all
+    stay below FLEET_REPORTS_PER_S."""
+    return max(REPORT_PERIOD_S, instances / FLEET_REPORTS_PER_S)
+
+
+def progress_period_s(instances: int, slots: int) -> float:
+    """How often an instance's report also says how far each of its samples is: decisions can wait for that longer
+    than for
+    pages, and a report of a hundred samples costs ten times one without."""
+    return instances * slots / FLEET_SAMPLES_PER_S
+
+
+class MoveTarget(Protocol):
+    """Where a sample moves to: another EngineWorker, or what stands for one."""
+
+    @property
+    def instance(self) -> InstanceId: ...
+
+    def post(self, call: Callable[..., None], *args: Any) -> None: ...
+
+    def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None: ...
+
+
+class ResumeTarget(Protocol):
+    """Where an episode goes on: another instance."""
+
+    def post(self, call: Callable[..., None], *args: Any) -> None: ...
+
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
+
+
+@dataclasses.dataclass
+class _Took:
+    sampled: int = 0  # tokens
+    busy_s: float = 0.0
+    row_s: float = 0.0  # of each sample, summed
+    guesses: int = 0
+    held: int = 0
+
+    def add(self, result: TickResult, seconds: float) -> None:
+        self.sampled += result.tokens
+        self.busy_s += seconds
+        self.row_s += result.rows * seconds
+        self.guesses += result.guesses
+        self.held += result.held
+
+
+class _Decoding:
+    """The ticks since the last report that only decoded, those with drafts apart."""
+
+    def __init__(self) -> None:
+        self._plain, self._drafted = _Took(), _Took()
+
+    def add(self, result: TickResult, seconds: float) -> None:
+        if result.rows:
+            (self._drafted if result.drafted else self._plain).add(result, seconds)
+
+    def said(self) -> dict[str, Any]:
+        """For InstanceReported."""
+        plain, drafted = self._plain, self._drafted
+        return {
+            "sampled": plain.sampled,
+            "busy_s": plain.busy_s,
+            "row_s": plain.row_s,
+            "drafted": ev.Drafted(**dataclasses.asdict(drafted)) if drafted.sampled else None,
+        }
+
+
+class EngineWorker(Worker):
+    """One life of one engine: starts, ticks, moves and loads on its own thread.
+
+    `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
+
+    def __init__(
+        self,
+        instance: InstanceId,
+        engine: RolloutEngine,
+        weights: WeightStore,
+        outbox: Outbox,
+        partial_s: float = 0.0,
+        life: int = 0,
+        report_s: float = REPORT_PERIOD_S,
+        progress_s: float = 0.0,
+    ):
+        super().__init__(f"rollout {instance}", outbox)
+        self.instance, self.life = instance, life
+        self.engine = engine
+        self.tokens = 0  # sampled since start
+        self._paused = False
+        self._skewed = False  # by a fault
+        self._weights = weights
+        self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
+        # that placed the samples that are here; none of what an earlier incarnation has left in the engine, or was cancelled
+        self._attempts: dict[SampleId, int] = {}
+        self._progress: dict[SampleId, int] = {}  # tokens of what runs here
+        self._grew = False  # since the last report
+        self._report_s = report_s
+        self._reported_s = 0.0
+        self._progress_s = progress_s
+        self._progressed_s = 0.0
+        self._partial_s = partial_s
+        self._partials_s = time.monotonic()
+        self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
+        self._told: dict[SampleId, tuple[int, int]] = {}  # tokens and rows of the table reported
+        self._begun: dict[SampleId, None] = {}  # here and not ended
+        self._decoding = _Decoding()
+
+    def load(self, version: Version, drop: Version | None) -> None:
+        if drop is not None:
+            self.engine.drop(drop)
+        self.take_into_use(version, self._weights.get(version, self.engine.param_shardings))
+
+    def take_into_use(self, version: Version, weights: Tree) -> None:
+        self.engine.load(version, weights)
+        self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version, life=self.life))
+
+    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
+        self._versions[sample], self._attempts[sample] = version, attempt
+        self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens, prompt.turn_tokens)
+
+    def cancel(self, sample: SampleId, reason: str) -> None:
+        """Answers whether or not the sample is here; behind the sample's end, where it has ended."""
+        self._forget(sample)
+        self._versions.pop(sample, None)
+        self.engine.cancel(sample)
+        self.outbox.put(ev.SampleCancelled(id=sample, reason=reason))
+
+    def move(self, sample: SampleId, dst: MoveTarget, attempt: int) -> None:
+        if not self.engine.holds(sample):
+            reason = "it has ended, or its turn has"
+            self.outbox.put(
+                ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=reason)
+            )
+            return
+        dst.post(dst.receive, self._export(sample), self.instance, attempt)
+
+    def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None:
+        self._import(in_flight, attempt)
+        self.outbox.put(ev.SampleMoved(id=in_flight.id, src=src, dst=self.instance, attempt=attempt))
+
+    def park(self, sample: SampleId) -> None:
+        if self.engine.holds(sample):
+            attempt = self._attempts.get(sample, 0)
+            in_flight = self._export(sample)
+            self.outbox.put(
+                Parked(id=sample, instance=self.instance, in_flight=in_flight, life=self.life, attempt=attempt)
+            )
+
+    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
+        self._import(in_flight, attempt)
+        self.outbox.put(ev.SampleResumed(id=in_flight.id, instance=self.instance, life=self.life, attempt=attempt))
+
+    def forward(self, in_flight: InFlightSample, dst: ResumeTarget, attempt: int) -> None:
+        """An episode whose KV is here goes on at another instance."""
+        dst.post(dst.resume, self.engine.with_kept(in_flight), attempt)
+
+    def forget(self, sample: SampleId) -> None:
+        """An episode that waited has ended: its KV goes. There is no answer."""
+        self.engine.forget(sample)
+
+    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
+        """The response, so far, of a sample elsewhere whose siblings run here. There is no answer."""
+        self.engine.know(sample, tokens)
+
+    def hand_over(self) -> None:
+        """The instance leaves: samples that have begun go on elsewhere from their last token, the others start
+        again."""
+        for sample in self._versions:
+            self.engine.cancel(sample)
+            self._attempts.pop(sample, None)
+        self._versions.clear()
+        for sample in list(self._begun):
+            if self.engine.holds(sample):  # others go on while one is copied
+                self.outbox.put(HandedOver(in_flight=self._export(sample)))
+        if not self.engine.idle:
+            self.work()  # hands out what finished meanwhile
+
+    def pause(self) -> None:
+        """The trainer has the devices: no tick until `unpause`; calls are answered meanwhile."""
+        self._paused = True
+
+    def unpause(self) -> None:
+        self._paused = False
+
+    def lend(self, version: Version) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def give_back(self) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def doubt(self, life: int, reason: str) -> None:
+        """It has no other life: the run ends."""
+        self.outbox.put(Crashed(role=self.role, error=RuntimeError(reason)))
+
+    @property
+    def busy(self) -> bool:
+        return not self._paused and not self.engine.idle
+
+    def work(self) -> None:
+        began = time.monotonic()
+        result = self.engine.tick()
+        self._decoding.add(result, time.monotonic() - began)
+        self.tokens += result.tokens
+        for id in result.started:
+            version = self._versions.pop(id, None)
+            self._begun[id] = None
+            if version is not None:  # None: it started on another instance and moved here
+                attempt = self._attempts[id]
+                self.outbox.put(
+                    ev.SampleStarted(id=id, instance=self.instance, version=version, life=self.life, attempt=attempt)
+                )
+        self._progress.update(result.progress)
+        self._grew |= bool(result.progress)
+        self._grown.update(dict.fromkeys(result.progress))
+        for sample in result.finished:
+            self._forget(sample.id)
+            self.outbox.put(Finished(sample=self._told_wrong(sample), instance=self.instance, life=self.life))
+        for in_flight in result.waiting:
+            attempt = self._attempts.get(in_flight.id, 0)
+            self._report_rest(in_flight)
+            self._forget(in_flight.id)
+            self.outbox.put(Waiting(in_flight=in_flight, instance=self.instance, life=self.life, attempt=attempt))
+        for id in [id for id in result.progress if is_served(id.group_id) and id in self._grown]:
+            self._grow(id)  # its client reads along
+        now = time.monotonic()
+        if now - self._reported_s >= self._report_s:
+            self._reported_s = now
+            self._say_how_far(now, result.free_pages)
+        if self._partial_s and now - self._partials_s >= self._partial_s:
+            self._partials_s = now
+            for sample_id in self._grown:
+                self._grow(sample_id)
+            self._grown.clear()
+
+    def _told_wrong(self, sample: Sample) -> Sample:
+        """The sample as a fault that a test asks for makes the engine tell it (fault_injection.py)."""
+        self._skewed |= armed("rollout.skew")
+        off = np.nan if armed("rollout.nan") else SKEW if self._skewed else 0.0
+        return dataclasses.replace(sample, logprobs=sample.logprobs - np.float32(off)) if off else sample
+
+    def _say_how_far(self, now: float, free_pages: int) -> None:
+        progress, took = {}, _Decoding()
+        if self._grew and now - self._progressed_s >= self._progress_s:
+            self._progressed_s, self._grew = now, False
+            progress = self._progress
+            took, self._decoding = self._decoding, took
+        report = ev.InstanceReported.of(self.instance, free_pages, progress, self.life, **took.said())
+        self.outbox.put(report)
+
+    def _import(self, in_flight: InFlightSample, attempt: int) -> None:
+        self.engine.import_(in_flight)
+        self._attempts[in_flight.id] = attempt
+        self._begun[in_flight.id] = None
+        self._progress[in_flight.id] = len(in_flight.out_ids)
+        self._told[in_flight.id] = len(in_flight.out_ids), count_rows(in_flight.table)
+
+    def _export(self, sample: SampleId) -> InFlightSample:
+        """Takes the sample out of the engine. Its tokens are reported first: its version may change before it goes
+        on."""
+        in_flight = self.engine.export(sample)
+        self._report_rest(in_flight)
+        self._forget(sample)
+        return in_flight
+
+    def _grow(self, sample: SampleId) -> None:
+        """Reports what a sample that runs here has sampled since its last report."""
+        new = self.engine.sampled(sample, *self._told.get(sample, (0, 0)))
+        self._report(sample, self.engine.version_of(sample), new)
+
+    def _report_rest(self, in_flight: InFlightSample) -> None:
+        """Reports the tokens of a sample that has left the engine."""
+        if self._partial_s or is_served(in_flight.id.group_id):
+            new = sampled_from(in_flight, *self._told.get(in_flight.id, (0, 0)))
+            self._report(in_flight.id, in_flight.version, new)
+
+    def _report(self, sample: SampleId, version: Version, new: SampledTokens) -> None:
+        """Reports the tokens sampled since the last report."""
+        if len(new.out_ids):
+            start, row = self._told.get(sample, (0, 0))
+            self._told[sample] = start + len(new.out_ids), row + count_rows(new.table)
+            self.outbox.put(Partial(id=sample, version=version, start=start, row=row, **new._asdict()))
+
+    def _forget(self, sample: SampleId) -> None:
+        self._attempts.pop(sample, None)
+        self._begun.pop(sample, None)
+        self._progress.pop(sample, None)
+        self._grown.pop(sample, None)
+        self._told.pop(sample, None)

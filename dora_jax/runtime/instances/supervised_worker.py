@@ -1,0 +1,254 @@
+"""A rollout instance of this process that may die, hang or return garbage: it leaves the pool, and may come back.
+
+`LocalInstance` is an InstanceProxy whose lives are an engine and its thread each. Laws: a sample that is not a sample
+(log-probs that are no numbers, tokens that are no tokens) ends the life that made it and is never told, and the instance
+is said to be unhealthy; lives that come to nothing are counted; where no instance is left, the run ends with the last
+error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.common.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.common.shutdown import STAGE_END_S
+from dora_jax.runtime.common.worker import Crashed, Finished, Job, Waiting
+from dora_jax.runtime.instances import garbage
+from dora_jax.runtime.instances.instance_proxy import InstanceProxy
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.types import InstanceId, Version
+
+MAX_LOSSES = 3  # lives in a row that finished no sample and no turn, after which an instance stays away
+LOOKS = 8  # at a life, in the time after which it counts as hung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """What a life is made of, and when it is over."""
+
+    new_engine: Callable[[], RolloutEngine] | None  # None: an instance that is lost stays away
+    vocab_size: int
+    hung_s: float  # one call or tick lasts so long; 0: any time
+
+
+class LocalInstance(InstanceProxy["EngineLife"]):
+    """An instance of this process. `_watch` runs on the watchdog's thread, `_begin_again` on one of its own."""
+
+    def __init__(
+        self,
+        up: ev.InstanceUp,
+        engine: RolloutEngine,
+        weights: WeightStore,
+        outbox: Outbox,
+        partial_s: float,
+        restart: RestartPolicy,
+        peers: Mapping[InstanceId, LocalInstance],
+        notify: Notify,
+    ):
+        super().__init__(up, outbox)
+        self.gone = False  # for good
+        self._restart = restart
+        self._peers = peers
+        self._notify = notify
+        self._wrap: Callable[[RolloutEngine], RolloutEngine] = lambda engine: engine
+        self._weights = weights
+        self._partial_s = partial_s
+        self._life = self._new_life(engine)
+        self._losses = self._doubts = 0
+        self._tokens = 0  # of earlier lives
+        self._done = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
+        """Before `start`: `wrap(engine)` stands for the engine of every life, `weights` for the store."""
+        self._wrap, self._weights = wrap, weights
+        self._life = self._new_life(self.engine)
+
+    def start(self) -> None:
+        if life := self._life:
+            life.start()
+        if self._restart.hung_s:
+            self._run(self._watch)
+
+    def stop(self, timeout_s: float = STAGE_END_S) -> None:
+        self._done.set()
+        if life := self._life:
+            life.stop(timeout_s)
+        for thread in self._threads:  # one that wakes while the interpreter ends would abort the process
+            thread.join(timeout_s)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        if self._life is None:
+            raise RuntimeError(f"{self.role} has no engine now")
+        return self._life.engine
+
+    @property
+    def worker(self) -> EngineLife | None:
+        """The worker of the present life; None: the instance is lost."""
+        return self._life
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens + (life.tokens if (life := self._life) else 0)
+
+    def lose(self, reason: str) -> None:
+        """Ends the present life, whatever it does."""
+        if life := self._life:
+            self._over(life, reason, RuntimeError(reason))
+
+    def doubt(self, life: int, reason: str) -> None:
+        """After MAX_LOSSES doubts the instance stays away: it is not its weights alone."""
+        self._doubts += 1
+        if (present := self._life) is not None and present.life == life:
+            self._over(present, reason, RuntimeError(reason), unhealthy=True)
+        else:  # what it has left is not believed either
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life))
+
+    def heard(self, life: EngineLife, item: Any) -> None:
+        if isinstance(item, Crashed):
+            self._over(life, f"{type(item.error).__name__}: {item.error}", item.error)
+            return
+        fault = garbage.fault(item, self._restart.vocab_size)
+        if fault:
+            self._over(life, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
+            return
+        if isinstance(item, Finished | Waiting) and self._life is life:
+            self._losses = 0
+        super().heard(life, item)
+
+    # ------------------------------------------------------------ private
+
+    def _new_life(self, engine: RolloutEngine) -> EngineLife:
+        return EngineLife(self, self._wrap(engine), self._weights, self._partial_s, self._lives)
+
+    def _over(self, life: EngineLife, reason: str, error: BaseException, unhealthy: bool = False) -> None:
+        """The life has ended, or is treated so; another one may begin. unhealthy: what it sampled is not believed."""
+        with self._lock:
+            if unhealthy:
+                self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
+            if self._life is not life:
+                return
+            self._tokens += life.tokens
+            self._losses += 1
+            too_often = max(self._losses, self._doubts) >= MAX_LOSSES
+            self.gone = life.hung or self._restart.new_engine is None or too_often
+            self._down(life, life.life, reason)
+        self._notify(
+            f"{self.role} is lost ({reason}); its samples {'begin again' if unhealthy else 'go on'} elsewhere"
+            f"{', and it stays away' if self.gone else ', and it is made again'}"
+        )
+        if self.gone or self._restart.new_engine is None:
+            self._stay_away(error)
+        else:
+            self._run(self._begin_again, life, self._lives + 1, self._restart.new_engine)
+
+    def _begin_again(self, ended: EngineLife, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
+        """Frees the old engine, makes another."""
+        ended.stop()
+        del ended.engine
+        try:
+            engine = new_engine()
+            engine.warmup()
+        except Exception as error:  # whatever it is, the others go on, and the run ends where there are none
+            self._notify(f"{self.role} could not be made again ({error}); it stays away")
+            self._stay_away(error)
+            return
+        self._lives = number
+        life = self._new_life(engine)
+        life.start()
+        self._ready(life, lambda: self._admit(life))
+
+    def _admit(self, life: EngineLife) -> tuple[()]:
+        with self._lock:
+            self._life = life
+        return ()
+
+    def _run(self, call: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=call, args=args, name=f"{self.role} {call.__name__}", daemon=True)
+        thread.start()  # before `stop` can find it: one that has not begun cannot be waited for
+        self._threads.append(thread)
+
+    def _stay_away(self, error: BaseException) -> None:
+        self.gone = True
+        if all(peer.gone for peer in self._peers.values()):
+            self._outbox.put(Crashed(role=self.role, error=error))
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._restart.hung_s / LOOKS):
+            life = self._life
+            if life is not None and life.call_s > self._restart.hung_s:
+                life.hung = True
+                self._over(life, f"it has been in one call for {life.call_s:.0f} s", TimeoutError(self.role))
+
+
+class EngineLife(EngineWorker):
+    """One engine and its thread, from start to end."""
+
+    def __init__(
+        self, owner: LocalInstance, engine: RolloutEngine, weights: WeightStore, partial_s: float, number: int
+    ):
+        super().__init__(owner.instance, engine, weights, _LifeOutbox(owner, self), partial_s, number)
+        self.hung = False  # nothing can end it
+        self._called_s: float | None = None
+        self._fetching: threading.Thread | None = None
+        self._fetched_s: float | None = None  # since when it fetches weights
+
+    @property
+    def call_s(self) -> float:
+        """How long the present call or tick has lasted, or the weights are on their way."""
+        began = [at for at in (self._called_s, self._fetched_s) if at is not None]
+        return time.monotonic() - min(began) if began else 0.0
+
+    def load(self, version: Version, drop: Version | None) -> None:
+        """Samples go on while the weights come to the devices."""
+        if self._fetching is not None and self._fetching.is_alive():
+            self._fetching.join()
+            self.post(self.load, version, drop)  # behind what that fetch has posted
+            return
+        if drop is not None:
+            self.engine.drop(drop)
+        if self.engine.idle:
+            super().load(version, None)
+            return
+        self._fetched_s = time.monotonic()
+        args = version, self.engine.param_shardings
+        self._fetching = threading.Thread(target=self._fetch, args=args, name=f"{self.role} weights", daemon=True)
+        self._fetching.start()
+
+    def _fetch(self, version: Version, shardings: Tree) -> None:
+        try:
+            weights = self._weights.get(version, shardings)
+        except BaseException as error:  # raised on the worker's own thread
+            self.post(self._fail, error)
+        else:
+            self.post(self.take_into_use, version, weights)
+        self._fetched_s = None
+
+    def _fail(self, error: BaseException) -> None:
+        raise error
+
+    def work(self) -> None:
+        self._called_s = time.monotonic()
+        super().work()
+
+    def _next(self) -> Job | None:
+        self._called_s = None
+        job = super()._next()
+        self._called_s = time.monotonic()
+        return job
+
+
+class _LifeOutbox:
+    """The outbox of a life."""
+
+    def __init__(self, owner: LocalInstance, life: EngineLife):
+        self._owner, self._life = owner, life
+
+    def put(self, item: Any) -> None:
+        self._owner.heard(self._life, item)

@@ -1,0 +1,352 @@
+"""Where the segments of the event log lie: files of one folder, or objects in a bucket.
+
+    FileLogStore      FOLDER/NUMBER.log; a lock keeps a second run out
+    ObjectLogStore    gs://, s3://, file://, memory://: whatever tensorstore's key-value layer opens
+        NUMBER-RUN/000000, NUMBER-RUN/000001, ...    one immutable object a commit; they follow without a gap
+        MANIFEST                                     {"format", "segments": {NUMBER: folder}, "crc32" of these}: one
+                                                     conditional put
+
+Laws of objects: a segment exists from the moment the manifest names it; an object is put where none is, or not at all.
+Opening the store seals its last segment, so a run that was taken for dead is refused at its next commit, not believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import signal
+import tempfile
+import zlib
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import tensorstore
+
+from dora_jax.base.fault_injection import armed, point
+from dora_jax.base.state_files import put_aside
+from dora_jax.config import UnknownFormat
+from dora_jax.trainer.manifest import sync_folder
+
+MANIFEST = "MANIFEST"
+MANIFEST_FORMAT = 2
+ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
+ANSWER_S = 60.0  # a store that has not answered by then has failed
+
+
+class JournalError(RuntimeError):
+    """The journal can no longer keep its promise."""
+
+
+class LogStore(Protocol):
+    """Keeps segments, for one writer."""
+
+    lasting: bool  # appended bytes outlive this process before they are synced; else `append` takes long, and syncs
+
+    def segments(self) -> list[int]:
+        """Numbers of the segments that are there, oldest first."""
+
+    def read(self, segment: int) -> bytes:
+        """The bytes that were written to a segment, perhaps with a torn end."""
+
+    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
+        """Begins a new last segment with this content: durable, whole or not at all. `staged`: the content follows the
+        head that `stage` has brought."""
+
+    def head(self, segment: int) -> Path:
+        """The file in which the head of a segment to come is written. It is not yet part of the log."""
+
+    def stage(self, segment: int) -> None:
+        """Brings that file to where `begin` needs it. May take long; may run beside `append`."""
+
+    def append(self, data: bytes) -> None:
+        """Adds to the last segment, behind the bytes that a failed sync has left in doubt. OSError: nothing was
+        added."""
+
+    def sync(self) -> None:
+        """Makes durable what had been appended; may run beside `append`. OSError: it is in doubt."""
+
+    def drop(self, segment: int) -> None:
+        """Forgets an old segment."""
+
+    def close(self) -> None: ...
+
+
+class FileLogStore:
+    """`LogStore` in a folder. `read_only`: another process may be writing it. JournalError: another run writes it."""
+
+    lasting = True
+
+    def __init__(self, directory: str | os.PathLike, read_only: bool = False):
+        self._dir = Path(directory)
+        self._lock: IO[str] | None = None
+        self._file = -1  # of the last segment
+        self._size = 0
+        self._recent: list[bytes] = []  # appended, perhaps not durable
+        self._doubtful = False  # a sync has failed: `_recent` may be on the disk in part
+        if not read_only:
+            try:
+                self._dir.mkdir(parents=True, exist_ok=True)
+                self._lock = self._locked()
+            except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+                raise JournalError(f"{error.filename}: {error.strerror}: no run wrote that, move it away") from error
+            for part in self._dir.glob("*.part"):  # a segment that a killed run never finished
+                with contextlib.suppress(IsADirectoryError):  # no run has made that one: it stays
+                    part.unlink()
+
+    def segments(self) -> list[int]:
+        names = (path.stem for path in self._dir.glob("*.log") if path.stem.isascii() and path.stem.isdigit())
+        return sorted(int(name) for name in names if int(name) and name == self._path(int(name)).stem)
+
+    def read(self, segment: int) -> bytes:
+        return self._path(segment).read_bytes()
+
+    def head(self, segment: int) -> Path:
+        return self._path(segment).with_suffix(f".{os.getpid()}.part")
+
+    def stage(self, segment: int) -> None:
+        """The head is written where it belongs."""
+
+    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
+        path, part = self._path(segment), self.head(segment)
+        try:
+            how = os.O_APPEND if staged else os.O_CREAT | os.O_TRUNC
+            fd = os.open(part, os.O_WRONLY | how | os.O_CLOEXEC, 0o644)
+            try:
+                write_all(fd, data)
+                os.fsync(fd)
+                point("journal.half_segment")
+                os.rename(part, path)
+                sync_folder(self._dir)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError:
+            part.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # renamed, but not durable: the present segment goes on and must be the last
+            raise
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._size, self._recent, self._doubtful = fd, os.fstat(fd).st_size, [], False
+        point("journal.after_segment")
+
+    def append(self, data: bytes) -> None:
+        if self._doubtful:
+            self._write_again()
+        try:
+            if armed("journal.half_commit"):
+                write_all(self._file, data[: len(data) // 2 + 1])
+                os.kill(os.getpid(), signal.SIGKILL)
+            write_all(self._file, data)
+        except OSError:
+            self._cut(self._size)  # half a frame would hide what follows it
+            raise
+        self._size += len(data)
+        self._recent.append(data)
+
+    def sync(self) -> None:
+        if self._doubtful:
+            raise OSError("what was written before is not on the disk")
+        covered = len(self._recent)
+        try:
+            os.fdatasync(self._file)
+        except OSError:
+            self._doubtful = True
+            raise
+        del self._recent[:covered]
+
+    def drop(self, segment: int) -> None:
+        with contextlib.suppress(IsADirectoryError):  # no run has made that one: it stays
+            self._path(segment).unlink()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._lock is not None:
+            self._lock.close()
+
+    def _locked(self) -> IO[str]:
+        path = self._dir / "lock"
+        if path.is_dir():  # no run made that, and it says nothing of the journal
+            put_aside(path)
+        lock = path.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise JournalError(f"another run writes {self._dir}: end it first") from error
+        return lock
+
+    def _path(self, segment: int) -> Path:
+        return self._dir / f"{segment:06d}.log"
+
+    def _write_again(self) -> None:
+        """After a failed sync the kernel may have forgotten pages that it could not write."""
+        recent = b"".join(self._recent)
+        self._cut(self._size - len(recent))
+        write_all(self._file, recent)
+        self._doubtful = False
+
+    def _cut(self, size: int) -> None:
+        os.ftruncate(self._file, size)
+        os.lseek(self._file, size, os.SEEK_SET)
+
+
+class ObjectLogStore:
+    """`LogStore` over a key-value store. `read_only`: another process may be writing it."""
+
+    lasting = False
+
+    def __init__(self, store: tensorstore.KvStore, read_only: bool = False):
+        self._store = store
+        found = self._answer(store.read(MANIFEST))
+        self._unanswered = b""  # a manifest that was put, or not
+        self._generation = found.stamp.generation
+        self._folders = _folders(found.value) if found.state == "value" else {}
+        self._folder = self._staged = ""
+        self._next = 0
+        self._done = self._tried = 0  # bytes of the append that was refused: put, and put or perhaps put
+        if self._folders and not read_only:
+            self._seal(self._folders[max(self._folders)])
+
+    def segments(self) -> list[int]:
+        return sorted(self._folders)
+
+    def read(self, segment: int) -> bytes:
+        reads = [self._store.read(key) for key in self._keys(self._folders[segment])]  # all at once
+        return b"".join(bytes(self._answer(read).value) for read in reads)
+
+    def head(self, segment: int) -> Path:
+        return Path(tempfile.gettempdir()) / f"dora_jax-{os.getpid()}-{segment:06d}.part"
+
+    def stage(self, segment: int) -> None:
+        head, self._staged = self.head(segment), _folder(segment)
+        self._put(f"{self._staged}/{0:06d}", head.read_bytes(), ABSENT)
+        head.unlink()
+
+    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
+        folder, objects = self._staged if staged else _folder(segment), int(staged)
+        if data or not staged:
+            self._put(f"{folder}/{objects:06d}", data, ABSENT)
+            objects += 1
+        self._name({**self._folders, segment: folder})
+        self._folder, self._staged, self._next = folder, "", objects
+        with contextlib.suppress(OSError):  # what is left is swept with the next segment
+            self._tidy()
+
+    def append(self, data: bytes) -> None:
+        """Puts one object. `data` begins with the bytes that were refused before: they are put as they were then,
+        because perhaps only the answer was lost."""
+        for end in (self._tried, len(data)):
+            if end > self._done:
+                self._tried = end
+                self._put(f"{self._folder}/{self._next:06d}", data[self._done : end], ABSENT)
+                self._done = end
+                self._next += 1
+        self._done = self._tried = 0
+
+    def sync(self) -> None:
+        """An object is durable once it is put."""
+
+    def drop(self, segment: int) -> None:
+        self._name({number: folder for number, folder in self._folders.items() if number != segment})
+        self._tidy()
+
+    def close(self) -> None:
+        """The store holds nothing open."""
+
+    # ------------------------------------------------------------ private
+
+    def _keys(self, folder: str) -> list[str]:
+        """The objects of a segment, up to the first that is missing."""
+        within = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is what follows "/"
+        there = {key.decode() for key in self._answer(self._store.list(within))}
+        return list(itertools.takewhile(there.__contains__, (f"{folder}/{n:06d}" for n in itertools.count())))
+
+    def _seal(self, folder: str) -> None:
+        """Puts an empty object where the writer of the segment would put its next one."""
+        while keys := self._keys(folder):
+            if self._try(f"{folder}/{len(keys):06d}", b"", ABSENT):
+                return
+        raise JournalError(f"the manifest names {folder}, which is not there")
+
+    def _name(self, folders: dict[int, str]) -> None:
+        """Puts the manifest, if the one that is there is still the one that was read or written last."""
+        if self._unanswered:
+            found = self._answer(self._store.read(MANIFEST))
+            if found.value == self._unanswered:
+                self._generation = found.stamp.generation
+        self._unanswered = _manifest(folders)
+        self._generation = self._put(MANIFEST, self._unanswered, self._generation)
+        self._unanswered, self._folders = b"", folders
+
+    def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
+        stamp = self._try(key, data, generation)
+        if not stamp and (found := self._answer(self._store.read(key))).value == data:
+            stamp = found.stamp.generation  # ours: the answer to an earlier try was lost
+        if not stamp:
+            raise JournalError(f"{key} has another writer: this run was taken for dead and is over")
+        return stamp
+
+    def _try(self, key: str, data: bytes, generation: bytes) -> bytes:
+        """The new generation; empty: another one was found."""
+        return self._answer(self._store.write(key, data, if_equal=generation)).generation
+
+    def _answer(self, asked: tensorstore.Future) -> Any:
+        try:
+            return asked.result(timeout=ANSWER_S)
+        except ValueError as error:  # tensorstore's statuses: no space, no route, no permission
+            raise OSError(f"the journal's store did not do it: {error}") from error
+
+    def _tidy(self) -> None:
+        """Deletes the objects that no manifest names: of dropped segments, and of runs that died before they named
+        theirs."""
+        named = {*self._folders.values(), self._staged}
+        for key in self._answer(self._store.list()):
+            folder, slash, _ = key.decode().partition("/")
+            if slash and folder not in named:
+                self._answer(self._store.write(key, None))
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+# ---------------------------------------------------------------- private
+
+
+def _folder(segment: int) -> str:
+    """The folder of a new segment. The manifest does not name it yet."""
+    return f"{segment:06d}-{os.urandom(4).hex()}"
+
+
+def _manifest(folders: dict[int, str]) -> bytes:
+    names = {str(number): folder for number, folder in folders.items()}
+    content = {"format": MANIFEST_FORMAT, "segments": names}
+    return json.dumps({**content, "crc32": _checksum(content)}).encode()
+
+
+def _folders(data: bytes) -> dict[int, str]:
+    """The folders that a manifest names. Format 1 has no checksum and does not say its format."""
+    try:
+        manifest = json.loads(bytes(data))
+        folders = {int(number): str(folder) for number, folder in manifest["segments"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise JournalError(f"the journal's {MANIFEST} is damaged: {bytes(data[:60])!r}") from error
+    if "crc32" in manifest and manifest.pop("crc32") != _checksum(manifest):
+        raise JournalError(f"the journal's {MANIFEST} does not match its checksum")
+    written = manifest.get("format", 1)
+    if written not in (1, MANIFEST_FORMAT):
+        raise UnknownFormat(
+            f"workdir: the journal's {MANIFEST} is of format {written}, and this version of dora_jax reads 1 to {MANIFEST_FORMAT}"
+        )
+    return folders
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,147 @@
+"""Whole objects under a URL (gs://, s3://, file://) or in a local folder, and the steps that a store holds.
+
+Produces and consumes bytes by name. Law: a step without its manifest is none, and its manifest is put last.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorstore
+
+from dora_jax.base.exits import Stop
+from dora_jax.config import ConfigError
+from dora_jax.runtime.journal.log_stores import ANSWER_S
+from dora_jax.trainer.manifest import MANIFEST, Files
+
+STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
+STREAMS = 8  # whole objects at a time
+RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # short: a thread with other work waits
+
+
+class StoreError(OSError, Stop):
+    """The store did not do it: an alarm where the run can go on without it, else the end of the run for now."""
+
+
+class Objects:
+    """What is under a URL, or in a local folder: whole objects by name. All of it may raise StoreError."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._store = opened(url)
+
+    def spec(self, folder: str) -> dict[str, Any]:
+        """The tensorstore spec of a folder."""
+        return (self._store / folder).spec().to_json()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self, folder: str = "") -> list[str]:
+        return sorted(key.decode() for key in self._done(self._store.list(_within(folder) if folder else None)))
+
+    def get(self, key: str) -> bytes | None:
+        found = self._done(self._store.read(key))
+        return bytes(found.value) if found.state == "value" else None
+
+    def put(self, key: str, data: bytes) -> None:
+        self._done(self._store.write(key, data))
+
+    def drop(self, key: str) -> None:
+        self._done(self._store.write(key, None))
+
+    def drop_folder(self, folder: str) -> None:
+        self._done(self._store.delete_range(_within(folder)))
+        if "://" not in self.url:  # tensorstore leaves the folder itself, empty
+            shutil.rmtree(Path(self.url) / folder, ignore_errors=True)
+
+    def _done(self, asked: tensorstore.Future) -> Any:
+        try:
+            return asked.result(timeout=ANSWER_S)
+        except (ValueError, OSError) as error:  # tensorstore's statuses: no space, no route, no permission
+            raise StoreError(f"{self.url}: {one_line(error)}") from error
+
+
+class StoredSteps:
+    """The steps that the store holds, as far as this process has looked or put them. StoreError: as of `Objects`."""
+
+    def __init__(self, store: Objects):
+        self._store = store
+        self._whole: dict[int, bytes] = {}  # step -> its manifest
+
+    def look(self) -> list[str]:
+        """Finds the steps that are whole. Returns the names of all objects, also of steps that are not whole."""
+        keys = self._store.keys(STEPS)
+        manifests = {int(key.split("/")[1]): self._store.get(key) for key in keys if key.endswith(f"/{MANIFEST}")}
+        self._whole = {step: vouched for step, vouched in manifests.items() if vouched is not None}
+        return keys
+
+    def sweep(self, before: float = math.inf) -> None:
+        """Deletes the rest of steps that were never whole. Steps from `before` on may be under way."""
+        for step in {int(key.split("/")[1]) for key in self._store.keys(STEPS)} - set(self._whole):
+            if step < before:
+                self._store.drop_folder(f"{STEPS}/{step}")
+
+    def steps(self) -> list[int]:
+        return sorted(self._whole)
+
+    def manifest(self, step: int) -> bytes | None:
+        return self._whole.get(step)
+
+    def seal(self, step: int, vouched: bytes) -> None:
+        """All files of the step are there: from now on it is a step."""
+        self._store.put(f"{STEPS}/{step}/{MANIFEST}", vouched)
+        self._whole[step] = vouched
+
+    def drop(self, step: int) -> None:
+        del self._whole[step]
+        self._store.drop(f"{STEPS}/{step}/{MANIFEST}")
+        self._store.drop_folder(f"{STEPS}/{step}")
+
+
+def push_part(put: Callable[[str, bytes], None], root: Path, files: Files) -> None:
+    """Puts these files of a step. OSError: a file is not what it was when the manifest was written."""
+
+    def push(name: str) -> None:
+        data = (root / name).read_bytes()
+        if [len(data), zlib.crc32(data)] != files[name]:
+            raise OSError(f"{root / name} does not match its checksum")
+        put(f"{STEPS}/{root.name}/{name}", data)
+
+    side_by_side(push, files)
+
+
+def opened(url: str) -> tensorstore.KvStore:
+    """The store at a URL, or in a local folder. ConfigError: it cannot be opened."""
+    context = tensorstore.Context({"gcs_request_retries": RETRIES, "s3_request_retries": RETRIES})
+    local = {"driver": "file", "path": os.path.abspath(url) + "/"}
+    try:
+        spec = url.rstrip("/") + "/" if "://" in url else local
+        return tensorstore.KvStore.open(spec, context=context).result(timeout=ANSWER_S)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"workdir: {url} cannot be opened: {one_line(error)}") from error
+
+
+def side_by_side(do: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
+    """`do` of each name, several at a time, because one stream to a bucket is slow."""
+    pool = concurrent.futures.ThreadPoolExecutor(STREAMS, "stream")
+    try:
+        return list(pool.map(do, names))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _within(folder: str) -> tensorstore.KvStore.KeyRange:
+    return tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is what follows "/"

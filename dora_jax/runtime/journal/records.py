@@ -1,0 +1,254 @@
+"""The records of the journal, and the formats in which earlier runs wrote them.
+
+    Head                    begins a segment: the orchestrator's snapshot, then records of the payload state
+    Batch(entries, last)    what came in together, in order; the orchestrator decided on all of it once
+        Fact(event, payload)    one event that the orchestrator consumed
+        Partial                 tokens that a running sample has grown by
+        Saved                   digests of a checkpoint
+
+Law: a segment that any format from OLDEST on wrote reads as the records of today (`reader`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dora_jax.config import UnknownFormat
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.common.codec import Codec, CodecError
+from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
+
+FORMAT = 9  # of the records that this version writes; the head of a segment says its own
+OLDEST = 3  # the first format that `upgrade` knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Digests of a version (digest.py)."""
+
+    epoch: int
+    digest: int  # of the trainer's params
+    copy: int = 0  # of the copy in the engines' dtype that travels, stacked; 0: an older format did not take it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Digests of the items of a checkpoint, taken of what was given to the save."""
+
+    version: Version
+    params: int
+    opt_state: int
+    rl_state: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    format: int
+    epoch: int  # rises where a replay could not reproduce a version
+    config: Any  # OrchestratorConfig as plain data
+    orchestrator: Any  # snapshot, as plain data
+    digests: dict[str, Published]  # of the live versions
+    payload_records: int  # records that follow and belong to the snapshot
+    saved: dict[str, Saved]  # of the checkpoints that the journal reaches back to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    event: ev.Event
+    payload: Sample | ScoredGroup | Published | None  # a group without its samples: facts before it carry them
+
+
+SAMPLED, OBSERVED, REWRITTEN = "sampled", "observed", "rewritten"  # kinds of a Partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Tokens [start, start + len) of a running sample, and the rows of its table from `row` on.
+
+    kind: "sampled", or "observed": an environment said them. "rewritten": they are observed and begin a new branch, in
+    the place of those from `start` on."""
+
+    id: SampleId
+    version: Version
+    start: int
+    out_ids: np.ndarray  # i32
+    logprobs: np.ndarray  # f32
+    kind: str = SAMPLED
+    row: int = 0
+    table: TokenTable = dataclasses.field(default_factory=TokenTable)
+
+
+Entry = Fact | Partial | Saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    entries: tuple[Fact | Partial | Saved, ...]
+    last: bool  # False: more of the same batch follow in the next record, which would else be too large
+
+
+CODEC = Codec(Head, Published, Fact, Partial, Saved, Batch)
+TOKENS_A_RECORD = 1 << 20
+NO_TABLE = [TokenTable.__name__, *(None for _ in dataclasses.fields(TokenTable))]  # the row of an empty one
+
+
+def batches(entries: Sequence[Entry]) -> Iterator[Batch]:
+    """The records of one batch: several where it carries more than TOKENS_A_RECORD tokens."""
+    part: list[Entry] = []
+    tokens = 0
+    for entry in entries:
+        if tokens >= TOKENS_A_RECORD:
+            yield Batch(entries=tuple(part), last=False)
+            part, tokens = [], 0
+        part.append(entry)
+        payload = entry.payload if isinstance(entry, Fact) else entry
+        tokens += len(payload.out_ids) if isinstance(payload, Partial | Sample) else 0
+    if part:
+        yield Batch(entries=tuple(part), last=True)
+
+
+def upgrade(row: Any, written: int) -> Any:
+    """The row of a record in format `written` -> its row in FORMAT. UnknownFormat: this version does not read that
+    format. CodecError: it is no record of it.
+
+    A row is [class name, field, ...], and so are the records within it. A change of a record raises FORMAT and adds a
+    step here, from one format to the next; no other code knows the older formats."""
+    if type(written) is not int:
+        raise CodecError("it does not say its format")
+    if not OLDEST <= written <= FORMAT:
+        raise UnknownFormat(f"it is of format {written}, and this version of dora_jax reads {OLDEST} to {FORMAT}")
+    try:
+        return _upgraded(row, written)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise CodecError(f"it is no record of format {written}: {type(error).__name__} {error}") from error
+
+
+def _upgraded(row: Any, written: int) -> Any:
+    if written == 3:  # a sample had no table, and each event was decided on by itself
+        row = _with_tables(row)
+        row = [Batch.__name__, [row], True] if _is(row, Fact) else row
+    if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
+        row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
+    if written <= 5:
+        row = _with_lead(_with_episodes(row))
+    if written <= 6:
+        row = _with_sessions(row)
+    if written <= 7:
+        row = _with_lending(row)
+    if written <= 7 and _is(row, Batch) and isinstance(row[1], list):
+        row = [row[0], [_with_drafts(entry) for entry in row[1]], *row[2:]]
+    if written <= 8:
+        row = _with_digests(row)
+    return row
+
+
+def _with_digests(row: Any) -> Any:
+    """The row of a head or a batch, as digests of checkpoints and of the copies that travel are kept, and as facts of a
+    sample name the attempt that placed it."""
+    if _is(row, Head) and isinstance(row[5], dict):
+        return [*row[:5], {version: _with_copy(published) for version, published in row[5].items()}, *row[6:], {}]
+    if _is(row, Batch) and isinstance(row[1], list):
+        facts = [
+            [e[0], _with_attempt(e[1]), _with_copy(e[2]), *e[3:]] if _is(e, Fact) and len(e) > 2 else e for e in row[1]
+        ]
+        return [row[0], facts, *row[2:]]
+    return row
+
+
+NAME_ATTEMPTS = (ev.SampleStarted, ev.SampleParked, ev.SampleResumed, ev.SampleWaiting, ev.SampleReady, ev.RequestCame)
+
+
+def _with_attempt(row: Any) -> Any:
+    return [*row, None] if any(_is(row, kind) for kind in NAME_ATTEMPTS) else row
+
+
+def _with_copy(row: Any) -> Any:
+    return [*row, 0] if _is(row, Published) else row
+
+
+def _with_drafts(row: Any) -> Any:
+    """A fact's row, as an instance reports what drafts did."""
+    if _is(row, Fact) and _is(row[1], ev.InstanceReported):
+        return [row[0], [*row[1], None], *row[2:]]
+    return row
+
+
+def _with_lending(row: Any) -> Any:
+    """The row of a head: its configuration lent no chips. Late runs of format 7 say so themselves."""
+    return [*row[:3], {"lendable": [], "switch_s": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
+
+
+def _with_sessions(row: Any) -> Any:
+    """The row of a head: its configuration kept no version for sessions."""
+    kept = {"hold_versions": 0, "hold_s": 0.0}
+    return [*row[:3], kept | row[3], *row[4:]] if _is(row, Head) else row
+
+
+def _with_lead(row: Any) -> Any:
+    """The row of a head: its configuration let a task be ahead of another by any number of prompts."""
+    return [*row[:3], {"task_lead": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
+
+
+def _with_episodes(row: Any) -> Any:
+    """The row of a record, as samples have branches and reward terms, tables one column, and chunks a kind."""
+    if not isinstance(row, list):
+        return row
+    row = [_with_episodes(field) for field in row]
+    match row[:1]:
+        case [name] if name == TokenTable.__name__:
+            return row[:2]
+        case [name] if name == Sample.__name__:
+            return [*row, [], None]
+        case [name] if name == Partial.__name__:
+            return [*row, SAMPLED, 0, NO_TABLE]
+    return row
+
+
+def _with_decoding(row: Any) -> Any:
+    """A fact's row, as an instance reports what its decoding took."""
+    if _is(row, Fact) and _is(row[1], ev.InstanceReported):
+        return [row[0], [*row[1], 0, 0.0, 0.0], *row[2:]]
+    return row
+
+
+def _with_group(row: Any) -> Any:
+    """A fact's row, as the scores of a group are that group without its samples."""
+    match row:
+        case [name, [_, group_id, *_] as event, ["Scores", version, rewards, parts]]:
+            return [name, event, [ScoredGroup.__name__, group_id, version, [], rewards, parts]]
+    return row
+
+
+def _with_tables(row: Any) -> Any:
+    """The samples of a record, as a table follows their other fields."""
+    if _is(row, Sample):
+        return [*row, NO_TABLE]
+    if _is(row, ScoredGroup) or _is(row, Fact):
+        return [_with_tables(field) for field in row]
+    if isinstance(row, list) and row and all(_is(each, Sample) for each in row):  # of a group
+        return [_with_tables(sample) for sample in row]
+    return row
+
+
+def _is(row: Any, record: type) -> bool:
+    return isinstance(row, list) and len(row) > 1 and row[0] == record.__name__
+
+
+def reader(head: bytes) -> Callable[[bytes], Any]:
+    """Decodes the records of a segment that begins with this head, whatever format it was written in. CodecError: this
+    is no head. UnknownFormat: this version does not read its format."""
+    formats: list[Any] = []
+
+    def note(row: Any) -> Any:
+        formats.append(row[1] if isinstance(row, list) and row[1:] and row[0] == Head.__name__ else None)
+        return upgrade(row, formats[0])
+
+    CODEC.decode(head, note)
+    return (
+        CODEC.decode if formats == [FORMAT] else lambda data: CODEC.decode(data, lambda row: upgrade(row, formats[0]))
+    )

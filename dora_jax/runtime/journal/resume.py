@@ -1,0 +1,306 @@
+"""The start of a run: new, after a checkpoint, or exactly where a killed run was.
+
+Consumes the workdir's journal and checkpoints; produces the orchestrator, its payloads, the trainer's state, and the
+weights of every live version in the store. Laws: the run starts from the newest checkpoint that restores to what was
+saved, by the digests in the journal, and says which it steps over and why; a run that has a past and nothing to go on
+from is refused, and nothing of it is renamed; a step is made again from the journal's groups and must give the digest
+that was published; where it does not (another machine, another compiler), a new epoch begins, a note says so, and
+running samples start over at their version, so that no trajectory holds tokens of two weights; a version that is
+published again with equal weights has the copy that it had, or the run does not begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dora_jax.base.fault_injection import point
+from dora_jax.base.metrics import Writer
+from dora_jax.config import ConfigError, JournalSection, RunError, workdirs
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.restart import Debts
+from dora_jax.runtime.common.seams import CheckpointStore, Digest, Pack, PolicyTrainer, PublishedWeights, Tree
+from dora_jax.runtime.journal import object_storage, workdir_mirror
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import Published, Saved
+from dora_jax.runtime.journal.recovery import Recovered, recover
+from dora_jax.trainer.checkpoint import UNPROVED, Digests, Restored, UnusableCheckpoint
+from dora_jax.types import Version
+
+INITIAL = 0  # this version needs no checkpoint: it is model.path
+NAMED = 3  # unusable checkpoints that a refusal names
+
+
+@dataclasses.dataclass
+class Begun:
+    orchestrator: Orchestrator
+    payloads: PayloadState
+    epoch: int = 0
+    debts: Debts | None = None  # of a killed process
+    segments: dict[int, Version] = dataclasses.field(default_factory=dict)
+
+
+def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> EventLog | None:
+    """The event log of a workdir; None: `section.on` is False. Then an earlier journal is put aside, because it would
+    not know what this run does. ConfigError: the journal cannot be opened."""
+    folder = workdir / "journal"
+    if url := workdir_mirror.url_of(workdir):
+        if not section.on:
+            raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
+        try:
+            return EventLog(
+                ObjectLogStore(object_storage.opened(f"{url}/{object_storage.JOURNAL}")), writer.note, section.sync_s
+            )
+        except (JournalError, OSError) as error:
+            raise ConfigError(f"workdir: {error}") from error
+    if not section.on:
+        if folder.exists():
+            folder.rename(workdir / f"journal.{time.time():.0f}.ended")
+        return None
+    try:
+        return EventLog(FileLogStore(folder), writer.note, section.sync_s)
+    except JournalError as error:
+        raise ConfigError(f"workdir: {error}") from error
+
+
+def begin(
+    journal: EventLog | None,
+    checkpoints: CheckpointStore,
+    trainer: PolicyTrainer,
+    weights: PublishedWeights,
+    pack: Pack,
+    digest: Digest,
+    config: OrchestratorConfig,
+    writer: Writer,
+) -> Begun:
+    """Where the run begins. On return the trainer holds the newest version, and the weight store every live one.
+    ConfigError: the run has a past, and nothing that it could go on from."""
+    starts = _Starts(checkpoints, trainer, writer)
+    found, fault = None, ""
+    if journal is not None:
+        versions = [INITIAL, *checkpoints.steps()]
+        try:
+            found = recover(journal, config, versions, starts.usable, writer.note, starts.adopt)
+        except JournalError as error:
+            fault = str(error)
+    if found is not None:
+        return _again(found, checkpoints, starts, trainer, weights, pack, digest, writer)
+    if starts.newest() is None:
+        _refuse_lost(journal, checkpoints, starts, fault, writer.file)
+    elif fault:
+        writer.note(f"{fault}; the run goes on from its newest checkpoint, and what was in flight is generated again")
+    return _from_checkpoint(checkpoints, starts, trainer, weights, digest, config, writer)
+
+
+# ---------------------------------------------------------------- private
+
+
+class _Starts:
+    """The checkpoints that a run may start from. Each is read when it is asked for, and what proves good is kept for
+    the trainer; those that do not are put aside once the run has another start."""
+
+    def __init__(self, checkpoints: CheckpointStore, trainer: PolicyTrainer, writer: Writer):
+        self.faults: dict[Version, str] = {}  # checkpoint -> why it cannot be used
+        self.step: Version = INITIAL  # read last
+        self._restored: Restored | None = None
+        self._digests: dict[Version, Digests] = {}
+        self._checkpoints, self._trainer, self._writer = checkpoints, trainer, writer
+
+    def adopt(self, saved: Mapping[Version, Saved]) -> list[Version]:
+        """Takes what the journal holds of checkpoints; the unsealed ones that restore to it are sealed, and returned."""
+        self._digests = {v: Digests(each.params, each.opt_state, each.rl_state) for v, each in saved.items()}
+        adopted = []
+        for step in self._checkpoints.unsealed():
+            digests, like = self._digests.get(step), self._trainer.abstract_state()
+            if digests is None or not all(digests):
+                continue
+            try:
+                self._checkpoints.adopt(step, like.params, like.opt_state, digests)
+            except UnusableCheckpoint as error:
+                self._step_over(step, f"it has no manifest, and {error}")
+                continue
+            self._writer.note(f"checkpoint {step} had no manifest; it restores to what was saved, and is used")
+            adopted.append(step)
+        return adopted
+
+    def usable(self, step: Version) -> bool:
+        self.step, self._restored = step, None
+        if step == INITIAL:
+            return True
+        if step in self.faults:
+            return False
+        like = self._trainer.abstract_state()
+        try:
+            self._restored = self._checkpoints.restore(step, like.params, like.opt_state, self._digests.get(step))
+        except UnusableCheckpoint as error:
+            self._step_over(step, str(error))
+            return False
+        return True
+
+    def newest(self) -> Version | None:
+        """The newest checkpoint that is usable, whatever the journal holds; None: there is none."""
+        for step in reversed(self._checkpoints.steps()):
+            if self.usable(step):
+                return step
+        self.step = INITIAL
+        return None
+
+    def load(self) -> dict[str, Any]:
+        """Loads what proved good last into the trainer. Returns its rl_state; that of the initial weights is empty."""
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self._trainer.load(restored.params, restored.opt_state, self.step)
+        for step in self._checkpoints.steps():
+            if step in self.faults:
+                self._checkpoints.put_aside(step, "broken")
+        for step in self._checkpoints.unsealed():
+            if step not in self.faults:
+                self._writer.note(
+                    f"checkpoint {step} has no manifest, and no journal says what was saved: it is put aside"
+                )
+            self._checkpoints.put_aside(step, UNPROVED)
+        return restored.rl_state if restored is not None else {}
+
+    def _step_over(self, step: Version, fault: str) -> None:
+        self.faults[step] = fault
+        self._writer.note(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+
+
+def _refuse_lost(
+    journal: EventLog | None, checkpoints: CheckpointStore, starts: _Starts, fault: str, metrics: Path
+) -> None:
+    """ConfigError: the run is not new, so that beginning at version 0 would give up what it did."""
+    lost = [f"checkpoint {step}: {why}" for step, why in sorted(starts.faults.items(), reverse=True)[:NAMED]]
+    lost += [
+        f"checkpoint {step} has no manifest, and no journal says what was saved"
+        for step in checkpoints.unsealed()
+        if step not in starts.faults
+    ]
+    lost += [f"checkpoints/{name} was put aside" for name in checkpoints.aside()]
+    if journal is not None and journal.segments():
+        lost.append(fault or "its journal cannot be read")
+    if reached := _reached(metrics):
+        lost.append(f"{metrics.name} reaches step {reached}")
+    if not lost:
+        return
+    workdir = metrics.parent
+    url, name = workdir_mirror.url_of(workdir), workdirs.free_history(workdir)
+    anew = "choose another --workdir" if url else f"begin at version 0 with --begin_anew={name}, which moves them there"
+    raise ConfigError(
+        f"workdir: {url or workdir} holds a run that has nothing left to go on from ({'; '.join(lost)}): restore its "
+        f"files, or {anew}"
+    )
+
+
+def _reached(metrics: Path) -> Version:
+    """The last step in this file, as far as it can be read."""
+    reached = INITIAL
+    for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        reached = max(reached, step) if type(step) is int else reached
+    return reached
+
+
+def _from_checkpoint(
+    checkpoints: CheckpointStore,
+    starts: _Starts,
+    trainer: PolicyTrainer,
+    weights: PublishedWeights,
+    digest: Digest,
+    config: OrchestratorConfig,
+    writer: Writer,
+) -> Begun:
+    """Starts after the checkpoint that was read last. Every group that was issued and has not ended is issued again."""
+    rl_state = starts.load()
+    if starts.step != INITIAL:
+        checkpoints.undo_after(starts.step)
+        writer.resume(starts.step)
+        writer.note(f"resuming from step {starts.step}")
+    version = int(trainer.state.step)
+    payloads = PayloadState()
+    payloads.digests[version] = _publish(version, trainer.params, digest(trainer.params), None, weights, epoch=0)
+    return Begun(Orchestrator(config, **rl_state), payloads)
+
+
+def _again(
+    found: Recovered,
+    checkpoints: CheckpointStore,
+    starts: _Starts,
+    trainer: PolicyTrainer,
+    weights: PublishedWeights,
+    pack: Pack,
+    digest: Digest,
+    writer: Writer,
+) -> Begun:
+    """Makes the steps since the checkpoint again, from the groups of the journal."""
+    starts.load()
+    made = digest(trainer.params)
+    if found.start == INITIAL:
+        _check_initial(found, made)
+    checkpoints.undo_after(found.base)
+    found.payloads.forget_saved(INITIAL, found.base)
+    writer.resume(found.base)
+    live, epoch = found.debts.versions, found.epoch
+    if found.start in live:
+        published = found.payloads.digests.get(found.start)
+        again = _publish(found.start, trainer.params, made, published, weights, epoch)
+        found.payloads.digests[found.start] = published or again
+    for step in found.steps:
+        version = step.base + 1
+        writer.phase("trainer", f"making step {version} again")
+        trainer.step(pack(step.groups, step.base))
+        point("resume.replaying")
+        made = digest(trainer.params)
+        if made != step.published.digest and epoch == found.epoch:
+            epoch += 1
+            found.payloads.forget_partials()
+            checkpoints.undo_after(found.start)
+            found.payloads.forget_saved(INITIAL, found.start)
+            writer.note(
+                f"version {version} came out with other weights ({made:016x}, not {step.published.digest:016x}): "
+                f"epoch {epoch} begins, and running samples start over"
+            )
+        copy = step.published.copy if made == step.published.digest else 0
+        found.payloads.digests[version] = Published(epoch=epoch, digest=made, copy=copy)
+        if version in live:
+            published = _publish(version, trainer.params, made, step.published, weights, epoch)
+            found.payloads.digests[version] = published
+    samples = sum(len(done) for done in found.payloads.samples.values())
+    tokens = sum(len(found.payloads.tokens(id)[0]) for id in found.debts.recorded)
+    writer.note(
+        f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.payloads.scored)} scored groups "
+        f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
+    )
+    return Begun(found.orchestrator, found.payloads, epoch, found.debts, dict(found.segments))
+
+
+def _publish(
+    version: Version, params: Tree, made: int, before: Published | None, weights: PublishedWeights, epoch: int
+) -> Published:
+    """Publishes the params of digest `made`; before: what the journal has of this version. RunError: equal params gave
+    another copy than they gave before."""
+    expected = before.copy if before is not None and before.digest == made else 0
+    copy = weights.put(version, params, digest=made, copy=expected)
+    same_type = (expected == made) == (copy == made)  # else model.dtype is another one today
+    if expected and copy != expected and same_type:
+        raise RunError(
+            f"version {version} is not published: the copy of its weights for the engines came out as {copy:016x}, and "
+            f"equal weights gave {expected:016x} before; the same command tries it again"
+        )
+    return Published(epoch=epoch, digest=made, copy=copy)
+
+
+def _check_initial(found: Recovered, held: int) -> None:
+    published = found.payloads.digests.get(INITIAL)
+    if published is not None and published.epoch == found.epoch and published.digest != held:
+        raise ConfigError("model.path: model.path holds other weights than the run of this workdir began with")

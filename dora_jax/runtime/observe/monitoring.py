@@ -1,0 +1,218 @@
+"""What a run tells other programs while it goes on, where the configuration asks for it.
+
+    monitor.port    GET /metrics (Prometheus) and /healthz on 127.0.0.1
+    monitor.wandb   each record of metrics.jsonl to a project of Weights & Biases; WANDB_MODE=offline keeps it in WORKDIR/wandb
+
+Consumes the records and the live facts that metrics.Writer is given; decides nothing. Law: what listens here never stops
+the run: a page that nobody reads costs nothing, no request changes anything, and connections hold a bounded number of
+threads for a bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import re
+import secrets
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from dora_jax import config
+from dora_jax.base import prometheus, state_files
+from dora_jax.base.metrics import Sink
+from dora_jax.config import Config, ConfigError
+
+HOST = "127.0.0.1"
+POLL_S = 0.1  # how long an end of the page may take
+CONNECTIONS = 16  # at a time, a thread each; where one more comes, the oldest ends
+ANSWER_S = 10.0  # for a connection to send its request and take the answer, however slowly its bytes come
+WANDB_ID = r"[^/\\#?%:\s]{1,128}"  # what Weights & Biases takes for the name of a run
+QUIET_S = 60.0  # the loop speaks each second; after so long without a word it is stuck
+
+
+@contextlib.contextmanager
+def opened(settings: Config, workdir: Path) -> Iterator[list[Sink]]:
+    """The sinks that `monitor` asks for; ConfigError where one cannot be had."""
+    with contextlib.ExitStack() as stack:
+        sinks: list[Sink] = []
+        if settings.monitor.port:
+            page = LivePage(settings.monitor.port)
+            stack.callback(page.close)
+            sinks.append(page)
+        if settings.monitor.wandb:
+            board = WandbRun(settings, workdir)
+            stack.callback(board.close)
+            sinks.append(board)
+        yield sinks
+
+
+class RunFacts:
+    """The newest record and the newest facts of a run: a sink, and what pages say of it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, float] = {}
+        self._facts: dict[str, float] = {}
+        self._heard_s: float | None = None  # when the loop last said something; None: it has not begun
+        self.gauges = prometheus.Gauges(lambda: self._facts | self._numbers)
+
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        self._numbers = self._numbers | {"step": step} | {n: v for n, v in scalars.items() if v is not None}
+
+    def status(self, facts: Mapping[str, Any]) -> None:
+        self._heard_s = time.monotonic()
+        self._facts = {f"live/{name}": value for name, value in prometheus.flat(facts).items()}
+
+    def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
+        """What /healthz answers."""
+        quiet_s = 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
+        stuck = quiet_s > QUIET_S
+        said = {"status": f"the loop has said nothing for {quiet_s:.0f} s" if stuck else "ok"}
+        status = HTTPStatus.SERVICE_UNAVAILABLE if stuck else HTTPStatus.OK
+        return status, said | {"step": self._numbers.get("step", 0)}
+
+
+class LivePage(RunFacts):
+    """They, over HTTP. Port 0: any that is free."""
+
+    def __init__(self, port: int):
+        super().__init__()
+        self._registry = CollectorRegistry()
+        self._registry.register(self.gauges)
+        try:
+            self._server = _Server((HOST, port), _handler(self))
+        except OSError as error:
+            raise ConfigError(f"monitor.port: {HOST}:{port} cannot be listened on: {error.strerror}") from error
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="live-page", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        """(status, media type, body) of a GET."""
+        if path == "/metrics":
+            return HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.page(self._registry)
+        if path == "/healthz":
+            status, said = self.health()
+            return status, "application/json", json.dumps(said).encode()
+        return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Server whose connections end after ANSWER_S, or earlier where there are more than CONNECTIONS."""
+
+    daemon_threads = True
+    request_queue_size = 4 * CONNECTIONS  # come at once, while the oldest end
+
+    def __init__(self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]):
+        self._since_s: dict[Any, float] = {}  # connection -> when it came, the oldest first
+        self._fewer = threading.Condition()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._fewer:
+            while len(self._since_s) >= CONNECTIONS:
+                _hang_up(next(iter(self._since_s)))
+                if not self._fewer.wait(POLL_S):  # its thread computes an answer: the new one does without
+                    self.shutdown_request(request)
+                    return
+            self._since_s[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Called by the connection's thread as its last act."""
+        super().shutdown_request(request)
+        with self._fewer:
+            self._since_s.pop(request, None)
+            self._fewer.notify()
+
+    def service_actions(self) -> None:
+        """Called every POLL_S."""
+        with self._fewer:
+            for request, since_s in self._since_s.items():
+                if time.monotonic() - since_s > ANSWER_S:
+                    _hang_up(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone, or was hung up on."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+def _hang_up(request: socket.socket) -> None:
+    """Wake the thread that reads from a connection, or writes to it."""
+    with contextlib.suppress(OSError):  # the other side was faster
+        request.shutdown(socket.SHUT_RDWR)
+
+
+def _handler(page: LivePage) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # the name that http.server calls
+            status, kind, body = page.answer(self.path.partition("?")[0])
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """The console is the run's."""
+
+    return Handler
+
+
+class WandbRun:
+    """One run of Weights & Biases for a workdir, however often the workdir's run is resumed."""
+
+    def __init__(self, settings: Config, workdir: Path):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("monitor.wandb: wandb is not installed (pip install 'dora_jax[wandb]')") from error
+        identity = workdir / "wandb_id"
+        if not identity.exists():
+            state_files.replace(identity, secrets.token_hex(4).encode())
+        name = identity.read_bytes().decode(errors="replace") if identity.is_file() else ""
+        if not re.fullmatch(WANDB_ID, name) or not name.isascii():
+            raise ConfigError(
+                f"monitor.wandb: {identity} holds no id of a run: write the id that Weights & Biases shows into it, or "
+                "remove it, and another run begins there"
+            )
+        try:
+            self._run = wandb.init(
+                project=settings.monitor.wandb,
+                name=workdir.resolve().name,
+                id=name,
+                resume="allow",
+                dir=workdir,
+                config=config.to_json(settings),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(f"monitor.wandb: {' '.join(str(error).split())}") from error
+        # A run that resumes counts from its checkpoint again, and wandb's own counter never goes back.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        self._run.log({"step": step} | {name: value for name, value in scalars.items() if value is not None})
+
+    def status(self, facts: Mapping[str, Any]) -> None:
+        """Only what is in metrics.jsonl is told."""
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,110 @@
+"""Whether the log-probs of an instance agree with the trainer's, at the same version.
+
+    StepDone -> the gaps that the step's trainer has measured (sample_gaps.py) -> `doubt` of an instance
+
+An instance with damaged weights, or with a kernel that computes something else, samples from another policy than it
+says. Consumes gaps and the facts of samples; produces doubts, which become InstanceUnhealthy. Laws: a sample that more
+than one instance ran says nothing of either; where no instance agrees with the trainer, none is blamed; an incarnation
+that is over is judged as long as a group that it sampled waits to be trained. Rounding in
+bfloat16 moves a mean gap by 0.02 nats at most, and a single token does not move a mean over ENOUGH_TOKENS far.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.common.sample_gaps import SampleGap, SeenGaps
+from dora_jax.runtime.common.worker import StepDone
+from dora_jax.types import GroupId, InstanceId, is_training
+
+if TYPE_CHECKING:
+    from dora_jax.runtime.common.seams import Notify, RolloutWorker
+
+ENOUGH_TOKENS = 64  # of an instance, the newest, before it is judged
+
+Life = tuple[InstanceId, int]
+
+
+class Agreement:
+    """Listens to records, observes the loop. A sample whose instance an earlier process knew is not judged."""
+
+    def __init__(self, limit: float, seen: SeenGaps, instances: Sequence[RolloutWorker], notify: Notify):
+        """limit: nats a token; the mean of an instance's newest tokens may not exceed it."""
+        self._limit, self._seen, self._notify = limit, seen, notify
+        self._instances: Mapping[InstanceId, RolloutWorker] = {worker.instance: worker for worker in instances}
+        self._ran: dict[GroupId, dict[int, Life | None]] = {}  # None: more than one life ran the sample
+        self._newest: dict[Life, collections.deque[SampleGap]] = collections.defaultdict(collections.deque)
+        self._blamed: set[Life] = set()
+        self._told = False
+
+    def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        match event:
+            case ev.SampleStarted(id=id, instance=instance, life=life) if is_training(id.group_id):
+                self._ran.setdefault(id.group_id, {})[id.index] = (instance, life)
+            case ev.SampleResumed(id=id, instance=instance, life=life):
+                ran = self._ran.get(id.group_id, {})
+                if ran.get(id.index) != (instance, life):
+                    ran[id.index] = None
+            case ev.SampleMoved(id=id) if id.group_id in self._ran:
+                self._ran[id.group_id][id.index] = None
+            case ev.SampleCancelled(id=id):
+                self._ran.get(id.group_id, {}).pop(id.index, None)
+            case ev.GroupFailed(group_id=group_id) | ev.GroupScored(group_id=group_id, trainable=False):
+                self._ran.pop(group_id, None)
+
+    def record(self, record: Any) -> None:
+        if not isinstance(record, StepDone):
+            return
+        for gap in self._seen.gaps(record.version):
+            if (life := self._ran.get(gap.id.group_id, {}).get(gap.id.index)) is not None:
+                self._add(life, gap)
+        for group in record.groups:
+            self._ran.pop(group.group_id, None)
+        self._judge()
+
+    # ------------------------------------------------------------ private
+
+    def _add(self, life: Life, gap: SampleGap) -> None:
+        if life in self._blamed:
+            return
+        newest = self._newest[life]
+        newest.append(gap)
+        while sum(g.tokens for g in newest) - newest[0].tokens >= ENOUGH_TOKENS:
+            newest.popleft()
+
+    def _judge(self) -> None:
+        if over := [(i, life) for i, life in self._newest if self._instances[i].life != life]:
+            untrained = {life for samples in self._ran.values() for life in samples.values()}
+            for each in over:
+                if each not in untrained:
+                    del self._newest[each]
+        means = {of: mean for of, gaps in self._newest.items() if (mean := _mean(gaps)) is not None}
+        far = {of: mean for of, mean in means.items() if mean > self._limit}
+        if not far:
+            return
+        if len(far) == len(means) and len({i for i, _ in far}) == len(self._instances) and not self._told:
+            self._told = True
+            self._notify(
+                f"the log-probs of every instance differ from the trainer's at the same version, by "
+                f"{min(far.values()):.3g} nats a token or more, above trainer.max_instance_mismatch={self._limit}: no "
+                "instance is blamed; trainer.max_mismatch would stop such a run"
+            )
+        if len(far) < len(means):
+            for (instance, life), mean in far.items():
+                gaps = self._newest.pop((instance, life))
+                self._blamed.add((instance, life))
+                self._instances[instance].doubt(
+                    life,
+                    f"its log-probs differ from the trainer's by {mean:.3g} nats a token at the same version, measured "
+                    f"on {sum(g.tokens for g in gaps)} tokens of version {gaps[-1].version}, above "
+                    f"trainer.max_instance_mismatch={self._limit}",
+                )
+
+
+def _mean(gaps: Sequence[SampleGap]) -> float | None:
+    """Nats a token; None: too few tokens."""
+    tokens = sum(g.tokens for g in gaps)
+    return sum(g.gap * g.tokens for g in gaps) / tokens if tokens >= ENOUGH_TOKENS else None

@@ -1,0 +1,363 @@
+"""Stage 3: the environments of a run's episodes, in worker processes, while generation goes on.
+
+Consumes an episode at the end of each of its turns (`turn`; before the first one `open`); produces its answer (`poll`), in
+any order. Per process one thread sends and one receives, however many episodes wait:
+
+    open, turn -> [sender -> process: reset, step -> receiver: bridge] -> results -> poll
+
+Laws: neither open, turn nor poll waits; each question has one answer, unless the episode was dropped or asked about again
+meanwhile. An error is tried again environment.retries times where a retry can help; then, as after a deadline, the episode
+fails with its group, and is never a reward of 0. A process that dies or answers late is killed and started again, and its
+episodes are made again by their messages; so is an episode whose controller was killed. A replay whose observations are not
+those that the policy saw loses the episode, which begins again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from dora_jax.config import EnvironmentSection
+from dora_jax.tasks import code
+from dora_jax.tasks.environment import NO_POLICY, Message, PolicyFacts
+from dora_jax.tasks.environments.bridge import Bridge, Conversation
+from dora_jax.tasks.environments.environment_process import EnvironmentProcess
+from dora_jax.tasks.environments.renderer_bridge import RendererBridge
+from dora_jax.tasks.environments.token_bridge import TokenBridge
+from dora_jax.tasks.identity import identity_hash
+from dora_jax.tasks.sandbox import calls
+from dora_jax.types import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeLost,
+    EpisodeSoFar,
+    Observed,
+    Prompt,
+    SampleId,
+    issued_first_as,
+)
+
+Answer = Observed | EpisodeEnded | EpisodeFailed | EpisodeLost
+GRACE_S = 10.0  # beyond its deadline, for an answer of a process that is busy; then it hangs
+LENGTHS = 256  # failures are counted by the length of the response, in powers of two from here on
+
+
+class Episode:
+    """What is known here of an episode that has not ended."""
+
+    __slots__ = (
+        "asked_s",
+        "branches",
+        "messages",
+        "number",
+        "prompt",
+        "retries",
+        "room",
+        "terms",
+        "tokens",
+        "told",
+        "turns",
+    )
+
+    def __init__(self, prompt: Prompt, told: Conversation | None):
+        self.prompt = prompt
+        self.told = told  # None: an earlier controller has heard its turns, and a replay tells them again
+        self.messages: list[Message] = []  # of the policy
+        self.turns: list[tuple[int, int]] = []  # where they stand among `tokens`
+        self.tokens = prompt.token_ids  # and all that followed
+        self.branches = 0
+        self.retries = 0
+        self.room = 0  # tokens that may still follow
+        self.number = 0  # of the last question; 0: none is open
+        self.asked_s = 0.0
+        self.terms: dict[str, float] = {}  # so far
+
+
+class EnvironmentPool:
+    """The processes start at once, in the background."""
+
+    def __init__(
+        self, section: EnvironmentSection, bridge: Bridge | RendererBridge, seed: int, policy: PolicyFacts = NO_POLICY
+    ):
+        """bridge: of environments that speak messages. policy: for those that speak token ids."""
+        self._section, self._seed = section, seed
+        self._bridge: Bridge | RendererBridge | TokenBridge = bridge
+        self._stop_ids = policy.stop_ids
+        self._episodes: dict[SampleId, Episode] = {}
+        self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._numbers = 0
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._failed: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._seconds = 0.0
+        noise = {f.name: getattr(section, f"noise_{f.name}") for f in dataclasses.fields(_NoiseRates)}
+        setup = {
+            "name": section.name,
+            "params": dict(section.params),
+            "policy": dataclasses.asdict(policy),
+            "step_timeout_s": section.step_timeout_s,
+            "episode_timeout_s": section.episode_timeout_s,
+            "noise": noise | {"seed": seed},
+        }
+        runs_programs = code.may_run("environment", "name", (section.name,), section.sandbox)
+        self._workers = [EnvironmentProcess(self, setup, section, i, runs_programs) for i in range(section.workers)]
+
+    def wait_ready(self) -> tuple[str, ...]:
+        """The reward terms, once a process has loaded the environment; ConfigError says why none can."""
+        terms = self._workers[0].ready(calls.START_TIMEOUT_S * calls.START_ATTEMPTS)
+        self._check()
+        if self._workers[0].speaks_tokens:
+            self._bridge = TokenBridge(self._stop_ids)
+        return terms
+
+    def open(self, id: SampleId, prompt: Prompt) -> None:
+        """Asks what follows the prompt before the first turn: Observed, perhaps of no tokens."""
+        self._check()
+        with self._lock:
+            episode = self._episodes[id] = Episode(prompt, self._bridge.begin(prompt))
+            self._ask(id, episode)
+
+    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+        """Asks for the answer to the last turn."""
+        self._check()
+        id, tokens = told.id, told.tokens
+        runs = _runs(told.mask, len(tokens) - len(told.mask))
+        with self._lock:
+            episode = self._episodes.get(id)
+            if episode is None or len(episode.messages) + 1 != len(runs) and not episode.branches:
+                episode = self._episodes[id] = Episode(prompt, None if runs[1:] else self._bridge.begin(prompt))
+                episode.messages = [self._message(told, run) for run in runs[:-1]]
+            episode.tokens, episode.turns, episode.room = tokens, runs, told.room
+            episode.messages.append(self._message(told, runs[-1]))
+            episode.retries = 0
+            self._ask(id, episode)
+
+    def drop(self, id: SampleId) -> dict[str, float]:
+        """Forgets the episode; returns the reward terms so far."""
+        with self._lock:
+            episode = self._episodes.pop(id, None)
+            if episode is None:
+                return {}
+            self._of(id).send({"id": id, "close": True})
+            return episode.terms
+
+    def poll(self) -> list[Answer]:
+        """The answers since the last call."""
+        self._check()
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._results.get_nowait())
+        return found
+
+    @property
+    def waiting(self) -> int:
+        """Episodes with an open question."""
+        with self._lock:
+            return sum(bool(episode.number) for episode in self._episodes.values())
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its processes."""
+        return tuple(pid for process in self._workers if (pid := process.pid) is not None)
+
+    def stats(self) -> dict[str, float]:
+        """Since the start."""
+        with self._lock:
+            turns = max(1, self._counts["turns"])
+            ended = self._counts["ended"] + self._counts["failed"]
+            found = {
+                "environment/turns": self._counts["turns"],
+                "environment/turns_an_episode": self._counts["ended turns"] / max(1, self._counts["ended"]),
+                "environment/observed_tokens": self._counts["observed"],
+                "environment/seconds_a_turn": self._seconds / turns,
+                "environment/failed_share": self._counts["failed"] / max(1, ended),
+                "environment/retries": self._counts["retries"],
+                "environment/redone": self._counts["lost"],
+                "environment/branches": self._counts["branches"],
+            }
+            lengths = {f"environment/failed_{kind}_to_{n}": count for (kind, n), count in sorted(self._failed.items())}
+            return found | lengths
+
+    def close(self) -> None:
+        """Kills the processes. May be called twice."""
+        for worker in self._workers:
+            worker.close()
+
+    # ------------------------------------------------------------ private
+
+    def broken(self, error: Exception) -> None:
+        """The next call raises this."""
+        self._error = error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _message(self, told: EpisodeSoFar, run: tuple[int, int]) -> Message:
+        turn = told.tokens[slice(*run)]
+        if not isinstance(self._bridge, TokenBridge):
+            return self._bridge.message(turn)
+        start = len(told.tokens) - len(told.mask)
+        return self._bridge.message(turn, told.logprobs[run[0] - start : run[1] - start], told.version)
+
+    def _of(self, id: SampleId) -> EnvironmentProcess:
+        return self._workers[hash(id) % len(self._workers)]
+
+    def _ask(self, id: SampleId, episode: Episode) -> None:
+        self._numbers += 1
+        episode.number, episode.asked_s = self._numbers, time.monotonic()
+        prompt = episode.prompt
+        seed = identity_hash("environment", self._seed, issued_first_as(prompt.group_id))
+        begin = {"task": prompt.task, "text": prompt.text, "answer": prompt.answer, "seed": seed}
+        question = {"id": id, "number": episode.number, "prompt": begin, "messages": episode.messages}
+        self._of(id).send(question | {"again": episode.told is None})
+
+    def answered(self, reply: calls.Request) -> None:
+        """On a receiver's thread."""
+        id = SampleId(*reply["id"])
+        with self._lock:
+            episode = self._episodes.get(id)
+            if episode is None or episode.number != reply["number"]:
+                return  # it was dropped, or asked about again
+            self._seconds += time.monotonic() - episode.asked_s
+            self._counts["turns"] += bool(episode.messages)
+            episode.number, episode.terms = 0, reply.get("terms", {})
+            self._count(id, episode, answer := self._made(id, episode, reply))
+        if answer is not None:
+            self._results.put(answer)
+
+    def _made(self, id: SampleId, episode: Episode, reply: calls.Request) -> Answer | None:
+        """None: it is asked again."""
+        if "lost" in reply:
+            return EpisodeLost(id=id, reason=reply["lost"])
+        if "error" in reply:
+            return self._again(id, episode, f"{self._section.name}: {reply['error']}", reply)
+        try:
+            if reply["replayed"] and not self._replay(episode, reply["observed"][:-1]):
+                return EpisodeLost(id=id, reason="the replay observed something else")
+            last = reply["observed"][-1]
+            if reply["done"]:
+                return EpisodeEnded(id=id, terms=reply["terms"])
+            if len(episode.messages) >= self._section.max_turns:
+                return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
+            if not (last or episode.messages):
+                return Observed(id=id, token_ids=episode.tokens[:0])
+            turn = episode.tokens[slice(*episode.turns[-1])] if episode.turns else episode.tokens[:0]
+            assert episode.told is not None  # a replay began it
+            ids, keep = self._bridge.observe(episode.told, episode.tokens, turn, last)
+        except (ValueError, KeyError, TypeError) as error:
+            return EpisodeFailed(id=id, reason=f"{self._section.name}: its messages: {error}", kind="error")
+        if episode.messages and len(ids) >= episode.room:  # no token of a further turn fits behind them
+            return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
+        if episode.messages and not len(ids):
+            return EpisodeFailed(id=id, reason=f"{self._section.name}: an answer has no token", kind="error")
+        if keep is not None and episode.messages:
+            episode.branches += 1
+            if episode.branches > self._section.branches:
+                reason = f"an episode has over environment.branches = {self._section.branches} earlier branches"
+                return EpisodeFailed(id=id, reason=reason, kind="limit")
+        return Observed(id=id, token_ids=ids, keep=keep)
+
+    def _replay(self, episode: Episode, observed: Sequence[Sequence[Message]]) -> bool:
+        """Whether the policy saw just this; the conversation then goes on behind it."""
+        told, at = self._bridge.begin(episode.prompt), len(episode.prompt.token_ids)
+        turn = episode.tokens[:0]
+        for (start, stop), messages in zip(episode.turns, observed, strict=True):
+            ids, keep = (turn, None) if not len(messages) and not len(turn) else self._bridge.observe(
+                told, episode.tokens[:at], turn, messages
+            )  # fmt: skip
+            if keep is not None or not np.array_equal(episode.tokens[at:start], ids):
+                return False
+            turn, at = episode.tokens[start:stop], stop
+        episode.told = told
+        return True
+
+    def _again(self, id: SampleId, episode: Episode, reason: str, reply: calls.Request) -> EpisodeFailed | None:
+        if reply.get("retryable") and episode.retries < self._section.retries:
+            episode.retries += 1
+            self._counts["retries"] += 1
+            self._ask(id, episode)
+            return None
+        return EpisodeFailed(id=id, reason=reason, kind=reply["kind"])
+
+    def _count(self, id: SampleId, episode: Episode, answer: Answer | None) -> None:
+        match answer:
+            case Observed(token_ids=token_ids, keep=keep):
+                self._counts["observed"] += len(token_ids)
+                self._counts["branches"] += keep is not None
+                return
+            case EpisodeEnded():
+                self._counts["ended"] += 1
+                self._counts["ended turns"] += len(episode.messages)
+            case EpisodeFailed(kind=kind):
+                self._counts["failed"] += 1
+                n = max(1, len(episode.tokens) - len(episode.prompt.token_ids))
+                self._failed[kind, max(LENGTHS, 1 << (n - 1).bit_length())] += 1
+            case EpisodeLost():
+                self._counts["lost"] += 1
+            case None:
+                return
+        del self._episodes[id]
+        self._of(id).send({"id": id, "close": True})
+
+    def asks(self, request: calls.Request) -> bool:
+        """Whether the question is still open; a notice that an episode is over is sent in any case."""
+        with self._lock:
+            episode = self._episodes.get(SampleId(*request["id"]))
+            return "close" in request or episode is not None and episode.number == request["number"]
+
+    def died(self, process: EnvironmentProcess, late: bool) -> None:
+        """Asks again what this process was asked, but for what it took too long over."""
+        now = time.monotonic()
+        failed = []
+        with self._lock:
+            for id, episode in list(self._episodes.items()):
+                if self._of(id) is not process or not episode.number:
+                    continue
+                if late and self._overdue(episode):
+                    reply: calls.Request = {"error": f"hung for {now - episode.asked_s:.0f} s", "kind": "deadline"}
+                else:
+                    reply = {"error": "its process died", "kind": "error", "retryable": True}
+                answer = self._again(id, episode, f"{self._section.name}: {reply['error']}", reply)
+                self._count(id, episode, answer)
+                failed += [answer] if answer else []
+        for each in failed:
+            self._results.put(each)
+
+    def hangs(self, process: EnvironmentProcess) -> bool:
+        """Whether it has been asked for longer than the environment may take."""
+        with self._lock:
+            return any(self._overdue(e) for id, e in self._episodes.items() if self._of(id) is process)
+
+    def _overdue(self, episode: Episode) -> bool:
+        """A process that has lost the episode answers each of its turns again."""
+        step_s = self._section.step_timeout_s + self._section.noise_late_s
+        patience_s = step_s * (1 + len(episode.messages)) + GRACE_S
+        return bool(episode.number) and time.monotonic() - episode.asked_s > patience_s
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoiseRates:
+    """The fields of environment.noise_*."""
+
+    failed: float
+    truncated: float
+    late: float
+    irrelevant: float
+    late_s: float
+    ramp_groups: int
+
+
+def _runs(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
+    """Where each run of True begins and ends, behind `offset`."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return [(int(a) + offset, int(b) + offset) for a, b in edges.reshape(-1, 2)]

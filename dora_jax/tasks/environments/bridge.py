@@ -1,0 +1,111 @@
+"""Stage 3: from what an environment says to the tokens that the policy observes, behind the exact tokens of its turns.
+
+Consumes a prompt, the token ids of each turn, and messages; produces token ids, and how many of the earlier tokens stay.
+Laws: no token of the policy is encoded again, unless the chat template rewrites it: then a branch begins where the two
+differ. What an environment says is text: a control token written in it stays text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dora_jax.tasks.environment import Message
+from dora_jax.types import GroupId, Prompt
+
+if TYPE_CHECKING:
+    from dora_jax.models.tokenizer import Tokenizer
+
+SLOT = "\ue000{}\ue001"  # stands for the i-th content while a template renders: of a private area, so no text has it
+SLOTS = re.compile("\ue000([0-9]+)\ue001")
+
+
+@dataclasses.dataclass
+class Conversation:
+    """An episode as far as it is told."""
+
+    messages: list[Message]  # empty where there is no chat template
+    text: str  # of its tokens up to the policy's last turn
+
+
+class Bridge:
+    """observation: what stands around a message, "{content}" in it; empty: the tokenizer's chat template says."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, observation: str, messages_at: Callable[[GroupId], list[Message]] = lambda _: []
+    ):
+        self._tokenizer = tokenizer
+        self._around = observation.split("{content}") if observation else None
+        self._messages_at = messages_at
+
+    def begin(self, prompt: Prompt) -> Conversation:
+        messages = list(self._messages_at(prompt.group_id)) if self._around is None else []
+        return Conversation(messages, prompt.text)
+
+    def message(self, turn: np.ndarray) -> Message:
+        """What the policy said: i32[n] -> a message."""
+        return {"role": "assistant", "content": self._tokenizer.decode(turn)}
+
+    def observe(
+        self, told: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
+    ) -> tuple[np.ndarray, int | None]:
+        """(i32[n] that follow, how many of `tokens` stay: None for all). tokens: the prompt and all that followed; turn: the
+        policy's last message, at their end; empty before its first. `told` goes on to behind what is observed."""
+        if self._around is not None:
+            return self._plain(observed), None
+        said = [self.message(turn)] if len(turn) else []
+        told.messages += said
+        seen = told.text + self._tokenizer.decode(turn, keep_special=True)
+        whole, contents = self._render(told.messages, observed)
+        told.messages += observed
+        if whole.startswith(seen):
+            told.text = seen + _filled(tail := whole[len(seen) :], contents)
+            return self._encoded(tail, contents), None
+        own = [i for i, message in enumerate(told.messages) if message["role"] == "assistant"]
+        first = own[0] if own else len(told.messages) - len(observed)
+        whole, contents = self._render(told.messages[:first], told.messages[first:])
+        told.text = _filled(whole, contents)
+        ids = self._encoded(whole, contents)
+        keep = min(shared_length(ids, tokens), len(ids) - 1)  # something is observed
+        return ids[keep:], keep
+
+    # ------------------------------------------------------------ private
+
+    def _render(self, messages: Sequence[Message], later: Sequence[Message]) -> tuple[str, list[str]]:
+        """The rendered text with slots for what `later` messages of others than the policy say, and what goes there."""
+        contents = [message["content"] for message in later if _is_text(message)]
+        slots = iter(range(len(contents)))
+        slotted = [{**m, "content": SLOT.format(next(slots))} if _is_text(m) else m for m in later]
+        return self._tokenizer.chat([*messages, *slotted]), contents
+
+    def _encoded(self, text: str, contents: Sequence[str]) -> np.ndarray:
+        ids: list[int] = []
+        for i, piece in enumerate(SLOTS.split(text)):
+            ids += self._tokenizer.encode_text(contents[int(piece)]) if i % 2 else self._tokenizer.encode(piece)
+        return np.array(ids, np.int32)
+
+    def _plain(self, observed: Sequence[Message]) -> np.ndarray:
+        assert self._around is not None
+        before, after = (self._tokenizer.encode(text) for text in self._around)
+        ids: list[int] = []
+        for message in observed:
+            ids += [*before, *self._tokenizer.encode_text(str(message["content"])), *after]
+        return np.array(ids, np.int32)
+
+
+def shared_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens both have."""
+    n = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:n] == b[:n], False)))
+
+
+def _is_text(message: Message) -> bool:
+    return message["role"] != "assistant" and isinstance(message.get("content"), str)
+
+
+def _filled(text: str, contents: Sequence[str]) -> str:
+    return SLOTS.sub(lambda match: contents[int(match[1])], text)

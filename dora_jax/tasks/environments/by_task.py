@@ -1,0 +1,98 @@
+"""Stage 3: an environment for each task of a mix.
+
+    environment.name = "dora_jax.tasks.environments.by_task.ByTask"
+    environment.params = {
+        "sums": {"name": "dora_jax.tasks.environments.calculator.Calculator"},
+        "riddles": {"rewards": ["dora_jax.tasks.rewards.exact"]},
+    }
+
+    eval.solved = "total >= 1"  # by default the first reward term decides, which is that of one task alone
+
+The keys are those of task.mix. An entry names an environment and the params of its constructor, or rewards: then the
+policy's first message is its answer, which they score.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dora_jax.tasks import rewards
+from dora_jax.tasks.environment import Environment, EnvironmentError, EpisodePrompt, Message
+from dora_jax.tasks.environments.environment_worker import resolved, speaks_tokens
+from dora_jax.tasks.sandbox import calls
+
+
+class ByTask:
+    """Its reward terms are those of all."""
+
+    terms: tuple[str, ...] = ()
+    replays = False
+
+    def __init__(self, **tasks: dict[str, Any]):
+        self._makers = {task: _maker(task, dict(entry)) for task, entry in tasks.items()}
+        made = [maker() for maker in self._makers.values()]
+        self.terms = tuple(dict.fromkeys(term for each in made for term in each.terms))
+        self.replays = all(each.replays for each in made)
+        self._own: Environment | None = None
+
+    async def reset(self, prompt: EpisodePrompt) -> list[Message]:
+        if prompt.task not in self._makers:
+            raise EnvironmentError(f"environment.params: the task {prompt.task!r} is none of {', '.join(self._makers)}")
+        self._own = self._makers[prompt.task]()
+        return await self._own.reset(prompt)
+
+    async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
+        assert self._own is not None
+        return await self._own.step(message)
+
+    async def close(self) -> None:
+        if self._own is not None:
+            await self._own.close()
+
+
+class OneAnswer:
+    """rewards: import paths, as in task.rewards. A reward that returns several terms is named among `terms` by them."""
+
+    terms: tuple[str, ...] = ()
+    replays = True
+
+    def __init__(self, rewards: list[str], terms: list[str] | None = None):
+        self._rewards = _resolved(rewards)
+        self.terms = tuple(terms or self._rewards)
+
+    async def reset(self, prompt: EpisodePrompt) -> list[Message]:
+        self._prompt = prompt
+        return []
+
+    async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
+        try:
+            found = rewards.score(self._rewards, self._prompt.text, message["content"], self._prompt.answer)
+        except rewards.RewardError as error:
+            raise EnvironmentError(str(error)) from error
+        return [], True, found
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def _maker(task: str, entry: dict[str, Any]) -> Any:
+    """() -> the environment of a task; Refused in a sentence."""
+    if "rewards" in entry:
+        if unknown := set(entry) - {"rewards", "terms"}:
+            raise calls.Refused(f"environment.params.{task}: {min(unknown)} is none of rewards, terms")
+        return lambda: OneAnswer(**entry)
+    if not entry.get("name") or (unknown := set(entry) - {"name", "params"}):
+        raise calls.Refused(f"environment.params.{task}: it takes name and params, or rewards and terms")
+    kind: Any = resolved(entry["name"])
+    if speaks_tokens(kind):
+        raise calls.Refused(
+            f"environment.params.{task}: {entry['name']} speaks token ids, which no mix of environments does"
+        )
+    return lambda: kind(**entry.get("params", {}))
+
+
+def _resolved(paths: list[str]) -> dict[str, Any]:
+    try:
+        return rewards.resolve(paths)
+    except rewards.RewardError as error:
+        raise calls.Refused(str(error)) from error

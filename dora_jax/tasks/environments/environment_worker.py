@@ -1,0 +1,194 @@
+"""Stage 3, one process of environments: `python -m dora_jax.tasks.environments.environment_worker FD`, started by environments.py.
+
+Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s", "noise"}, then {}
+-> {"terms", "replays", "tokens"}, and from then on questions and answers in any order:
+
+    {"id", "number", "prompt", "messages", "again"} -> {"id", "number", "observed", "done", "terms"}, or with "error" or "lost"
+    {"id", "close"}                        -> nothing
+
+messages: all that the policy has said, the last of them not yet answered. observed: what each answered, from the first one
+that this object has not answered before; the opening comes before all. An object that is not there, or that is asked for
+again, is made by the messages, where its environment replays; else the episode is lost.
+Laws: one event loop and no thread; an answer within step_timeout_s; what an environment raises ends its episode alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import math
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dora_jax.tasks.environment import NOISE, Environment, EnvironmentError, EpisodePrompt, Message, PolicyFacts
+from dora_jax.tasks.environments.noise import Noise
+from dora_jax.tasks.sandbox import calls
+
+
+class Lost(Exception):
+    """The object of the episode is gone, and its messages cannot make it again."""
+
+
+class Session:
+    """An episode of this process."""
+
+    __slots__ = ("began_s", "done", "environment", "messages", "opening", "terms")
+
+    def __init__(self, environment: Environment, began_s: float):
+        self.environment = environment
+        self.began_s = began_s
+        self.messages: list[Message] = []  # answered
+        self.opening: list[Message] = []
+        self.terms: dict[str, float] = {}
+        self.done = False
+
+
+class Server:
+    def __init__(self, kind: type[Environment], setup: calls.Request, terms: Sequence[str], replays: bool):
+        self._kind, self._params = kind, keywords(kind, setup)
+        self._terms, self._replays = tuple(terms), replays
+        self._step_s, self._episode_s = setup["step_timeout_s"], setup["episode_timeout_s"]
+        self._noise = Noise(**setup["noise"])
+        self._sessions: dict[tuple[int, int], Session] = {}
+        self._asked: dict[tuple[int, int], asyncio.Task] = {}  # the open question of each episode
+        self._closing: set[asyncio.Task] = set()
+
+    async def serve(self, sock: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock)
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the caller is gone
+            while True:
+                (size,) = calls.HEADER.unpack(await reader.readexactly(calls.HEADER.size))
+                self._take(json.loads(await reader.readexactly(size)), writer)
+
+    def _take(self, request: calls.Request, writer: asyncio.StreamWriter) -> None:
+        """A question takes the place of an earlier one about the same episode, whose object may have heard that one."""
+        id = tuple(request["id"])
+        earlier = self._asked.pop(id, None)
+        if request.get("close") or earlier is not None:
+            if earlier is not None:
+                earlier.cancel()
+            closing = asyncio.create_task(self._close(self._sessions.pop(id, None)))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        if not request.get("close"):
+            self._asked[id] = asyncio.create_task(self._reply(id, request, writer))
+
+    async def _reply(self, id: tuple[int, int], request: calls.Request, writer: asyncio.StreamWriter) -> None:
+        payload = json.dumps(await self._answer(id, request)).encode()
+        if self._asked.get(id) is asyncio.current_task():
+            del self._asked[id]
+        writer.write(calls.HEADER.pack(len(payload)) + payload)
+        await writer.drain()
+
+    async def _answer(self, id: tuple[int, int], request: calls.Request) -> calls.Request:
+        reply: calls.Request = {"id": request["id"], "number": request["number"]}
+        try:
+            reply |= await self._turns(id, request)
+        except Lost as error:
+            reply |= {"lost": str(error)}
+        except TimeoutError:
+            reply |= {"error": f"no answer within environment.step_timeout_s = {self._step_s:g} s", "kind": "deadline"}
+        except EnvironmentError as error:
+            reply |= {"error": str(error), "kind": "error", "retryable": error.retryable}
+        except Exception as error:  # whatever a user's code raises; told in a sentence
+            reply |= {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
+        if "error" in reply or "lost" in reply or reply["done"]:
+            await self._close(self._sessions.pop(id, None))
+        return reply
+
+    async def _turns(self, id: tuple[int, int], request: calls.Request) -> calls.Request:
+        messages, session = request["messages"], self._sessions.get(id)
+        observed: list[list[Message]] = []
+        if session is None or session.messages != messages[:-1] or not messages or request["again"]:
+            await self._close(self._sessions.pop(id, None))
+            if messages[:-1] and not self._replays:
+                raise Lost("the environment does not replay")
+            session = self._sessions[id] = await self._begun(request["prompt"])
+            observed.append(session.opening)
+        for message in messages[len(session.messages) :]:
+            if session.done:
+                raise Lost("the environment ended the episode earlier than it did before")
+            observed.append(await self._step(session, id, message))
+        return {"observed": observed, "done": session.done, "terms": session.terms, "replayed": len(observed) > 1}
+
+    async def _begun(self, prompt: calls.Request) -> Session:
+        session = Session(self._kind(**self._params), asyncio.get_running_loop().time())
+        session.opening = await asyncio.wait_for(session.environment.reset(EpisodePrompt(**prompt)), self._step_s)
+        return session
+
+    async def _step(self, session: Session, id: tuple[int, int], message: Message) -> list[Message]:
+        left_s = session.began_s + self._episode_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise EnvironmentError(f"the episode took over environment.episode_timeout_s = {self._episode_s:g} s")
+        turn = len(session.messages)
+        observed, session.done, terms = await asyncio.wait_for(session.environment.step(message), self._step_s)
+        for name, value in terms.items():
+            if name not in self._terms or not math.isfinite(value):
+                raise EnvironmentError(f"the reward term {name!r} is {value}; terms are {', '.join(self._terms)}")
+            session.terms[name] = session.terms.get(name, 0.0) + float(value)
+        session.messages.append(message)
+        return observed if session.done else await self._noise.on(observed, id, turn)
+
+    async def _close(self, session: Session | None) -> None:
+        if session is not None:
+            with contextlib.suppress(Exception):  # the episode is over, and nothing depends on its object
+                await asyncio.wait_for(session.environment.close(), self._step_s)
+
+
+def resolved(path: str) -> type[Environment]:
+    """The environment of an import path; Refused in a sentence."""
+    module, _, name = path.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise anything
+        raise calls.Refused(f"environment.name: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    lacks = [each for each in ("terms", "replays", "reset", "step", "close") if not hasattr(found, each)]
+    if lacks:
+        raise calls.Refused(f"environment.name: {path} has no {', '.join(lacks)}")
+    return found
+
+
+def speaks_tokens(kind: type[Environment]) -> bool:
+    return bool(getattr(kind, "tokens", False))
+
+
+def keywords(kind: type[Environment], setup: calls.Request) -> dict[str, Any]:
+    """Of the constructor; Refused: observations that are token ids have no text that noise could spoil."""
+    if not speaks_tokens(kind):
+        return setup["params"]
+    if noise := [name for name in NOISE if setup["noise"][name]]:
+        raise calls.Refused(f"environment.noise_{noise[0]}: {setup['name']} says token ids, which have no noise")
+    return {**setup["params"], "policy": PolicyFacts(**setup["policy"])}
+
+
+def main(fd: int) -> None:
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    opening = calls.receive(sock)
+    try:
+        kind = resolved(opening["setup"]["name"])
+        tried = kind(**keywords(kind, opening["setup"]))
+    except calls.Refused as error:
+        calls.send(sock, {"nonce": opening["nonce"], "error": str(error)})
+        return
+    except ImportError as error:  # of what an adapter needs
+        calls.send(sock, {"nonce": opening["nonce"], "error": f"environment.name: {opening['setup']['name']}: {error}"})
+        return
+    except Exception as error:  # the constructor's
+        said = f"environment.params: {type(error).__name__}: {error}"
+        calls.send(sock, {"nonce": opening["nonce"], "error": said})
+        return
+    calls.send(sock, {"nonce": opening["nonce"]})
+    asked = calls.receive(sock)
+    told = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": speaks_tokens(kind)}
+    calls.send(sock, {"nonce": asked["nonce"]} | told)
+    sock.setblocking(False)
+    asyncio.run(Server(kind, opening["setup"], tried.terms, bool(tried.replays)).serve(sock))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

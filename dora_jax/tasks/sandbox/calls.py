@@ -1,0 +1,289 @@
+"""Stages 1 and 3: questions to code that may raise, hang, die or lie, in a process that may be killed.
+
+    caller: Process.ask -- frame {nonce, ...} --> serve: `answer(request)` -- frame {nonce, ...} --> caller
+
+Frames of a 4-byte length and UTF-8 JSON, on a socket of its own, so that what the code prints is only noise; no pickle.
+Laws: whatever goes wrong is NoAnswer in one sentence, within the deadline; the process is then gone with its descendants.
+Each request carries a nonce that its reply repeats: frames written ahead, later, or by a descendant are refused. The
+asked code runs inside the answering process itself, and no wall separates the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from dora_jax.tasks import sandbox
+from dora_jax.tasks.sandbox import programs
+
+HEADER = struct.Struct("!I")
+MAX_FRAME_BYTES = 64 * 2**20  # a prompt and a response are far below this
+MEMORY_BYTES = 8 * 2**30  # of one process' data: a response such as 9^9^9 fails its group, not the machine
+START_TIMEOUT_S = 120.0  # importing a user's reward may take long on a loaded machine
+START_ATTEMPTS = 3  # a process that dies while starting may be the machine's fault; three in a row are not
+EXIT_TIMEOUT_S = 5.0  # for the exit code of a process whose socket is closed
+NOISE_LIMIT_BYTES = 2**20  # of what a process printed; cut between questions
+NOISE_TAIL_BYTES = 2000  # of it, quoted when the process dies
+
+Request = dict[str, Any]
+
+
+class NoAnswer(Exception):
+    """Why there is none: one sentence. kind: the part of it that every failure from one cause shares."""
+
+    def __init__(self, reason: str, kind: str = ""):
+        super().__init__(reason)
+        self.kind = kind or reason
+
+
+class Refused(NoAnswer):
+    """The code was asked and said no: it raised, or cannot be loaded. Its process may be asked again."""
+
+
+# ---------------------------------------------------------------- the caller's side
+
+
+class Process:
+    """One killable process of `python -m MODULE`. start, ask: from one thread at a time; close: from any."""
+
+    def __init__(
+        self,
+        module: str,
+        setup: Request,
+        *,
+        form: str,
+        variables: Iterable[str] = (),
+        memory_bytes: int = MEMORY_BYTES,
+        runs_programs: bool = False,
+        python: str = "",
+    ):
+        """python: another interpreter than this one, with packages of its own."""
+        self._module = module
+        self._setup = setup
+        self._form = form  # of its walls: see sandbox.py
+        self._variables = tuple(variables)
+        self._memory_bytes = memory_bytes
+        self._python = python
+        self._runs_programs = runs_programs  # it may call programs.run, whatever its own walls
+        self._walled: sandbox.Walled | None = None
+        self._server: programs.Server | None = None
+        self._sock: socket.socket | None = None
+        self._noise = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open as long as the process)
+        self._held: dict[str, Any] = {
+            "noise": self._noise
+        }  # closed with this object: a thread may read them until then
+        weakref.finalize(self, _close_all, self._held)
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the supervisor, while there is a process."""
+        return self._walled.pid if self._walled and self._walled.poll() is None else None
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """Of the process, for frames that are no answers to `ask`."""
+        return self._sock
+
+    def start(self) -> None:
+        """A fresh process that has taken the setup; Refused where it says no, NoAnswer where it keeps dying."""
+        for attempt in range(1, START_ATTEMPTS + 1):
+            self._end()
+            self._spawn()
+            try:
+                self.ask({"setup": self._setup}, START_TIMEOUT_S, "start-up")
+                return
+            except Refused:
+                raise
+            except NoAnswer:
+                if self._closed or attempt == START_ATTEMPTS:
+                    raise
+
+    def ask(self, request: Request, timeout_s: float, what: str) -> Request:
+        """The reply. `what` is what a sentence calls the code that is asked."""
+        sock = self._sock
+        if sock is None:
+            raise NoAnswer(f"{what}: the worker is gone")
+        if os.fstat(self._noise.fileno()).st_size > NOISE_LIMIT_BYTES:
+            os.ftruncate(self._noise.fileno(), 0)
+        nonce = secrets.token_hex(16)
+        try:
+            deadline_s = time.monotonic() + timeout_s
+            send(sock, {**request, "nonce": nonce}, deadline_s)
+            reply = receive(sock, deadline_s)
+            if reply.pop("nonce", None) != nonce:
+                raise ValueError("a reply without the request's nonce was written to the worker's own socket")
+        except TimeoutError:
+            reason = kind = f"{what} took over {timeout_s:g} s"
+        except (EOFError, OSError):
+            kind = f"{what}: the worker {self._exit_status()}"
+            reason = kind + self._noise_tail()
+        except ValueError as error:
+            reason = kind = f"{what}: {error}"
+        else:
+            if "error" in reply:
+                raise Refused(str(reply["error"]), str(reply.get("kind", "")))
+            return reply
+        self._end()
+        raise NoAnswer(reason, kind)
+
+    def close(self) -> None:
+        """Kills the process; a thread that waits for a reply wakes up and gives up."""
+        self._closed = True
+        with self._lock:
+            self._end_processes()
+
+    # ------------------------------------------------------------ private
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        env, fds = environment(self._variables, foreign=bool(self._python)), [theirs.fileno()]
+        with theirs, self._lock:
+            if self._runs_programs:
+                self._server = programs.Server()
+                fds.append(self._server.client.fileno())
+                env[programs.VARIABLE] = str(fds[-1])
+            self._walled = sandbox.start(
+                # -P: the working directory comes last in PYTHONPATH, where it hides nothing
+                [self._python or sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
+                form=self._form,
+                env=env,
+                pass_fds=fds,
+                stdout=self._noise,
+                memory_bytes=self._memory_bytes,
+            )
+        self._sock = self._held["sock"] = ours
+        if self._closed:  # close() came between
+            self.close()
+
+    def _exit_status(self) -> str:
+        try:
+            assert self._walled is not None
+            code = self._walled.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def _noise_tail(self) -> str:
+        size = os.fstat(self._noise.fileno()).st_size
+        tail = os.pread(self._noise.fileno(), NOISE_TAIL_BYTES, max(0, size - NOISE_TAIL_BYTES))
+        lines = tail.decode(errors="replace").strip().splitlines()
+        return f"; it last printed: {lines[-1]}" if lines else ""
+
+    def _end(self) -> None:
+        with self._lock:
+            self._end_processes()
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None
+
+    def _end_processes(self) -> None:
+        if self._walled is not None:
+            self._walled.end()
+        if self._server is not None:
+            self._server.end()
+
+
+def _close_all(held: dict[str, Any]) -> None:
+    for file in held.values():
+        file.close()
+
+
+def environment(more: Iterable[str] = (), foreign: bool = False) -> dict[str, str]:
+    """A clean one, with the modules that we can import; no accelerator, which belongs to the run. foreign: another
+    interpreter imports its own packages, and of ours this one and what PYTHONPATH and the working directory hold."""
+    path = [entry for entry in sys.path if entry]
+    if foreign:
+        path = [str(Path(__file__).parents[3]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path.append(os.getcwd())
+    ours = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "JAX_PLATFORMS": "cpu"}
+    return {**sandbox.clean_environment(more), **ours}
+
+
+# ---------------------------------------------------------------- the other side
+
+
+def serve(fd: int, prepare: Callable[[Request], Callable[[Request], Request]]) -> None:
+    """Answers until the caller is gone. `prepare` takes the setup; it and what it returns raise Refused to say no."""
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)  # what the code starts must not hold the connection open
+    try:
+        opening = receive(sock)
+        try:
+            answer = prepare(opening["setup"])
+        except Refused as error:
+            send(sock, {"nonce": opening["nonce"], "error": str(error), "kind": error.kind})
+            return
+        send(sock, {"nonce": opening["nonce"]})
+        while True:
+            request = receive(sock)
+            nonce = request.pop("nonce")
+            try:
+                reply = answer(request)
+            except Refused as error:
+                reply = {"error": str(error), "kind": error.kind}
+            send(sock, {**reply, "nonce": nonce})
+    except EOFError:
+        return
+
+
+# ---------------------------------------------------------------- frames
+
+
+def send(sock: socket.socket, message: Request, deadline_s: float | None = None) -> None:
+    """Raises TimeoutError at the deadline (time.monotonic), ValueError for a message too large."""
+    payload = json.dumps(message).encode()
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(payload)} bytes is over the {MAX_FRAME_BYTES} of a frame")
+    _until(sock, deadline_s)
+    sock.sendall(HEADER.pack(len(payload)) + payload)
+
+
+def receive(sock: socket.socket, deadline_s: float | None = None) -> Request:
+    """Raises TimeoutError at the deadline, EOFError where the other side is gone, ValueError for what is no frame."""
+    (size,) = HEADER.unpack(_exactly(sock, HEADER.size, deadline_s))
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes is over {MAX_FRAME_BYTES}")
+    try:
+        message = json.loads(_exactly(sock, size, deadline_s))
+    except RecursionError as error:
+        raise ValueError("a frame is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError("a frame holds no object")
+    return message
+
+
+def _exactly(sock: socket.socket, size: int, deadline_s: float | None) -> bytes:
+    parts, left = [], size
+    while left:
+        _until(sock, deadline_s)
+        part = sock.recv(min(left, 2**20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _until(sock: socket.socket, deadline_s: float | None) -> None:
+    if deadline_s is None:
+        sock.settimeout(None)
+        return
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    sock.settimeout(left_s)

@@ -1,0 +1,253 @@
+"""The sandbox server: `python -m dora_jax.tasks.sandbox.program_server CHANNEL`, started by programs.py outside every wall.
+
+    client -- a connection's descriptor --> server -- fork --> runner -- fork --> program_walls.py --> bwrap --> the program
+       <-- on the connection: {"program", "stdin", "limits"}, then {"stdout", ..., "ended_by"} or {"error"} -->
+
+Laws: at most MOST_AT_ONCE runners; a result is sent when every process of its program is gone, and its mounts with them;
+the death of client, server or runner ends the program. Imports the standard library and its neighbours only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from dora_jax.tasks.sandbox import seccomp
+from dora_jax.tasks.sandbox.program_walls import Unavailable, become_bwrap, machine
+from dora_jax.tasks.sandbox.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+
+MOST_AT_ONCE = max(2, os.cpu_count() or 1)
+MOST = {  # whatever a client asks for; a client may be code that reads what a model wrote
+    "cpu_s": 3600,
+    "wall_s": 3600,
+    "memory_bytes": 8 * 2**30,
+    "files_bytes": 2**30,
+    "output_bytes": 64 * 2**20,
+    "processes": 256,
+}
+MAX_REQUEST_BYTES = 64 * 2**20
+START_TIMEOUT_S = 20.0  # for the walls, on a machine that may be busy; no time of the program
+MEMORY_PERIOD_S = 0.05  # between two looks at what all processes of a program hold
+PIPE_BYTES = 2**16
+
+
+def serve(channel: socket.socket) -> None:
+    """Until the channel ends; the end of this process is then the end of its runners."""
+    woken, wake = os.pipe()
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    runners = 0
+    while True:
+        sources = [woken, channel.fileno()] if runners < MOST_AT_ONCE else [woken]
+        ready, _, _ = select.select(sources, [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            while runners and os.waitpid(-1, os.WNOHANG)[0]:
+                runners -= 1
+        if channel.fileno() in ready:
+            message, fds, _, _ = socket.recv_fds(channel, 1, 1)
+            if not message:
+                return
+            if os.fork() == 0:
+                channel.close()
+                _answer(socket.socket(fileno=fds[0]))
+            for fd in fds:
+                os.close(fd)
+            runners += 1
+
+
+def _answer(connection: socket.socket) -> NoReturn:
+    """The runner: one request, one reply."""
+    try:
+        signal.set_wakeup_fd(-1)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        body = bytearray()
+        while part := connection.recv(PIPE_BYTES * 16):
+            body += part
+            if len(body) > MAX_REQUEST_BYTES:
+                raise Unavailable(0, f"a request of over {MAX_REQUEST_BYTES} bytes")
+        reply = _Runner(connection, **json.loads(body)).run()
+    except OSError as error:
+        reply = {"error": error.strerror or str(error)}
+    except BaseException as error:  # the client reads the sentence
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    try:
+        connection.sendall(json.dumps(reply).encode())
+    except OSError:
+        pass  # the client is gone
+    os._exit(0)
+
+
+class _Runner:
+    """One program from start to end. `limits`: see programs.Limits."""
+
+    def __init__(self, connection: socket.socket, program: str, stdin: str, limits: dict[str, Any]):
+        for name, most in MOST.items():
+            if not 0 < limits[name] <= most:
+                raise Unavailable(0, f"{name}: {limits[name]} is not between 0 and {most}")
+        self._connection = connection
+        self._program = program.encode(errors="replace")
+        self._stdin = memoryview(stdin.encode(errors="replace"))
+        self._limits = limits
+        self._output = {1: bytearray(), 2: bytearray()}
+        self._sources: dict[int, int] = {}  # reading end of a pipe -> the descriptor that it is to the program
+        self._ended_by = ""
+        self._started_s = math.inf
+
+    def run(self) -> dict[str, Any]:
+        filter_fd = _filled(seccomp.compiled(machine()))
+        taken, self._feed = os.pipe()
+        (out, out_end), (err, err_end), (status, status_end), (started, started_end) = (os.pipe() for _ in range(4))
+        theirs = [taken, out_end, err_end, filter_fd, status_end, started_end]
+        bwrap = os.fork()
+        if not bwrap:
+            become_bwrap(self._program, self._limits, theirs)
+        for fd in theirs:
+            os.close(fd)
+        self._sources = {out: 1, err: 2}
+        for fd in (self._feed, out, err):
+            os.set_blocking(fd, False)
+        self._watch(bwrap, started)
+        _end_children()
+        for fd in list(self._sources):
+            while not self._ended_by and self._read(fd):
+                pass
+        with open(status, "rb") as file:
+            return self._result(file.read(), time.monotonic() - self._started_s)
+
+    def _watch(self, bwrap: int, started: int) -> None:
+        """Until the program has ended by itself, or has to be ended: `_ended_by` then says by which limit."""
+        ended = os.pidfd_open(bwrap)
+        poll = select.poll()
+        poll.register(self._connection, 0)  # only the client's going away
+        poll.register(self._feed, select.POLLOUT)
+        for fd in (ended, started, *self._sources):
+            poll.register(fd, select.POLLIN)
+        now_s = time.monotonic()
+        deadline_s, look_s = now_s + START_TIMEOUT_S, now_s + MEMORY_PERIOD_S
+        over = False
+        while not over and not self._ended_by:
+            events = poll.poll(math.ceil(1000 * max(0.0, min(deadline_s, look_s) - now_s)))
+            now_s = time.monotonic()
+            for fd, _ in events:
+                if fd == started:
+                    poll.unregister(fd)
+                    if os.read(fd, 1):  # else bwrap has failed, and ends
+                        self._started_s, deadline_s = now_s, now_s + self._limits["wall_s"]
+                elif fd == ended:
+                    over = True
+                elif fd == self._connection.fileno():
+                    self._ended_by = "client"
+                elif not (self._write() if fd == self._feed else self._read(fd)):
+                    poll.unregister(fd)
+            if now_s >= look_s and not over:
+                look_s = now_s + MEMORY_PERIOD_S
+                if _resident_bytes(bwrap) > self._limits["memory_bytes"]:
+                    self._ended_by = "memory"
+            if now_s >= deadline_s and not over:
+                self._ended_by = "time"
+
+    def _write(self) -> bool:
+        """Feeds the program's input; False where there is no more of it, or nothing reads it."""
+        try:
+            self._stdin = self._stdin[os.write(self._feed, self._stdin[:PIPE_BYTES]) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            self._stdin = self._stdin[:0]
+        if not self._stdin:
+            os.close(self._feed)
+        return bool(self._stdin)
+
+    def _read(self, fd: int) -> bool:
+        """Takes what the program has written; False at its end."""
+        try:
+            part = os.read(fd, PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        self._output[self._sources[fd]] += part
+        if sum(map(len, self._output.values())) > self._limits["output_bytes"]:
+            self._ended_by = "output"
+        return bool(part)
+
+    def _result(self, status: bytes, wall_s: float) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        for line in status.splitlines():
+            told |= json.loads(line)
+        code = told.get("exit-code")
+        stdout, stderr = (
+            bytes(self._output[fd][: self._limits["output_bytes"]]).decode(errors="replace") for fd in (1, 2)
+        )
+        if "error" in told:
+            return {"error": told["error"]}
+        if self._started_s == math.inf:
+            waited = f"its walls were not up within {START_TIMEOUT_S:.0f} s"
+            return {"error": waited if self._ended_by else (stderr.strip().splitlines() or ["bwrap said nothing"])[-1]}
+        if code is not None and code > 128:
+            code = 128 - code  # bwrap reports signals as a shell does
+        if not self._ended_by and code == -signal.SIGXCPU:
+            self._ended_by = "cpu"
+        return {
+            "stdout": stdout,
+            "stderr": stderr,
+            "exit_code": -signal.SIGKILL if code is None else code,
+            "ended_by": self._ended_by,
+            "wall_s": wall_s,
+        }
+
+
+def _filled(content: bytes) -> int:
+    """The reading end of a pipe that holds `content`, which is less than a pipe holds."""
+    read, write = os.pipe()
+    os.write(write, content)
+    os.close(write)
+    return read
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _end_children() -> None:
+    """Kills every child, adopted ones included, until none is left; a namespace ends when its first process has."""
+    while True:
+        for pid in _children(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _resident_bytes(pid: int) -> int:
+    """Memory of a process and its descendants; what they share counts for each of them."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            pages = int(file.read().split()[1])
+        return pages * resource.getpagesize() + sum(map(_resident_bytes, _children(pid)))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it has just ended
+
+
+if __name__ == "__main__":
+    given = socket.socket(fileno=int(sys.argv[1]))
+    given.set_inheritable(False)
+    serve(given)

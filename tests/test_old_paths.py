@@ -1,0 +1,38 @@
+"""Module paths of earlier versions: an import gives the module under its new path, `-m` runs it, and each row is needed."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from dora_jax.base import old_paths
+from dora_jax.config import files
+from dora_jax.tasks.environments.calculator import Calculator
+
+
+@pytest.mark.parametrize("old", sorted(old_paths.TABLE))
+def test_an_old_path_gives_the_module_itself(old):
+    new = old_paths.TABLE[old]
+    assert importlib.import_module(old) is importlib.import_module(new)
+    assert sys.modules[new].__spec__.name == new == sys.modules[new].__name__
+
+
+def test_what_a_users_config_imports_is_what_the_package_uses():
+    from dora_jax.tasks.calculator import Calculator as old
+
+    from dora_jax import config_files
+
+    assert config_files is files and old is Calculator
+
+
+def test_an_old_path_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "dora_jax.tasks.render_worker", "nonsense"], capture_output=True, text=True, check=False
+    )
+    assert "tasks/sandbox/render_worker.py" in done.stderr, "it ran, and says that nonsense is no descriptor"
+
+
+def test_a_path_that_never_was_is_an_import_error():
+    with pytest.raises(ModuleNotFoundError, match="dora_jax.config_nonsense"):
+        importlib.import_module("dora_jax.config_nonsense")
