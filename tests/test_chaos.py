@@ -79,7 +79,7 @@ def test_the_books_need_the_first_segment(finished):
 @pytest.mark.slow
 def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
     out = subprocess.run(
-        [sys.executable, "-m", "dora_jax.bench.chaos", "--kills=10", f"--workdir={tmp_path}"],
+        [sys.executable, "-m", "tests.soak.chaos", "--kills=10", f"--workdir={tmp_path}"],
         capture_output=True,
         text=True,
         check=False,
@@ -89,11 +89,11 @@ def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bench", ["exact --steps=4 --cuts=1", "damage --faults=60 --resumes=1"])
-def test_killed_runs_are_exact_and_damage_is_noticed(tmp_path, bench):
-    name, *flags = bench.split()
+@pytest.mark.parametrize("soak", ["exact --steps=4 --cuts=1", "damage --faults=60 --resumes=1"])
+def test_killed_runs_are_exact_and_damage_is_noticed(tmp_path, soak):
+    name, *flags = soak.split()
     out = subprocess.run(
-        [sys.executable, "-m", f"dora_jax.bench.{name}", *flags, f"--workdir={tmp_path}"],
+        [sys.executable, "-m", f"tests.soak.{name}", *flags, f"--workdir={tmp_path}"],
         capture_output=True,
         text=True,
         check=False,

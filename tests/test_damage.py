@@ -8,11 +8,11 @@ import random
 import numpy as np
 import pytest
 
-from dora_jax.bench.damage_kinds import SUBJECTS, frames
-from dora_jax.bench.damage_truth import EXACT, OLDER, WRONG, Allowed, Resumed, Truth, hashes, judge, sha
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore
 from dora_jax.trainer import manifest
+from tests.soak.damage_kinds import SUBJECTS, frames
+from tests.soak.damage_truth import EXACT, OLDER, WRONG, Allowed, Resumed, Truth, hashes, judge, sha
 
 NEWEST = Allowed(3, all_samples=True)
 

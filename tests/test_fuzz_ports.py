@@ -1,14 +1,14 @@
-"""Garbage on the ports of a controller and of a wire for a second; bench.fuzz_ports takes minutes."""
+"""Garbage on the ports of a controller and of a wire for a second; tests.soak.fuzz_ports takes minutes."""
 
 import os
 import random
 import time
 
-from dora_jax.bench.fuzz_ports import PAYLOADS, Fuzzer, listening
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.common import listener
 from tests.fakes.cluster import FakeLauncher, Kept
 from tests.fakes.wire_peer import NAMED, key, new_wire, takes, whole
+from tests.soak.fuzz_ports import PAYLOADS, Fuzzer, listening
 
 
 def test_a_gang_and_a_wire_work_on_while_strangers_send_garbage_to_every_port():

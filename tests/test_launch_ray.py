@@ -10,13 +10,13 @@ pytest.importorskip("ray", reason="ray is not installed: gangs on Ray are not tr
 import ray
 from ray.util.placement_group import placement_group_table
 
-from dora_jax.bench.fake_slices import FakeSlices
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, GangListener
 from dora_jax.runtime.cluster.launch_process import Ticket
 from dora_jax.runtime.cluster.launch_ray import RayLauncher, intact_slices
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from tests.fakes.cluster import LIMITS, eventually
+from tests.soak.fake_slices import FakeSlices
 
 
 def node(name, number, alive=True, slice_type="v4-16", chips=4.0):

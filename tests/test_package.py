@@ -75,7 +75,10 @@ def test_a_config_of_the_package_is_named_from_any_folder(installed, tmp_path):
 
 def test_the_types_of_the_package_are_for_its_users(installed):
     assert (installed / "dora_jax/py.typed").is_file()
-    assert not [path for path in installed.rglob("*") if path.name in ("tests", "fakes")]
+
+
+def test_tests_and_benches_stay_in_the_checkout(installed):
+    assert not [path for path in installed.rglob("*") if path.name in ("tests", "fakes", "soak", "bench")]
 
 
 def test_the_command_is_in_the_wheel_and_names_its_programs(installed, tmp_path):

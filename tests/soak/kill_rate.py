@@ -1,7 +1,7 @@
 """What a run of many processes still trains when one of its rollout processes is killed every so often.
 
-    python -m dora_jax.bench.kill_rate [--every_s=60] [--phase_s=120] [--pairs=2] [--seed=0] [--workdir=DIR] [--gangs=4]
-                                       [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
+    python -m tests.soak.kill_rate [--every_s=60] [--phase_s=120] [--pairs=2] [--seed=0] [--workdir=DIR] [--gangs=4]
+                                   [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
 
 One run; its time is cut into phases of `phase_s`, in turn without and with kills (the order turns round from pair to
 pair). In a phase with kills one process of one rollout gang, drawn at random, gets a SIGKILL at its start and every
@@ -21,7 +21,7 @@ import statistics
 import time
 from pathlib import Path
 
-from dora_jax.bench.gang_run import WatchedRun, new_parser, running, settle
+from tests.soak.gang_run import WatchedRun, new_parser, running, settle
 
 LOOK_S = 0.2
 

@@ -1,7 +1,7 @@
 """A run of many processes on this machine, whose processes and machines are taken away one by one, then its books.
 
-    python -m dora_jax.bench.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
-                                        [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
+    python -m tests.soak.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
+                                    [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
     ... --kinds=node-kill,node-freeze [--hosts=2] [--spare=1]    on a local Ray cluster of fake TPU slices
 
 A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP, a notice SIGTERM, upon
@@ -26,8 +26,8 @@ import signal
 import time
 from typing import Any
 
-from dora_jax.bench.gang_run import PROCESSES, WatchedRun, new_parser, running, settle
 from dora_jax.runtime.journal.object_storage import WANTED
+from tests.soak.gang_run import PROCESSES, WatchedRun, new_parser, running, settle
 
 KINDS = (
     "rollout-kill",
@@ -108,7 +108,7 @@ def _resize(run: WatchedRun) -> tuple[float, float, float]:
 
 
 def _slices(flags: argparse.Namespace) -> Any:
-    from dora_jax.bench.fake_slices import FakeSlices  # needs Ray, an extra
+    from tests.soak.fake_slices import FakeSlices  # needs Ray, an extra
 
     slices = FakeSlices(flags.gangs, flags.spare, flags.hosts)
     os.environ["RAY_ADDRESS"] = slices.address

@@ -1,7 +1,7 @@
 """The real run, killed with SIGKILL again and again, then its books.
 
-    python -m dora_jax.bench.chaos [--kills=10] [--points=all|none|NAME,...] [--seed=0] [--config=configs/quickstart.py:tiny]
-                                   [--workdir=DIR] [--at_once=2] [--fresh]
+    python -m tests.soak.chaos [--kills=10] [--points=all|none|NAME,...] [--seed=0] [--config=configs/quickstart.py:tiny]
+                               [--workdir=DIR] [--at_once=2] [--fresh]
 
 Every life is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds that a
 Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts an
@@ -174,7 +174,7 @@ class ChaosRun:
 
     def life_to_the_end(self) -> None:
         if not self._ended(self.start()):
-            raise RuntimeError("a process that this bench did not kill was killed")
+            raise RuntimeError("a process that this program did not kill was killed")
 
     def _ended(self, process: subprocess.Popen | Forked) -> bool:
         code = self._code(process)

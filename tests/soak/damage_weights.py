@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from dora_jax.base.digest import digest
-from dora_jax.bench.damage_kinds import GARBAGE, edit, exchange, remove, replace_by_folder
-from dora_jax.bench.damage_truth import EXACT, REFUSED, TRACE, WRONG, hashes
 from dora_jax.config import ConfigError, RunError
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import WireError
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
+from tests.soak.damage_kinds import GARBAGE, edit, exchange, remove, replace_by_folder
+from tests.soak.damage_truth import EXACT, REFUSED, TRACE, WRONG, hashes
 
 VERSION = 3
 REFUSALS = (StoreError, WireError, ConfigError, RunError)

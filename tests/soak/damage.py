@@ -1,7 +1,7 @@
 """Random damage to a kept workdir: is every one noticed, healed, or harmless?
 
-    python -m dora_jax.bench.damage [--faults=500] [--first=0] [--seed=0] [--subject=checkpoint|journal|weights|...]
-                                    [--planted=restore|state] [--resumes=4] [--workdir=DIR] [--table]
+    python -m tests.soak.damage [--faults=500] [--first=0] [--seed=0] [--subject=checkpoint|journal|weights|...]
+                                [--planted=restore|state] [--resumes=4] [--workdir=DIR] [--table]
 
 A tiny run is made, observed from outside (damage_truth.py), and killed with samples under way. Then case by case a copy
 of its workdir is damaged (damage_kinds.py), and the command's own resume goes as far as its loop (damage_rig.py). What the
@@ -36,12 +36,12 @@ import jax
 import numpy as np
 from absl import logging
 
-from dora_jax.bench.chaos import OVERRIDES
-from dora_jax.bench.damage_kinds import SUBJECTS
-from dora_jax.bench.damage_rig import Outcome, Rig
-from dora_jax.bench.damage_truth import EXACT, OLDER, REFUSED, TRACE, VERDICTS, WRONG, Allowed, Truth, judge
-from dora_jax.bench.damage_weights import StoredCases
 from dora_jax.trainer import checkpoint
+from tests.soak.chaos import OVERRIDES
+from tests.soak.damage_kinds import SUBJECTS
+from tests.soak.damage_rig import Outcome, Rig
+from tests.soak.damage_truth import EXACT, OLDER, REFUSED, TRACE, VERDICTS, WRONG, Allowed, Truth, judge
+from tests.soak.damage_weights import StoredCases
 
 STEPS = 12
 KILLED_AT = "trainer.after_put:11"  # what a kill leaves behind has samples under way
@@ -188,7 +188,7 @@ class Cases:
         """The run, killed; then an evaluation, whose files belong to a workdir too."""
         self._folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self._true, ignore_errors=True)
-        observed, truth = [sys.executable, "-m", "dora_jax.bench.damage_truth"], self._folder / "truth.partial"
+        observed, truth = [sys.executable, "-m", "tests.soak.damage_truth"], self._folder / "truth.partial"
         truth.unlink(missing_ok=True)
         run = subprocess.run(
             [*observed, str(truth), *self._command, f"--workdir={self._true}"],
@@ -283,7 +283,7 @@ def _readers_fault(workdir: Path) -> str:
 def _short(trace: str) -> str:
     """The last line of a trace, and where in this package it was raised."""
     places = re.findall(r'File ".*/(dora_jax/[^"]+)", line (\d+), in (\w+)', trace)
-    places = [place for place in places if "/bench/" not in place[0]]
+    places = [place for place in places if "/soak/" not in place[0]]
     where = " <- ".join(f"{file}:{line} {name}" for file, line, name in reversed(places[-3:]))
     lines = trace.strip().splitlines()
     return f"{lines[-1][:200]} ({where})"

@@ -21,12 +21,12 @@ from absl import flags as absl_flags
 
 from dora_jax.base import exits
 from dora_jax.base.metrics import Writer
-from dora_jax.bench.damage_truth import Resumed, batch_of, hashes
 from dora_jax.cli import flags
 from dora_jax.config import ConfigError, RunError
 from dora_jax.runtime import job, local_backend
 from dora_jax.runtime.journal import resume
 from dora_jax.runtime.local_backend import LocalBackend, RunContext
+from tests.soak.damage_truth import Resumed, batch_of, hashes
 
 
 class _Reached(BaseException):

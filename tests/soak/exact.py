@@ -1,6 +1,6 @@
 """Are runs that were killed the same, bit for bit, as runs that were not?
 
-    python -m dora_jax.bench.exact [--steps=12] [--cuts=5] [--seed=0] [--config=configs/quickstart.py:tiny] [--workdir=DIR]
+    python -m tests.soak.exact [--steps=12] [--cuts=5] [--seed=0] [--config=configs/quickstart.py:tiny] [--workdir=DIR]
 
 sync: N steps straight against k steps, a kill, and N - k by the same command, at `cuts` random k and fault points of the
 trainer. Compared: every array of the last checkpoint (parameters and optimizer), the weights' digest of every version,
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.bench.chaos import OVERRIDES, ChaosRun, prepare
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore
 from dora_jax.runtime.journal.recovery import replay
+from tests.soak.chaos import OVERRIDES, ChaosRun, prepare
 
 POINTS = ("trainer.before_step", "trainer.after_step", "trainer.after_put")
 TIMED = (  # metrics of time, of where samples ran, and of what a new process does once more

@@ -1,6 +1,6 @@
 """The true history of a run, and the judge of what a resume makes of a damaged workdir.
 
-    python -m dora_jax.bench.damage_truth TRUTH --config=... --workdir=...    dora_jax.train, observed into the file TRUTH
+    python -m tests.soak.damage_truth TRUTH --config=... --workdir=...    dora_jax.train, observed into the file TRUTH
 
 The observer stands around the run's own seams: it writes what the trainer holds after each step, which groups went into
 it, every sample as its instance reported it, and how long the journal's files were when a fact had been taken in. The

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dora_jax.bench.damage_truth import Allowed, Resumed, Truth
+from tests.soak.damage_truth import Allowed, Resumed, Truth
 
 BLOCK = 4096
 GARBAGE: tuple[bytes, ...] = (

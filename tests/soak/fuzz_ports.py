@@ -1,7 +1,7 @@
 """A run of many processes on this machine, whose listening ports are sent garbage without a pause, then its books.
 
-    python -m dora_jax.bench.fuzz_ports [--minutes=10] [--seed=0] [--threads=4] [--workdir=DIR]
-                                        [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
+    python -m tests.soak.fuzz_ports [--minutes=10] [--seed=0] [--threads=4] [--workdir=DIR]
+                                    [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
 
 Every port on which the controller or a process of a gang listens is found anew each second, whatever opened it: links
 and wires (runtime/listener.py), the coordination service of jax.distributed, collectives between the trainer's two
@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from dora_jax.bench.gang_run import LOST, WatchedRun, new_parser, running, settle
+from tests.soak.gang_run import LOST, WatchedRun, new_parser, running, settle
 
 HELD = 64  # connections that a thread keeps open and silent
 HELD_S = 20.0
