@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dora_jax.bench import bandwidth, decode
+from dora_jax.bench import decode, harness
 from dora_jax.models import decoder
 
 
@@ -36,15 +36,15 @@ def test_instances_take_samples_of_one_queue_when_they_have_room():
 
 
 def test_bytes_of_a_step():
-    tied = decoder.new_config("qwen3", **bandwidth.TOY)
-    weights, kv = bandwidth.step_bytes(tied, 4, 3, 100)
+    tied = decoder.new_config("qwen3", **harness.TOY)
+    weights, kv = decode.step_bytes(tied, 4, 3, 100)
     assert weights == 4 * 3_279_360 and kv == 3 * 100 * 4096
-    apart = decoder.new_config("qwen3", **bandwidth.TOY, tie_embeddings=False)
-    assert bandwidth.step_bytes(apart, 4, 3, 100)[0] == weights
+    apart = decoder.new_config("qwen3", **harness.TOY, tie_embeddings=False)
+    assert decode.step_bytes(apart, 4, 3, 100)[0] == weights
 
 
 @pytest.mark.slow
 def test_the_page_of_long_contexts():
-    _, _, *rows = bandwidth.table("toy", [64, 128], 2, "reference", 1e9, decode.read_speed, decode.best_s)
+    _, _, *rows = decode.bandwidth_table("toy", [64, 128], 2, "reference", 1e9)
     assert [row.split()[:2] for row in rows] == [["64", "2"], ["128", "2"]]
     assert all(0 < float(row.split()[4]) and row.endswith("%") for row in rows)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dora_jax.bench import device, device_record, device_stages
+from dora_jax.bench import device, device_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def measured(tmp_path, *stages):
     """The entries by stage, without what failed."""
     for stage in stages:
-        device_stages.run(stage, device_record.Record(tmp_path / "out.json", stage), "tiny")
+        device_model.run(stage, device.Record(tmp_path / "out.json", stage), "tiny")
     entries = json.loads((tmp_path / "out.json").read_text())
     assert not [e for e in entries if e.get("error")]
     return {stage: {e["name"]: e for e in entries if e["stage"] == stage} for stage in stages}
@@ -40,15 +40,15 @@ def test_a_run_goes_on_where_it_stopped_and_records_what_failed(tmp_path, monkey
     """A stage in a process of its own; the second run finds it done."""
     out = tmp_path / "out.json"
     device.run(["read"], out, "tiny", again=False)
-    entries = device_record.Record(out).entries
+    entries = device.Record(out).entries
     assert {"read speed", device.DONE} <= {e["name"] for e in entries}
     device.run(["read"], out, "tiny", again=False)
-    assert device_record.Record(out).entries == entries
+    assert device.Record(out).entries == entries
     monkeypatch.setattr(device, "LIMIT_S", 0.01)
     device.run(["read"], out, "tiny", again=True)
-    [failed] = device_record.Record(out).entries
+    [failed] = device.Record(out).entries
     assert "cut off after 0.01 s" in failed["error"]
-    record = device_record.Record(out, "kernel")
+    record = device.Record(out, "kernel")
     with record.attempt("one kernel"):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    assert "RESOURCE_EXHAUSTED" in device_record.Record(out).entries[-1]["error"]
+    assert "RESOURCE_EXHAUSTED" in device.Record(out).entries[-1]["error"]

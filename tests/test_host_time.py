@@ -15,8 +15,8 @@ def arguments(**changes):
     return argparse.Namespace(
         **{
             "rows": 6,
-            "contexts": "256",
-            "pages": "16",
+            "contexts": (256,),
+            "pages": (16,),
             "steps": 4,
             "ticks": 4,
             "partial_s": 0.01,

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from dora_jax.bench import environments, paced_run
-from dora_jax.bench.paced_environments import TurnsOf
+from dora_jax.bench import end_to_end, paced
 from dora_jax.config.files import load_file
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import SimConfig
@@ -16,12 +15,12 @@ from tests.fakes.pinned_environment import ROOT
 
 def small(steps, warmup):
     tree = load_file(f"{ROOT}/configs/sim/environments.py:small", SimConfig)
-    return environments.rows(sims.from_config_dict(tree), steps, warmup)
+    return end_to_end.environment_rows(sims.from_config_dict(tree), steps, warmup)
 
 
 def test_turns_lie_behind_each_other_with_what_is_observed_between():
     work = Workload(small(1, 1)[0].config.workload)
-    turns, seen = TurnsOf(work), set()
+    turns, seen = paced.TurnsOf(work), set()
     for id in (SampleId(g, i) for g in range(20) for i in range(4)):
         at = 0
         for turn in work.turns(id):
@@ -39,7 +38,7 @@ def test_turns_lie_behind_each_other_with_what_is_observed_between():
 def test_both_tasks_are_trained_within_the_bound_however_a_sample_waits(hold):
     row = small(2, 1)[hold]
     assert row.config.orchestrator.hold_slots == hold
-    found = paced_run.run(row, pace=1 / 1000)
+    found = paced.run(row, pace=1 / 1000)
     assert set(found.tasks) == {"quick", "slow"} and sum(found.tasks.values()) == pytest.approx(1)
     assert found.lag_max <= row.config.orchestrator.max_versions - 1 and not found.mixed
     assert dataclasses.asdict(found)["step_s"] > 0

@@ -100,7 +100,7 @@ def test_the_page_names_files_that_exist(page):
         assert ((ROOT / page).parent / target).exists(), target
     for name in re.findall(r"(?:configs|launch|tests|dora_jax)/[\w/]+\.(?:py|sh)", text):
         assert (ROOT / name).exists(), name
-    for module in re.findall(r"python -m (dora_jax[\w.]*)", text):
+    for module in re.findall(r"python -m ((?:dora_jax|tests)[\w.]*)", text):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
 

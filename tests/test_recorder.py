@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.bench import recorded
+from dora_jax.bench import end_to_end
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -64,7 +64,7 @@ def test_costs_are_what_the_engines_took(run):
 
 
 def test_the_simulator_predicts_the_recorded_run(run):
-    config, mode = recorded.setting(run, warmup=1)
+    config, mode = end_to_end.recorded_setting(run, warmup=1)
     result = simulate(Row(label=mode, mode=mode, config=config, published={}))
     assert mode == "dora"
     assert result.step_s == pytest.approx(replay.replay(run / JOURNAL, warmup=1).step_s, rel=0.6)

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.bench.bandwidth import TOY
+from dora_jax.bench import harness
+from dora_jax.bench.harness import TOY
 from dora_jax.config import Config, ModelSection, RolloutSection
-from dora_jax.models import decoder, lora, sharding
+from dora_jax.models import decoder, lora
 from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.plan import presets
 from dora_jax.publish import DeviceWeights
@@ -44,7 +45,7 @@ class Subject:
             decode_steps=min(16, tokens),
         )
         config = presets.filled(Config(model=ModelSection(dtype="float32"), rollout=rollout, lora=section))
-        mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+        mesh = harness.one_device()
         self.tokens = tokens
         self.best: dict[int, float] = {}  # versions of the rows -> tokens a second
         self.engine = engine_of(config, model, mesh)
@@ -79,39 +80,27 @@ class Subject:
 
 def table(found: dict[str, Subject]) -> list[str]:
     """One line for each number of versions; `of one`: against rows of one version on the same engine."""
-    lines = [
-        f"{'versions are':20s}{'of rows':>9s}{'tokens/s':>10s}{'of one':>8s}{'of first':>10s}{'MB each':>9s}{'ms':>8s}"
-    ]
+    page = harness.Table({"versions are": "20s", "of rows": "9d", "tokens/s": "10,.0f", "of one": "8.2f",
+                          "of first": "10.2f", "MB each": "9.2f", "ms": "8.1f"})  # fmt: skip
+    lines = [page.head]
     first, *_ = next(iter(found.values())).best.values()
     for name, subject in found.items():
         one, *_ = subject.best.values()
-        for versions, speed in subject.best.items():
-            lines.append(
-                f"{name:20s}{versions:9d}{speed:10,.0f}{speed / one:8.2f}{speed / first:10.2f}"
-                f"{subject.bytes / 1e6:9.2f}{min(subject.load_ms):8.1f}"
-            )
+        for count, speed in subject.best.items():
+            figures = (speed, speed / one, speed / first, subject.bytes / 1e6, min(subject.load_ms))
+            lines.append(page.row(name, count, *figures))
     return lines
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--versions",
-        default="1,2,4",
-        help="of the rows, one count a line; the first is what the others are compared with",
-    )
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a sample")
-    parser.add_argument("--samples", type=int, default=0, help="of a round; 0: as many as rows")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--width", type=int, default=TOY["d_model"], help="d_model of the toy")
-    return parser
+    """samples: of a round, 0 for as many as rows; width: d_model of the toy."""
+    return harness.parser_of(__doc__, versions=(1, 2, 4), rows=32, rank=8, tokens=128, samples=0, rounds=3,
+                             width=TOY["d_model"])  # fmt: skip
 
 
 def measured(args: argparse.Namespace) -> dict[str, Subject]:
     model = decoder.new_config("qwen3", **TOY | {"d_model": args.width, "d_ff": 3 * args.width})
-    counts = [int(count) for count in args.versions.split(",")]
+    counts = args.versions
     sections = {"full weights": OFF, f"adapters, rank {args.rank}": Lora(rank=args.rank)}
     found = {name: Subject(model, max(counts), args.rows, args.tokens, section) for name, section in sections.items()}
     for _ in range(args.rounds):

@@ -11,13 +11,13 @@ overlap has to hide. It proves that the programs compile and fit, never that the
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from typing import Any, NamedTuple
 
 from dora_jax import aot
 from dora_jax.aot import roles as aot_roles
+from dora_jax.bench import harness
 from dora_jax.config import Config
 from dora_jax.costs import update as update_costs
 from dora_jax.models.families import KNOWN
@@ -141,13 +141,8 @@ ROWS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--programs", default="", help="of these kinds only")
-    parser.add_argument("--layers", type=int, default=0, help="instead of the model's own; 0: all of them")
-    args = parser.parse_args()
-    asked = tuple(filter(None, args.programs.split(",")))
-    fits = [run(row, args.layers, asked) for row in ROWS if args.only in row.name]
+    args = harness.flags(__doc__, only="", programs=(), layers=0)
+    fits = [run(row, args.layers, args.programs) for row in ROWS if args.only in row.name]
     return 0 if all(fits) else 1
 
 

@@ -14,7 +14,6 @@ Best of the rounds, because neighbours on the machine only ever slow things down
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 import time
@@ -26,9 +25,9 @@ import jax
 import numpy as np
 
 from dora_jax.base.digest import digest
-from dora_jax.bench import train_step
+from dora_jax.bench import harness, train_step
 from dora_jax.config import CheckpointSection
-from dora_jax.models import decoder, sharding
+from dora_jax.models import decoder
 from dora_jax.plan import devices
 from dora_jax.trainer import step
 from dora_jax.trainer.checkpoint import Checkpoints
@@ -81,17 +80,12 @@ def measure(trainer: step.Trainer, batch: Any, folder: Path, rounds: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None)
-    args = parser.parse_args()
+    args = harness.flags(__doc__, tokens=1024, rounds=3, folder=None)
     devices.keep_freed_memory()  # as a run's set-up does
     model = decoder.new_config("llama", **SHAPE)
     work = train_step.real_works(model, args.tokens // train_step.LONGEST)[0]
-    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     section = train_step.section(len(work.batch.tokens))
-    trainer = step.Trainer(model, section, mesh, decoder.init_params(model, 0), total_steps=1000)
+    trainer = step.Trainer(model, section, harness.one_device(), decoder.init_params(model, 0), total_steps=1000)
     trainer.warmup(*work.batch.tokens.shape)
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) / 2**20 for tree in trainer.state[:2]]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

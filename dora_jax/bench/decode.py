@@ -15,47 +15,195 @@ because neighbours on the machine only ever slow things down.
 The floor is what the machine's measured speeds allow: weights and the KV of the running samples read once a step, at
 the speed at which all cores read as many bytes over and over, or the flops at that of a large matrix product, whichever
 takes longer. Rivals run in an environment of their own (`--install` makes it under .bench/) on a folder written here.
-With --smollm the weights are those of a real model of 135M parameters (smollm.py): prompts of 48 tokens, 48 new ones
+With --smollm the weights are those of a real model of 135M parameters (real_model.py): prompts of 48 tokens, 48 new ones
 each at fixed lengths, and one instance over all cores, because every instance reads all weights at every step.
 Pages are what all slots need, and one a slot more, which admission keeps free for running samples to grow into.
 Tunix is the sampler of its newest published package, 0.1.7; the engine of its development branch is not published.
 With --moe the toy has 8 layers of 16 experts, of which a token takes 2; the rival runs its fastest experts.
-With --contexts: the decode call alone as a share of the memory's speed, see bandwidth.py.
+With --contexts: the decode call of a long context alone, as a share of the memory's speed. A decode step must read every
+weight once and the KV of every row once. The compiled call of an engine is timed with all rows at the same context, on
+pages that were never filled (what a page holds does not change the cost), random weights; the share is those bytes over
+the time, against the speed at which this device reads a matrix in a product with a vector. Rows that the given memory
+cannot hold beside the weights are left out, and B says how many are there.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib.util
-import json
+import functools
 import os
-import subprocess
-import sys
 import tempfile
-import time
-import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.bench import bandwidth, plain, smollm
-from dora_jax.config import Config, RolloutSection
+from dora_jax.bench import harness, real_model
+from dora_jax.bench.harness import TOY
+from dora_jax.config import Config, EngineKernel, ModelSection
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.families.config import Experts
-from dora_jax.plan import devices, presets
+from dora_jax.ops.attention import MASKED
+from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.plan import devices
 from dora_jax.rollout.engine import Engine
-from dora_jax.runtime.assembly.run import engine_of
+from dora_jax.rollout.shapes import FRESH, HEADER, POSITION, REMAINING, SLOT, TOKEN
 from dora_jax.types import SampleId
 
-MODEL = decoder.new_config("qwen3", **bandwidth.TOY)
-MIXTURE = decoder.new_config(
-    "qwen3_moe", **bandwidth.TOY | {"n_layers": 8}, experts=Experts(count=16, per_token=2, width=128)
-)
+
+def plain_runner(cfg: decoder.ModelConfig, params, work) -> Callable[[], None]:
+    """A closure that samples the whole work once, the plain way in JAX: one contiguous cache, whole batches, a scan until
+    the longest sample ends. All of it is tuned as in the engine (layouts, one dispatch a batch, donated cache); what it
+    lacks is continuous batching, pages and versions."""
+    longest = [int(work.lengths[i : i + work.batch].max()) for i in range(0, len(work.lengths), work.batch)]
+    calls = {n: jax.jit(functools.partial(_generate_plain, cfg, n)) for n in set(longest)}
+
+    def run() -> None:
+        for first, n in zip(range(0, len(work.lengths), work.batch), longest, strict=True):
+            prompts = work.prompts[first : first + work.batch]
+            jax.device_get(calls[n](params, prompts, jax.random.key(first)))
+
+    return run
+
+
+def _generate_plain(cfg: decoder.ModelConfig, n: int, params, prompts_BxT, key):
+    """Log-probs f32[n, B] and the tokens of n steps, prefill included."""
+    b, prompt = prompts_BxT.shape
+    cache = {}
+
+    def keep(layer, q, k, v):
+        cache[layer] = (
+            jnp.pad(k.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, 0), (0, n))),
+            jnp.pad(v.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, n), (0, 0))),
+        )
+        return attend(q, k, v)
+
+    positions = jnp.tile(jnp.arange(prompt)[None], (b, 1))
+    attend_prompt = segment_attention(jnp.ones((b, prompt), jnp.int32), positions)
+    attend = lambda q, k, v: attend_prompt(None, q, k, v)
+    hidden = decoder.forward(cfg, params, prompts_BxT, positions, keep)[:, -1]
+    first, first_logprob = _sample(decoder.logits(cfg, params, hidden), jax.random.fold_in(key, 0))
+
+    def step(carry, i):
+        token_B, cache = carry
+        cache = dict(cache)
+        at = prompt + i
+
+        def attend(layer, q, k, v):
+            k = jax.lax.dynamic_update_slice_in_dim(cache[layer][0], k.transpose(0, 2, 3, 1), at, 3)
+            v = jax.lax.dynamic_update_slice_in_dim(cache[layer][1], v.transpose(0, 2, 1, 3), at, 2)
+            cache[layer] = k, v
+            return _attend_cached(q, k, v, at)
+
+        hidden = decoder.forward(cfg, params, token_B[:, None], jnp.full((b, 1), at), attend)[:, 0]
+        token_B, logprob_B = _sample(decoder.logits(cfg, params, hidden), jax.random.fold_in(key, i + 1))
+        return (token_B, cache), (token_B.astype(jnp.float32), logprob_B)
+
+    _, (tokens, logprobs) = jax.lax.scan(step, (first, cache), jnp.arange(n - 1))
+    return jnp.concatenate([first_logprob[None], logprobs]), tokens
+
+
+def _attend_cached(q_Bx1xHxD, k_BxKxDxS, v_BxKxSxD, at):
+    b, _, heads, d = q_Bx1xHxD.shape
+    q = q_Bx1xHxD.reshape(b, k_BxKxDxS.shape[1], -1, d)
+    scores = jnp.einsum("bkgd,bkds->bkgs", q, k_BxKxDxS) * d**-0.5
+    seen = jnp.arange(scores.shape[-1])[None, None, None] <= at
+    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
+    return jnp.einsum("bkgs,bksd->bkgd", weights, v_BxKxSxD).reshape(b, 1, heads, d)
+
+
+def _sample(logits, key):
+    token = jax.random.categorical(key, logits).astype(jnp.int32)
+    return token, jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
+
+
+SMALL = dict(
+    vocab_size=151936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072, rope_theta=1e6
+)  # Qwen3-0.6B
+LARGE = SMALL | dict(d_model=4096, n_layers=36, n_heads=32, d_ff=12288, tie_embeddings=False)  # Qwen3-8B
+SIZES: dict[str, dict[str, Any]] = {"toy": TOY, "qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
+PAGE = {"reference": 16, "tpu": 32}
+STEPS = 16
+
+
+def step_bytes(cfg: decoder.ModelConfig, itemsize: int, rows: int, context: int) -> tuple[int, int]:
+    """(weights, KV) that one step reads; of an embedding that is not the head too, only the rows' own lines."""
+    sizes = {name: x.size for name, x in decoder.abstract_params(cfg).items() if name != "layers"}
+    layers = sum(x.size for x in jax.tree.leaves(decoder.abstract_params(cfg)["layers"]))
+    ends = sum(sizes.values()) - (0 if cfg.tie_embeddings else sizes["embed"])
+    kv = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim * rows * context
+    return (layers + ends) * itemsize, kv * itemsize
+
+
+def context_engine(cfg: decoder.ModelConfig, rows: int, context: int, attention: EngineKernel, dtype) -> Engine:
+    size = PAGE[attention]
+    return harness.new_engine(
+        cfg,
+        sections={"model": ModelSection(dtype=jnp.dtype(dtype).name)},
+        slots=rows,
+        pages=rows * (context // size),
+        page_size=size,
+        max_prompt_tokens=size,
+        max_new_tokens=context - size,
+        decode_steps=STEPS,
+        prefill_tokens=size * rows,
+        attention=attention,
+        context_block=min(1024, context),
+    )
+
+
+def control_of(engine: Engine, context: int) -> tuple[np.ndarray, int]:
+    """Every slot's last call before `context`, on pages of its own."""
+    s = engine.shapes
+    blocks, past, pages = s.decode_buckets[-1], context - STEPS, context // s.page_size
+    control = np.zeros(s.decode_control(blocks), np.int32)
+    control[:, SLOT] = np.arange(s.rows)
+    control[:, [FRESH, TOKEN, POSITION, REMAINING]] = 1, 7, past, STEPS
+    own_RxP = 1 + np.arange(s.rows * pages).reshape(s.rows, pages)
+    held, first = s.pages_for(past), past // s.page_size
+    control[:, HEADER : HEADER + held] = own_RxP[:, :held]
+    write = HEADER + blocks * s.block_pages
+    control[:, write : write + pages - first] = own_RxP[:, first:]
+    return control, blocks
+
+
+def bandwidth_table(
+    model: str, contexts: Sequence[int], rows: int, attention: EngineKernel, memory_bytes: float
+) -> Iterator[str]:
+    """The page's lines. bf16, but f32 on CPUs, which have no fast bf16."""
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    cfg, itemsize = decoder.new_config("qwen3", **SIZES[model]), jnp.dtype(dtype).itemsize
+    params = jax.jit(lambda: decoder.serving_layout(decoder.init_params(cfg, 0, dtype=dtype)))()
+    speed = read_speed(min(1 << 30, int(memory_bytes / 4)))
+    yield f"{model}, {jnp.dtype(dtype).name}, attention {attention}; this device reads {speed / 1e9:.0f} GB/s"
+    table = harness.Table({"context": "8d", "B": "5d", "weights MB": "12.1f", "KV MB": "9.1f", "ms a step": "11.2f",
+                           "tokens/s": "10.0f", "share": "8.0%"})  # fmt: skip
+    yield table.head
+    for context in contexts:
+        weights, kv = step_bytes(cfg, itemsize, 1, context)
+        fit = min(rows, int((memory_bytes - weights) / (kv * (3 if attention == "reference" else 1.1))))
+        if fit < 1:
+            yield f"{context:8d}    0  one row of KV does not fit {memory_bytes / 1e9:.0f} GB beside the weights"
+            continue
+        engine = context_engine(cfg, fit, context, attention, dtype)
+        engine.load(0, jax.device_put(params, engine.param_shardings))
+        control, blocks = control_of(engine, context)
+        weights_of = engine.residents.of(0)  # as the calls take them
+        took = (
+            harness.best_s(lambda: engine.device.generate(weights_of, control, blocks)[0].block_until_ready(), 5)
+            / STEPS
+        )
+        kv *= fit
+        share = (weights + kv) / took / speed
+        yield table.row(context, fit, weights / 1e6, kv / 1e6, took * 1e3, fit / took, share)
+
+
+MODEL = decoder.new_config("qwen3", **TOY)
+MIXTURE = decoder.new_config("qwen3_moe", **TOY | {"n_layers": 8}, experts=Experts(count=16, per_token=2, width=128))
 TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
 
 
@@ -90,17 +238,6 @@ class Subject:
         )
 
 
-ENVIRONMENTS = {  # rival -> what its environment needs
-    "transformers": (
-        "torch==2.13.0+cpu",
-        "transformers==5.23.0",
-        "--extra-index-url",
-        "https://download.pytorch.org/whl/cpu",
-    ),
-    "tunix": ("google-tunix==0.1.7",),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class DecodeWork:
     name: str
@@ -114,7 +251,7 @@ class DecodeWork:
         return int(self.lengths.sum())
 
 
-def works(subject: Subject, rows: list[int], tail_samples: int) -> list[DecodeWork]:
+def works(subject: Subject, rows: Sequence[int], tail_samples: int) -> list[DecodeWork]:
     rng = np.random.default_rng(0)
 
     def work(name: str, batch: int, lengths: np.ndarray) -> DecodeWork:
@@ -159,7 +296,9 @@ def new_engine(work: DecodeWork, slots: int, device: jax.Device) -> Engine:
     fixed = longest == work.lengths.min()
     sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block, s.prefill)
     rows, steps, block, prefill = sizes if fixed else (s.tail_rows, s.tail_steps, s.tail_block, s.tail_prefill)
-    section = RolloutSection(
+    return harness.new_engine(
+        s.model,
+        sharding.make_mesh([device], 1, 1, 1),
         slots=slots,
         pages=slots * (-(-(s.prompt + longest) // 16) + 2),
         max_prompt_tokens=s.prompt,
@@ -170,7 +309,6 @@ def new_engine(work: DecodeWork, slots: int, device: jax.Device) -> Engine:
         decode_steps=steps,
         context_block=block,
     )
-    return engine_of(presets.filled(Config(rollout=section)), s.model, sharding.make_mesh([device], 1, 1, 1))
 
 
 def drain(engine: Engine, todo: Iterator[tuple]) -> int:
@@ -194,14 +332,14 @@ def flop_speed() -> float:
     """flop/s of a large matrix product."""
     m = jnp.ones((2048, 2048), jnp.float32)
     product = jax.jit(lambda m: m @ m)
-    return 2 * 2048**3 / best_s(lambda: product(m).block_until_ready(), 20)
+    return 2 * 2048**3 / harness.best_s(lambda: product(m).block_until_ready(), 20)
 
 
 def read_speed(n_bytes: int) -> float:
     """bytes/s of a product of a matrix of so many bytes with a vector, again and again."""
     matrix, vector = jnp.ones((n_bytes // 4096, 1024), jnp.float32), jnp.ones(1024, jnp.float32)
     product = jax.jit(lambda m, v: m @ v)
-    return matrix.nbytes / best_s(lambda: product(matrix, vector).block_until_ready(), 30)
+    return matrix.nbytes / harness.best_s(lambda: product(matrix, vector).block_until_ready(), 30)
 
 
 def floor_s(work: DecodeWork, flops: float) -> float:
@@ -215,149 +353,70 @@ def floor_s(work: DecodeWork, flops: float) -> float:
     return decode + 2 * model.active_params * prompt * len(work.lengths) / flops
 
 
-def best_s(call: Callable[[], object], rounds: int) -> float:
-    call()
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
-# ------------------------------------------------------------------ rivals
-
-
-class RivalDecoder:
-    """A rival in interpreters of its own, `copies` at once: one JSON line in (a share of a work), one out (seconds)."""
-
-    def __init__(self, name: str, folder: Path, install: bool, copies: int):
-        root = Path(".bench") / name
-        python = root / "bin" / "python"
-        if install and not python.exists():
-            venv.create(root, with_pip=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *ENVIRONMENTS[name]], check=True)
-        script = Path(__file__).with_name(f"rival_{name}.py")
-        interpreter = str(python) if python.exists() else sys.executable
-        if not python.exists() and importlib.util.find_spec(name) is None:
-            raise SystemExit(f"error: the rival {name} is not installed; --install makes its environment in {root}")
-        self._processes = [
-            subprocess.Popen(
-                [interpreter, str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            for _ in range(copies)
-        ]
-
-    def runner(self, work: DecodeWork) -> Callable[[], float]:
-        processes = self._processes[: work.batch]
-        n = len(processes)
-        lines = [
-            json.dumps(
-                {
-                    "batch": work.batch // n,
-                    "prompts": work.prompts[i::n].tolist(),
-                    "lengths": work.lengths[i::n].tolist(),
-                }
-            )
-            for i in range(n)
-        ]
-
-        def run() -> float:
-            for process, line in zip(processes, lines, strict=True):
-                print(line, file=process.stdin, flush=True)
-            answers = [process.stdout.readline() for process in processes if process.stdout is not None]
-            if not all(answers):
-                raise RuntimeError(f"the rival ended with code {processes[answers.index('')].wait()}")
-            return max(map(float, answers))
-
-        return run
-
-    def close(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-
-
-def timed(run: Callable[[], float | None]) -> float:
-    began = time.perf_counter()
-    reported = run()
-    return time.perf_counter() - began if reported is None else reported
+def rival_runner(rival: harness.Rival, copies: int, work: DecodeWork) -> Callable[[], float]:
+    """Each process of the rival takes a share of the samples; the seconds of the slowest."""
+    n = min(copies, work.batch)
+    shares = [
+        {"batch": work.batch // n, "prompts": work.prompts[i::n].tolist(), "lengths": work.lengths[i::n].tolist()}
+        for i in range(n)
+    ]
+    return lambda: max(rival.ask(*shares))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="1,8,32,128")
-    parser.add_argument("--tail", type=int, default=TAIL_SAMPLES, help="samples of the long tail; 0 leaves it out")
-    parser.add_argument("--rivals", default="plain,transformers,tunix")
-    parser.add_argument("--copies", type=int, default=1, help="processes of each rival")
-    parser.add_argument("--instances", type=int, default=0, help="of the engine; 0: one a core")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--install", action="store_true", help="make each rival's environment under .bench/")
-    parser.add_argument("--smollm", action="store_true", help="SmolLM2-135M-Instruct in place of a toy")
-    parser.add_argument("--moe", action="store_true", help="a mixture of 16 experts in place of a dense toy")
-    parser.add_argument("--contexts", default="", help="lengths at which to time the decode call alone")
-    parser.add_argument("--model", default="toy", choices=bandwidth.SIZES, help="of --contexts")
-    parser.add_argument("--attention", default="reference", choices=bandwidth.PAGE, help="of --contexts")
-    parser.add_argument("--memory", type=float, default=2, help="GB that --contexts may fill")
-    args = parser.parse_args()
-    if args.contexts:
-        contexts, rows = [int(c) for c in args.contexts.split(",")], int(args.rows.split(",")[-1])
-        for line in bandwidth.table(args.model, contexts, rows, args.attention, args.memory * 1e9, read_speed, best_s):
+    args = harness.flags(__doc__, rows=(1, 8, 32, 128), tail=TAIL_SAMPLES, rivals=("plain", "transformers", "tunix"),
+                         copies=1, instances=0, rounds=3, install=False, smollm=False, moe=False, contexts=(0,),
+                         model=list(SIZES), attention=list(PAGE), memory=2.0)  # fmt: skip
+    if any(args.contexts):
+        for line in bandwidth_table(args.model, args.contexts, args.rows[-1], args.attention, args.memory * 1e9):
             print(line, flush=True)
         return
     instances = args.instances or (1 if args.smollm else len(os.sched_getaffinity(0)))
     devices.setup_platform(Config(cpu_devices=instances))
-    rivals = [name for name in args.rivals.split(",") if name]
     flops = flop_speed()  # before any rival starts: they load for a while
     with tempfile.TemporaryDirectory() as temporary:
         folder, subject, params = (
-            real_model() if args.smollm else toy_model(Path(temporary) / "model", MIXTURE if args.moe else MODEL)
+            real_subject() if args.smollm else toy_subject(Path(temporary) / "model", MIXTURE if args.moe else MODEL)
         )
-        external = {name: RivalDecoder(name, folder, args.install, args.copies) for name in rivals if name != "plain"}
+        external = {
+            name: harness.Rival(name, name, folder, args.install, args.copies)
+            for name in args.rivals
+            if name != "plain"
+        }
         print(f"measured: {flops / 1e9:.0f} GFLOP/s; {jax.device_count()} instances; jax {jax.__version__}")
-        print(
-            f"{'tokens/s':12s}{'engine':>10s}"
-            + "".join(f"{name:>14s}" for name in rivals)
-            + f"{'floor':>10s}{'of floor':>10s}{'best rival':>12s}",
-            flush=True,
-        )
-        for work in works(subject, [int(b) for b in args.rows.split(",") if b], args.tail):
-            runs: list[Callable[[], float | None]] = [engine_runner(work, params)]
-            runs += [
-                external[name].runner(work) if name in external else plain.runner(subject.model, params, work)
-                for name in rivals
-            ]
-            for name, run in zip(("engine", *rivals), runs, strict=True):
-                if name not in external:  # those warm up by themselves
-                    timed(run)
-            rounds = [[timed(run) for run in runs] for _ in range(args.rounds)]
-            times = dict(zip(("engine", *rivals), map(min, zip(*rounds, strict=True)), strict=True))
-            print_row(work, times, floor_s(work, flops))
+        table = harness.Table({"tokens/s": "12s", "engine": "10.0f", **dict.fromkeys(args.rivals, "14.0f"),
+                               "floor": "10.0f", "of floor": ">10s", "best rival": ">12s"})  # fmt: skip
+        print(table.head, flush=True)
+        for work in works(subject, args.rows, args.tail):
+            runs: dict[str, Callable[[], float | None]] = {"engine": engine_runner(work, params)}
+            for name in args.rivals:
+                if name in external:
+                    runs[name] = rival_runner(external[name], args.copies, work)
+                else:
+                    runs[name] = plain_runner(subject.model, params, work)
+            for name in runs.keys() - external.keys():  # those warm up by themselves
+                runs[name]()
+            times = harness.best_of_turns(runs, args.rounds)
+            floor, against = floor_s(work, flops), [times[name] for name in external]
+            speeds = [work.tokens / took for took in times.values()]
+            best = f"{min(against) / times['engine']:.2f}x" if against else ""
+            print(
+                table.row(work.name, *speeds, work.tokens / floor, f"{times['engine'] / floor:.2f}x", best), flush=True
+            )
         for rival in external.values():
             rival.close()
 
 
-def toy_model(folder: Path, model: decoder.ModelConfig) -> tuple[Path, Subject, decoder.Params]:
+def toy_subject(folder: Path, model: decoder.ModelConfig) -> tuple[Path, Subject, decoder.Params]:
     """(its folder, how it runs, its weights in the serving layout)."""
     stacked = decoder.init_params(model, 0)
     hf.save(folder, model, stacked)
     return folder, Subject(model), jax.jit(decoder.serving_layout)(stacked)
 
 
-def real_model() -> tuple[Path, Subject, decoder.Params]:
-    model, stacked = hf.load(folder := smollm.folder())
+def real_subject() -> tuple[Path, Subject, decoder.Params]:
+    model, stacked = hf.load(folder := real_model.folder())
     return folder, Subject.real(model), jax.jit(decoder.serving_layout)(stacked)
-
-
-def print_row(work: DecodeWork, times: dict[str, float], floor: float) -> None:
-    rivals = [took for name, took in times.items() if name not in ("engine", "plain")]
-    against = f"{min(rivals) / times['engine']:.2f}x" if rivals else ""
-    speeds = [f"{work.tokens / took:{14 if i else 10}.0f}" for i, took in enumerate(times.values())]
-    print(
-        f"{work.name:12s}{''.join(speeds)}{work.tokens / floor:10.0f}{times['engine'] / floor:9.2f}x{against:>12s}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -19,22 +19,20 @@ With --smollm the policy is SmolLM2-135M-Instruct before any training, on the su
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 import dora_jax
 from dora_jax import tasks
-from dora_jax.bench import real_model, smollm
+from dora_jax.bench import harness, real_model
 from dora_jax.cli import flags
 from dora_jax.config import files as config_files
-from dora_jax.models import hf, sharding
+from dora_jax.models import hf
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.plan import devices
 from dora_jax.publish import DeviceWeights
@@ -72,9 +70,7 @@ class Subject:
 
     def __init__(self, policy: Policy, drafter: type[Drafter] | None = None, **rollout: Any):
         run = dataclasses.replace(policy.run, rollout=dataclasses.replace(policy.run.rollout, **rollout))
-        self.engine: Engine = build.new_engine(
-            run, policy.tokenizer, policy.config, sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
-        )
+        self.engine: Engine = build.new_engine(run, policy.tokenizer, policy.config, harness.one_device())
         self._weights = DeviceWeights(run.model.dtype)
         self._weights.put(0, policy.params)
         self.engine.warmup()
@@ -119,7 +115,7 @@ def differing(a: dict[SampleId, Sample], b: dict[SampleId, Sample]) -> list[str]
 def smollm_policy(folder: Path) -> Policy:
     """The configuration of bench.real_model, at version 0, with half of its slots: there are several engines."""
     tree = config_files.load_file(real_model.CONFIG)
-    rows, path = folder / "sums.jsonl", str(smollm.folder())
+    rows, path = folder / "sums.jsonl", str(real_model.folder())
     real_model.write_rows(rows)
     tree.update_from_flattened_dict(real_model.FIELDS | {"model.path": path, "task.path": str(rows), **HALF})
     run = flags.taken(tree, str(folder)).config
@@ -156,16 +152,9 @@ def speeds(subjects: dict[str, Subject], prompts: Sequence[Prompt], group_size: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    policies = parser.add_mutually_exclusive_group(required=True)
-    policies.add_argument("--workdir")
-    policies.add_argument("--smollm", action="store_true")
-    parser.add_argument("--live", type=int, default=4)
-    parser.add_argument("--drafts", type=int, default=7)
-    parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=0, help="of a sample, at most; 0: as the run has it")
-    args = parser.parse_args()
+    args = harness.flags(__doc__, workdir="", smollm=False, live=4, drafts=7, samples=512, rounds=3, tokens=0)
+    if bool(args.workdir) == args.smollm:
+        raise SystemExit("error: one of --workdir=DIR and --smollm says whose policy it is")
     policy = smollm_policy(Path("runs/drafts")) if args.smollm else dora_jax.load_policy(args.workdir)
     size, slots = policy.run.orchestrator.group_size, policy.run.rollout.slots
     prompts = prompts_of(policy, args.samples // size, args.tokens)

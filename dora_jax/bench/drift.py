@@ -21,11 +21,10 @@ scoring by the engine's calls.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax.bench import harness
 from dora_jax.bench.decode import MODEL
 from dora_jax.config import (
     Config,
@@ -44,7 +44,7 @@ from dora_jax.config import (
     TrainerSection,
     WeightBits,
 )
-from dora_jax.models import decoder, hf, sharding
+from dora_jax.models import decoder, hf
 from dora_jax.models.families.config import Experts, ModelConfig
 from dora_jax.plan import presets
 from dora_jax.publish import placed, sliced
@@ -93,7 +93,7 @@ def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> lis
 
 
 def loaded_engine(config: Config, cfg: ModelConfig, params: Any) -> Engine:
-    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+    mesh = harness.one_device()
     engine = engine_of(config, cfg, mesh)
     engine.load(0, placed(sliced(publishing_copy(config, cfg, mesh)(params)), engine.param_shardings))
     return engine
@@ -121,7 +121,7 @@ def scored(
     """(as `trainer_logprobs`, the share of the samples' choices that the trainer's routers would not make).
 
     replay: tokens go to the experts that sampling took, and not to those of the trainer's choice."""
-    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+    mesh = harness.one_device()
     model = trainer_recipe(config, cfg, mesh, cfg.vocab_size).model
     rows = np.stack([np.concatenate([s.prompt_ids, s.out_ids]) for s in samples]).astype(np.int32)
     positions = np.tile(np.arange(rows.shape[1] - 1, dtype=np.int32), (len(rows), 1))
@@ -174,59 +174,46 @@ def held_bytes(cfg: ModelConfig, dtype: str, weights: str, kv: str) -> tuple[int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="", help="a Hugging Face folder")
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--moe", action="store_true", help="what replayed routes are worth to a mixture of experts")
-    parser.add_argument("--exact", action="store_true", help="what rollout.exact is worth and costs")
-    parser.add_argument("--seeds", default="0,1,2", help="of the weights of --moe without a folder")
-    args = parser.parse_args()
+    args = harness.flags(__doc__, model="", samples=32, tokens=128, moe=False, exact=False, seeds=(0, 1, 2))
     if args.moe:
-        replay_table(args.model, args.samples, args.tokens, [int(seed) for seed in args.seeds.split(",")])
+        replay_table(args.model, args.samples, args.tokens, args.seeds)
         return
     cfg, params = hf.load(Path(args.model)) if args.model else (MODEL, decoder.init_params(MODEL, 0))
     if args.exact:
         exact_table(cfg, params, args.samples, args.tokens)
         return
-    print(
-        f"{'compute':10s}{'weights':9s}{'KV':9s}{'gap: mean':>11s}{'p99':>10s}{'largest':>10s}{'signed':>10s}"
-        f"{'forward':>10s}{'gap / forward':>15s}{'projections MB':>16s}{'KV B/token':>12s}"
-    )
+    table = harness.Table({"compute": "10s", "weights": "9s", "KV": "9s", "gap: mean": "11.2e", "p99": "10.2e",
+                           "largest": "10.2e", "signed": "10.1e", "forward": "10.2e", "gap / forward": ">15s",
+                           "projections MB": "16.2f", "KV B/token": "12d"})  # fmt: skip
+    print(table.head)
     for dtype, weights, kv in OPTIONS:
         gap, forward = measure(cfg, params, (dtype, weights, kv), args.samples, args.tokens)
         projections, position = held_bytes(cfg, dtype, weights, kv)
         size = np.abs(gap)
         ratio = f"{size.mean() / forward:.2f}" if forward else "-"
-        print(
-            f"{dtype:10s}{weights or '-':9s}{kv or '-':9s}{size.mean():11.2e}{np.quantile(size, 0.99):10.2e}"
-            f"{size.max():10.2e}{gap.mean():10.1e}{forward:10.2e}{ratio:>15s}{projections / 1e6:16.2f}{position:12d}",
-            flush=True,
-        )
+        figures = (size.mean(), np.quantile(size, 0.99), size.max(), gap.mean(), forward, ratio, projections / 1e6)
+        print(table.row(dtype, weights or "-", kv or "-", *figures, position), flush=True)
 
 
 def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> None:
-    print(
-        f"{'compute':10s}{'weights':9s}{'KV':9s}{'tokens':>8s}{'gap: mean':>11s}{'largest':>10s}{'exact: largest':>16s}"
-        f"{'differ':>8s}{'sampling s':>12s}{'exact s':>9s}{'replay s':>10s}"
-    )
+    table = harness.Table({"compute": "10s", "weights": "9s", "KV": "9s", "tokens": "8d", "gap: mean": "11.2e",
+                           "largest": "10.2e", "exact: largest": "16.1e", "differ": "8d", "sampling s": "12.2f",
+                           "exact s": "9.2f", "replay s": "10.2f"})  # fmt: skip
+    print(table.head)
     for dtype, weights, kv in OPTIONS:
         plain = config_of(dtype, weights, kv, count, tokens)
         config = dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, exact=True))
         engines = [loaded_engine(each, cfg, params) for each in (plain, config)]
         (_, plain_s), (samples, exact_s) = (timed(functools.partial(sampled, engine, count)) for engine in engines)
-        mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+        mesh = harness.one_device()
         replay = Replay(cfg, config.rollout, mesh, **engine_options(config, cfg, (), cfg.vocab_size))
         answers = [(sample.prompt_ids, sample.out_ids) for sample in samples]
         scores, replay_s = timed(functools.partial(replay, params, answers))
         found, again = np.concatenate([sample.logprobs for sample in samples]), np.concatenate(scores)
         gap, left = np.abs(found - trainer_logprobs(config, cfg, params, samples)), np.abs(found - again)
         differ = int((found.view(np.int32) != again.view(np.int32)).sum())
-        print(
-            f"{dtype:10s}{weights or '-':9s}{kv or '-':9s}{len(found):8d}{gap.mean():11.2e}{gap.max():10.2e}{left.max():16.1e}"
-            f"{differ:8d}{plain_s:12.2f}{exact_s:9.2f}{replay_s:10.2f}",
-            flush=True,
-        )
+        figures = (len(found), gap.mean(), gap.max(), left.max(), differ, plain_s, exact_s, replay_s)
+        print(table.row(dtype, weights or "-", kv or "-", *figures), flush=True)
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
@@ -236,7 +223,7 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
     return call(), time.perf_counter() - began
 
 
-def replay_table(model: str, samples: int, tokens: int, seeds: list[int]) -> None:
+def replay_table(model: str, samples: int, tokens: int, seeds: Sequence[int]) -> None:
     cfg = decoder.new_config("qwen3_moe", **MIXTURE)
     made = [hf.load(Path(model))] if model else [(cfg, decoder.init_params(cfg, seed)) for seed in seeds]
     print(

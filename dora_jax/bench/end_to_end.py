@@ -1,6 +1,8 @@
 """All modes, run for real at the pace of a chip, beside the simulator's prediction of the same work.
 
     python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=24] [--split=predicted|half] [--small]
+    python -m dora_jax.bench.end_to_end --environments [--speedup=40] [--steps=6] [--warmup=3] [--config=FILE]
+    python -m dora_jax.bench.end_to_end --recorded=DIRECTORY [--modes=sync,dora] [--warmup=2, as the recorder's]
 
 Real are threads, queues, `Coordinator`, workers, orchestrator, migrations, publications and the engine's tokens, which
 prove the version that made them; PACED are ticks, train steps and transfers: each lasts what the cost model says for an
@@ -17,17 +19,32 @@ against its prediction instead, where a decode step takes longer the more rows i
 A step of `dora` or `staleflow` waits for the longest sample of the version whose deadline is due, so that its time varies:
 in the small setting between 67 and 197 s, 107 s in the mean. Of few steps the mean depends on which of these they are, and
 prediction and run may differ by 20 % although both are right; of 24 steps no mode differed by more than 2.6 %.
+
+--environments: two environments of 0.1 s and 60 s at K = 3, the rows of configs/sim/environments.py: a sample that waits
+for its environment frees its slot, or holds it. Environments are paced as well.
+
+--recorded: a recorded run beside the simulator's prediction of it from its own measured costs, and other modes on its
+work. DIRECTORY is what runtime/observe/recorder.py wrote: WORKDIR/recorded of a run with --config.journal.record=True.
+The journal must replay to the same commands first. Nothing is paced: costs are those of the machine that ran it.
+Evaluations are not simulated: record a run that has none in its middle. The last K steps are left out of the recorded
+average: nothing new is admitted for them.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import json
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from dora_jax.bench import paced_run
+from dora_jax.bench import harness, paced
+from dora_jax.config.files import load_file
+from dora_jax.costs.recording import recorded_body
 from dora_jax.orchestrate.modes import MODES
+from dora_jax.runtime.observe.recorder import COSTS, JOURNAL
 from dora_jax.sim import config as sims
+from dora_jax.sim import replay
 from dora_jax.sim.advise import best_split
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL, Result
@@ -53,7 +70,7 @@ class ResultLine:
 
     row: Row
     predicted: Result
-    ran: paced_run.PacedResult
+    ran: paced.PacedResult
 
     @property
     def off(self) -> float:
@@ -77,7 +94,7 @@ def setting(steps: int, warmup: int) -> SimConfig:
         "orchestrator.rebalance_period_s": 20.0, "orchestrator.peer_weights": False})  # fmt: skip
 
 
-def rows(config: SimConfig, modes: list[str], split: str) -> list[Row]:
+def rows(config: SimConfig, modes: Sequence[str], split: str) -> list[Row]:
     """Each mode at its split; its label says which."""
     found = []
     for mode in modes:
@@ -148,28 +165,106 @@ def predicted_and_run(row: Row, speedup: float) -> ResultLine:
     """speedup: modelled seconds a real second."""
     predicted = simulate(row)
     print(f"{row.label}: {predicted.step_s:.1f} s a step predicted", file=sys.stderr, flush=True)
-    ran = paced_run.run(row, pace=1 / speedup)
+    ran = paced.run(row, pace=1 / speedup)
     print(f"{row.label}: {ran.step_s:.1f} s a step run", file=sys.stderr, flush=True)
     return ResultLine(row=row, predicted=predicted, ran=ran)
 
 
+def environment_rows(config: SimConfig, steps: int, warmup: int) -> list[Row]:
+    """The rows of the file with tokens that stand for 64."""
+    coarse = sims.replace(config, {
+        "steps": warmup + steps, "warmup_steps": warmup, "report_tokens": 1, "seeds": 1,
+        "model.kv_bytes_per_token": config.model.kv_bytes_per_token * TOKEN,
+        "cost.decode_overhead_s": config.cost.decode_overhead_s * TOKEN,
+        "cost.hbm_efficiency": config.cost.hbm_efficiency / TOKEN,
+        "cost.flops_efficiency": config.cost.flops_efficiency / TOKEN,
+        "cost.train_utilisation": config.cost.train_utilisation / TOKEN,
+        "workload.mean_tokens": config.workload.mean_tokens / TOKEN,
+        "workload.max_new_tokens": config.workload.max_new_tokens // TOKEN,
+        "workload.prompt_tokens": config.workload.prompt_tokens / TOKEN,
+        "workload.max_prompt_tokens": config.workload.max_prompt_tokens // TOKEN,
+        "workload.observation_tokens": config.workload.observation_tokens // TOKEN})  # fmt: skip
+    return sims.rows(coarse)
+
+
+def environment_table(lines: list[ResultLine]) -> str:
+    head = ["paced, not measured hardware", "s/step predicted", "run", "rollout only predicted", "run",
+            "trained of each predicted", "run", "lag mean", "max"]  # fmt: skip
+    cells = [[
+        line.row.label, f"{line.predicted.step_s:.1f}", f"{line.ran.step_s:.1f}", f"{line.predicted.rollout_only:.1%}",
+        f"{line.ran.rollout_only:.1%}", shares(line.predicted.tasks), shares(line.ran.tasks),
+        f"{line.ran.lag_mean:.2f}", str(line.ran.lag_max)] for line in lines]  # fmt: skip
+    return grid(head, cells)
+
+
+def shares(tasks: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(tasks.items()))
+
+
+def recorded_setting(directory: Path, warmup: int) -> tuple[SimConfig, str]:
+    """The recorded run as a simulation, and its mode."""
+    told, ups = recorded_body(directory / JOURNAL)
+    costs = json.loads((directory / COSTS).read_text())
+    first = ups[0]
+    config = sims.replace(SimConfig(), {
+        "steps": told.total_steps, "warmup_steps": warmup, "report_tokens": 16, "cost.path": str(directory / COSTS),
+        "hardware.chips": len(ups) + 1, "hardware.rollout_chips": len(ups), "hardware.tensor": 1,
+        "hardware.slots": first.slots, "hardware.page_size": first.page_size, "hardware.residents": first.residents,
+        "workload.distribution": "journal", "workload.path": str(directory / JOURNAL),
+        "workload.prompt_tokens": costs["prompt_tokens"], "workload.prompt_sigma": 0.1,
+        "workload.max_prompt_tokens": told.max_prompt_tokens, "workload.max_new_tokens": told.max_new_tokens,
+        "orchestrator.max_versions": told.max_versions, "orchestrator.groups_per_step": told.groups_per_step,
+        "orchestrator.group_size": told.group_size, "orchestrator.inflight": told.inflight,
+        "orchestrator.updates": told.updates, "orchestrator.peer_weights": False,
+        "orchestrator.rebalance_period_s": told.rebalance_period_s})  # fmt: skip
+    return config, told.mode
+
+
+def recorded_table(directory: Path, modes: Sequence[str], warmup: int) -> str:
+    for name in (JOURNAL, COSTS):
+        if not (directory / name).is_file():
+            raise SystemExit(
+                f"error: {directory} holds no {name}: it is no recorded run, or one that ended before its warm-up"
+            )
+    config, recorded = recorded_setting(directory, warmup)
+    ran = replay.replay(directory / JOURNAL, warmup, config.orchestrator.max_versions)
+    print(replay.render(ran), "\n")
+    rows = []
+    for mode in dict.fromkeys([recorded, *modes]):
+        result = simulate(Row(label=mode, mode=mode, config=config, published={}))
+        own = [f"{ran.step_s:.3f}", f"{result.step_s / ran.step_s - 1:+.1%}", f"{ran.rollout_only:.1%}"]
+        rows.append([mode, f"{result.step_s:.3f}", *(own if mode == recorded else ["", "", ""]),
+                     f"{result.rollout_only:.1%}", f"{result.tokens_per_s:,.0f}", f"{result.lag_mean:.2f}"])  # fmt: skip
+    head = ["mode", "s/step predicted", "recorded", "off by", "rollout only recorded", "predicted", "tokens/s predicted",
+            "mean lag"]  # fmt: skip
+    return grid(head, rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--speedup", type=float, default=30.0, help="modelled seconds a real second")
-    parser.add_argument("--steps", type=int, default=24, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before them")
-    parser.add_argument("--split", choices=("predicted", "half"), default="predicted")
-    parser.add_argument("--lent", action="store_true", help="dora alone: its trainer has most chips, and lends them")
-    parser.add_argument("--small", action="store_true", help="a fraction of the work")
-    args = parser.parse_args()
-    config = sims.replace(setting(args.steps, args.warmup), SMALL if args.small else {})
-    chosen = lent_rows(config) if args.lent else rows(config, args.modes.split(","), args.split)
+    asked = {"modes": MODES, "speedup": 30.0, "steps": 24, "warmup": 6}
+    if "--environments" in sys.argv:
+        asked |= {"speedup": 40.0, "steps": 6, "warmup": 3}
+    elif any(arg.startswith("--recorded") for arg in sys.argv):
+        asked |= {"modes": ("sync", "one_step", "partial", "dora_paper", "dora"), "warmup": 2}
+    args = harness.flags(__doc__, **asked, split=["predicted", "half"], lent=False, small=False, environments=False,
+                         config="configs/sim/environments.py", recorded="")  # fmt: skip
+    if args.recorded:
+        print(recorded_table(Path(args.recorded), args.modes, args.warmup))
+        return
+    if args.environments:
+        waiting = sims.from_config_dict(load_file(args.config, SimConfig))
+        chosen = environment_rows(waiting, args.steps, args.warmup)
+    else:
+        config = sims.replace(setting(args.steps, args.warmup), SMALL if args.small else {})
+        chosen = lent_rows(config) if args.lent else rows(config, args.modes, args.split)
     lines = [predicted_and_run(row, args.speedup) for row in chosen]
     print(
         f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n"
     )
-    print(table(lines), "\n", *verdicts(lines), sep="\n")
+    if args.environments:
+        print(environment_table(lines))
+    else:
+        print(table(lines), "\n", *verdicts(lines), sep="\n")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
+from dora_jax.bench import harness
 from dora_jax.config import Config, RolloutSection
-from dora_jax.models import decoder, sharding
+from dora_jax.models import decoder
 from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import InFlightSample
@@ -112,7 +112,7 @@ def new_worker(instance: int, args: argparse.Namespace, context: int, page: int)
         late_results="on" if args.step_ms else "off",
     )
     config = presets.filled(Config(rollout=rollout))
-    engine = build.engine_of(config, MODEL, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), eos_ids=(1,))
+    engine = build.engine_of(config, MODEL, harness.one_device(), eos_ids=(1,))
     engine.device = InstantDevice(engine, args.step_ms * 1e-3 * steps)  # type: ignore[assignment]
     engine.load(0, decoder.serving_layout(decoder.init_params(MODEL, 0)))
     worker = EngineWorker(instance, engine, NOTHING, queue.SimpleQueue(), args.partial_s)
@@ -214,7 +214,6 @@ def together(workers: list[EngineWorker], ticks: int) -> Rate:
 
 
 def table(args: argparse.Namespace) -> Iterator[str]:
-    numbers = lambda text: [int(n) for n in text.split(",")]
     several = args.instances > 1
     yield f"{args.rows} rows, {args.steps} steps a call, {args.instances} instance{'s' * several}"
     yield f"{'context':>8s}{'page':>6s}" + (
@@ -222,8 +221,8 @@ def table(args: argparse.Namespace) -> Iterator[str]:
         if several
         else f"{'plan':>8s}{'commit':>8s}{'rest':>8s}{'us':>8s}{'report':>9s}"
     )
-    for context in numbers(args.contexts):
-        for page in numbers(args.pages):
+    for context in args.contexts:
+        for page in args.pages:
             workers = [new_worker(i, args, context, page) for i in range(args.instances)]
             line = f"{context:8d}{page:6d}"
             if several:
@@ -236,16 +235,8 @@ def table(args: argparse.Namespace) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--contexts", default="2048,30720")
-    parser.add_argument("--pages", default="16,64")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--ticks", type=int, default=60)
-    parser.add_argument("--partial_s", type=float, default=2.0)
-    parser.add_argument("--instances", type=int, default=1)
-    parser.add_argument("--step_ms", type=float, default=0.0)
-    args = parser.parse_args()
+    args = harness.flags(__doc__, rows=256, contexts=(2048, 30720), pages=(16, 64), steps=8, ticks=60, partial_s=2.0,
+                         instances=1, step_ms=0.0)  # fmt: skip
     for line in table(args):
         print(line, flush=True)
 

@@ -24,20 +24,18 @@ there; from 2 on no group is left on which the engine-trainer gap could be measu
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
+from dora_jax.bench import harness
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore
@@ -102,13 +100,13 @@ def run(folder: Path, config: str, settings: dict[str, str | float], seed: int, 
         "checkpoint.every": 0,
         **settings,
     }
-    arguments = [f"--config={config}", *(f"--config.{field}={value}" for field, value in overrides.items())]
+    arguments = harness.overrides(config, overrides)
     if (folder / RESULT).exists():
         if json.loads((folder / RESULT).read_text())["arguments"] != arguments:
             raise SystemExit(f"error: {folder} holds a run of other settings; choose another --workdir")
         return
     shutil.rmtree(folder, ignore_errors=True)
-    call("dora_jax.train", *arguments, f"--workdir={folder}")
+    harness.program("dora_jax.train", *arguments, f"--workdir={folder}")
     tokenizer, journal = Tokenizer.load(base), EventLog(FileLogStore(folder / "journal", read_only=True))
     groups = []
     for step in replay(journal, journal.segments(), print).steps:
@@ -122,15 +120,8 @@ def run(folder: Path, config: str, settings: dict[str, str | float], seed: int, 
     partial.replace(folder / RESULT)
 
 
-def call(module: str, *arguments: str) -> None:
-    print(f"{module} {arguments[-1]}", file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"error: {module} ended with code {done.returncode}: {done.stderr[-2000:]}")
-
-
 def load(folder: Path) -> Curve:
-    records = records_of(folder)
+    records = harness.records_of(folder)
     steps = [r for r in records if "reward/mean" in r]
     evals = [r for r in records if "eval/accuracy" in r]
     end, took = column(steps, "time/run_s"), column(steps, "time/step_s")
@@ -148,10 +139,6 @@ def load(folder: Path) -> Curve:
         column(evals, "eval/accuracy"),
         [AnsweredGroup(*g) for g in json.loads((folder / RESULT).read_text())["groups"]],
     )
-
-
-def records_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def column(records: list[dict], name: str) -> np.ndarray:
@@ -298,30 +285,25 @@ def cell(mean: float, half: float, digits: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="0,1,2,3,4")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--workdir", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--base", type=Path, help="a Hugging Face folder; default: WORKDIR/base, made where missing")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--config", default="configs/quickstart.py", help="another makes a base of its own")
-    parser.add_argument("--lora_learning_rate", type=float, default=LORA_LEARNING_RATE)
-    args = parser.parse_args()
-    base, modes, seeds = args.base or args.workdir / "base", args.modes.split(","), args.seeds.split(",")
+    args = harness.flags(__doc__, seeds=(0, 1, 2, 3, 4), modes=MODES, workdir=Path("runs/learning"), base=None, steps=80,
+                         config="configs/quickstart.py", lora_learning_rate=LORA_LEARNING_RATE)  # fmt: skip
+    base, modes, seeds = Path(args.base or args.workdir / "base"), args.modes, args.seeds
     if not (base / "config.json").exists():
-        call("dora_jax.sft", f"--config={args.config}", f"--config.sft.out={base}", f"--workdir={args.workdir / 'sft'}")
+        harness.program(
+            "dora_jax.sft", f"--config={args.config}", f"--config.sft.out={base}", f"--workdir={args.workdir / 'sft'}"
+        )
     folders = {mode: [args.workdir / f"{mode}-seed{seed}" for seed in seeds] for mode in modes}
     for i, seed in enumerate(seeds):  # the modes of a seed run one after the other, another one first each time
         for j in range(len(modes)):
-            mode = modes[(int(seed) + j) % len(modes)]
+            mode = modes[(seed + j) % len(modes)]
             settings = settings_of(mode, args.lora_learning_rate)
-            run(folders[mode][i], args.config, settings, int(seed), base, args.steps)
+            run(folders[mode][i], args.config, settings, seed, base, args.steps)
     curves = {mode: [load(folder) for folder in of_mode] for mode, of_mode in folders.items()}
     shortest = [min(curves[mode][i].quiet_clock[-1] for mode in modes) for i in range(len(seeds))]
     found = {mode: [figures(c, s) for c, s in zip(of_mode, shortest)] for mode, of_mode in curves.items()}
     print(f"{args.steps} steps, {len(seeds)} seeds, {os.cpu_count()} cores; mean +- half of the 95 % interval\n")
     lagging = [mode for mode in modes if mode not in NO_LAG]
-    records = {mode: [r for folder in folders[mode] for r in records_of(folder)] for mode in lagging}
+    records = {mode: [r for folder in folders[mode] for r in harness.records_of(folder)] for mode in lagging}
     print(learning_table(found), lag_table({m: curves[m] for m in lagging}), youngest_table(records), sep="\n\n")
     for measured, baseline in [(MEASURED, BASELINE), *((mode, mode.partition("-lora")[0]) for mode in modes)]:
         if measured != baseline and {measured, baseline} <= found.keys():

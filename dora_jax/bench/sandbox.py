@@ -14,7 +14,6 @@ wall.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -27,6 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dora_jax.bench import harness
 from dora_jax.tasks import sandbox
 from dora_jax.tasks.sandbox import programs
 from dora_jax.tasks.sandbox.program_walls import PYTHONS
@@ -161,11 +161,7 @@ def measure(starts: int, runs: int, at_once: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=100)
-    parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--at_once", type=int, default=2)
-    given = parser.parse_args(argv)
+    given = harness.parser_of(__doc__, starts=100, runs=1000, at_once=2).parse_args(argv)
     try:
         programs.check()
     except sandbox.NoWalls as error:

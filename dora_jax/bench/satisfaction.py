@@ -11,7 +11,6 @@ training: `p50`, `p99` are milliseconds from a question to its whole answer.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import http.client
@@ -27,6 +26,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from dora_jax.bench import harness
 
 TEMPLATE = (  # the quickstart's "sum = working<end>", with a line break in front of each message of the user
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|endoftext|>"
@@ -192,14 +193,15 @@ def _answers(port: int) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, default=Path("runs/satisfaction_base"))
-    parser.add_argument("--workdir", type=Path, default=Path("runs/satisfaction"))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--users", type=int, default=32)
-    parser.add_argument("--groups", type=int, default=GROUPS, help="of eight sessions, a step")
-    parser.add_argument("--warm_steps", type=int, default=4000, help="of the warm start, where it is made")
-    asked = parser.parse_args(argv)
+    asked = harness.parser_of(
+        __doc__,
+        base=Path("runs/satisfaction_base"),
+        workdir=Path("runs/satisfaction"),
+        steps=40,
+        users=32,
+        groups=GROUPS,  # of eight sessions, a step
+        warm_steps=4000,  # of the warm start, where it is made
+    ).parse_args(argv)
     asked.workdir.mkdir(parents=True, exist_ok=True)
     config = asked.workdir / "config.py"
     config.write_text(

@@ -8,41 +8,91 @@ log-normal number, median 48, at most 496). Ours packs the sequences into rows t
 128 tokens, as trainer.pack_tokens would be set for such work); the rivals pad them to the longest, as they do. Tokens are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding,
 causal attention) over what a large f32 matrix product reaches on this machine. Compilation is left out; rounds are
 interleaved and the best of each counts. torch runs in an environment of its own (`--install` makes it under .bench/).
-With --smollm the weights are those of a real model of 135M parameters (smollm.py), the work is two sequences of 512
+With --smollm the weights are those of a real model of 135M parameters (real_model.py), the work is two sequences of 512
 tokens, one a micro-batch.
 The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import subprocess
-import sys
 import tempfile
-import time
-import venv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from dora_jax.bench import plain_step, smollm
-from dora_jax.bench.decode import ENVIRONMENTS, MODEL, flop_speed
+from dora_jax.bench import harness, real_model
+from dora_jax.bench.decode import MODEL, flop_speed
 from dora_jax.buffer import layout, pack
 from dora_jax.config import TrainerSection
 from dora_jax.costs import update as update_costs
-from dora_jax.models import decoder, hf, logits, sharding
+from dora_jax.models import decoder, hf, logits
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.plan import devices, presets
 from dora_jax.trainer import score, step
 from dora_jax.trainer.flops import segment_lengths
 from dora_jax.trainer.prepare import Prepare
-from dora_jax.types import Sample, SampleId, ScoredGroup, Span
+
+
+def plain_runner(cfg, params, padded) -> Callable[[], tuple[float, float]]:
+    """A closure that makes one update and returns (loss, gradient norm): the plainest JAX, with padded rows, jax.nn
+    attention, log_softmax over all logits and optax. Written against the weights' names alone, so that it also checks
+    the model: it shares no code with decoder.py."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, b1=0.9, b2=0.95, weight_decay=0.0))
+    state = [jax.tree.map(jnp.copy, params)]
+    state.append(tx.init(state[0]))
+
+    @jax.jit
+    def update(params, moments, batch):
+        loss, grads = jax.value_and_grad(_plain_loss, argnums=1)(cfg, params, batch)
+        updates, moments = tx.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, loss, optax.tree.norm(grads)
+
+    def run() -> tuple[float, float]:
+        state[0], state[1], loss, norm = update(*state, padded)
+        return float(loss), float(norm)
+
+    return run
+
+
+def _plain_loss(cfg, params, batch):
+    logprobs = jax.nn.log_softmax(_logits(cfg, params, batch["tokens"]))
+    l = jnp.take_along_axis(logprobs, batch["targets"][..., None], axis=-1)[..., 0]
+    ratio, adv = jnp.exp(l - batch["behavior_logprobs"]), batch["advantages"]
+    per_token = jnp.maximum(-adv * ratio, -adv * jnp.clip(ratio, 0.8, 1.2))
+    return jnp.sum(jnp.where(batch["mask"], batch["loss_weights"] * per_token, 0.0))
+
+
+def _logits(cfg, params, tokens):
+    b, length = tokens.shape
+    x = params["embed"][tokens]
+    for i in range(cfg.n_layers):
+        w = {name: stacked[i] for name, stacked in params["layers"].items()}
+        h = _norm(x, w["attn_norm"])
+        q, k, v = ((h @ w[f"{n}_proj"]).reshape(b, length, -1, cfg.head_dim) for n in "qkv")
+        q, k = _rotate(cfg, _norm(q, w["q_norm"])), _rotate(cfg, _norm(k, w["k_norm"]))
+        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(b, length, -1) @ w["o_proj"]
+        h = _norm(x, w["mlp_norm"])
+        x = x + (jax.nn.silu(h @ w["gate_proj"]) * (h @ w["up_proj"])) @ w["down_proj"]
+    return _norm(x, params["final_norm"]) @ params["embed"].T
+
+
+def _norm(x, gain):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * gain
+
+
+def _rotate(cfg, x):
+    half = cfg.head_dim // 2
+    angle = jnp.arange(x.shape[1])[:, None] / cfg.rope_theta ** (jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
 
 PROMPT, GROUP, LONGEST, ROW_UNIT = 16, 8, 512, 128
 WIDE_VOCAB = 32768  # of the memory table: where B x L x V is what fills a device
@@ -78,28 +128,17 @@ def _work(
     groups = []
     for group_id in range(len(lengths) // group):
         prompt = rng.integers(0, model.vocab_size, PROMPT).astype(np.int32)
-        samples = []
-        for index, n in enumerate(lengths[group_id * group : (group_id + 1) * group].tolist()):
-            samples.append(
-                Sample(
-                    id=SampleId(group_id, index),
-                    prompt_ids=prompt,
-                    mask=np.ones(n, bool),
-                    finish="stop",
-                    out_ids=rng.integers(0, model.vocab_size, n).astype(np.int32),
-                    logprobs=rng.normal(-np.log(model.vocab_size), 0.3, n).astype(np.float32),
-                    spans=(Span(version=0, start=0, stop=n),),
-                )
+        samples = [
+            harness.sample_of(
+                group_id,
+                index,
+                prompt,
+                rng.integers(0, model.vocab_size, n),
+                rng.normal(-np.log(model.vocab_size), 0.3, n),
             )
-        groups.append(
-            ScoredGroup(
-                group_id=group_id,
-                version=0,
-                samples=tuple(samples),
-                parts={},
-                rewards=rng.normal(size=group).astype(np.float32),
-            )
-        )
+            for index, n in enumerate(lengths[group_id * group : (group_id + 1) * group].tolist())
+        ]
+        groups.append(harness.scored(samples, rng))
     row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
     rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
     shape = layout.BatchShape(rows=rows, tokens=row, micro_batches=1)
@@ -138,9 +177,8 @@ Step = Callable[[], tuple[float, float]]  # one update on the same trajectories 
 
 
 def ours(work: TrainWork, params) -> Step:
-    mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     micro_batches = 1 if work.model == MODEL else len(work.batch.tokens)
-    trainer = step.Trainer(work.model, section(micro_batches), mesh, params, total_steps=1000)
+    trainer = step.Trainer(work.model, section(micro_batches), harness.one_device(), params, total_steps=1000)
     trainer.warmup(*work.batch.tokens.shape)
 
     def run() -> tuple[float, float]:
@@ -150,111 +188,55 @@ def ours(work: TrainWork, params) -> Step:
     return run
 
 
-class RivalTrainer:
-    """torch in its own interpreter: one JSON line in (a work), one out (seconds, loss, gradient norm)."""
-
-    def __init__(self, folder: Path, install: bool):
-        root = Path(".bench") / "transformers"
-        python = root / "bin" / "python"
-        if install and not _imports_torch(python):
-            venv.create(root, with_pip=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *ENVIRONMENTS["transformers"]], check=True)
-        found = next((p for p in (python, Path(sys.executable)) if _imports_torch(p)), None)
-        if found is None:
-            raise SystemExit(f"error: the rival transformers is not installed; --install makes it in {root}")
-        script = Path(__file__).with_name("rival_torch_step.py")
-        self._process = subprocess.Popen(
-            [str(found), str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, work: TrainWork) -> tuple[float, float, float]:
-        line = json.dumps({name: x.tolist() for name, x in work.padded.items()} | {"name": work.name})
-        print(line, file=self._process.stdin, flush=True)
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the rival ended with code {self._process.wait()}")
-        return tuple(json.loads(answer))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def _imports_torch(python: Path) -> bool:
-    """False also where an installation was cut short."""
-    tried = [str(python), "-c", "import torch, transformers"]
-    return python.exists() and not subprocess.run(tried, capture_output=True, check=False).returncode
-
-
 # ------------------------------------------------------------------ tables
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rivals", default="plain,transformers", help="of: plain, transformers")
-    parser.add_argument("--smollm", action="store_true", help="SmolLM2-135M-Instruct in place of a toy")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--install", action="store_true", help="make the environment of torch under .bench/")
-    args = parser.parse_args()
+    args = harness.flags(__doc__, smollm=False, rivals=("plain", "transformers"), rounds=3, install=False)
     devices.keep_freed_memory()  # as a run's set-up does
-    rivals = [name for name in args.rivals.split(",") if name]
-    model, params = hf.load(smollm.folder()) if args.smollm else (MODEL, decoder.init_params(MODEL, 0))
+    model, params = hf.load(real_model.folder()) if args.smollm else (MODEL, decoder.init_params(MODEL, 0))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = smollm.folder() if args.smollm else Path(temporary) / "model"
+        folder = real_model.folder() if args.smollm else Path(temporary) / "model"
         if not args.smollm:
             hf.save(folder, MODEL, params)
-        external = RivalTrainer(folder, args.install) if "transformers" in rivals else None
+        external = None
+        if "transformers" in args.rivals:
+            external = harness.Rival("torch_step", "transformers", folder, args.install)
         peak = flop_speed()
         print(f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update")
-        print(
-            f"{'work':11s}{'tokens':>7s}{'packed':>8s}{'padded':>8s}{'ours':>16s}"
-            + "".join(f"{name:>20s}" for name in rivals)
-            + f"{'best rival':>12s}",
-            flush=True,
-        )
+        rivals = dict.fromkeys(args.rivals, ">20s")
+        table = harness.Table({"work": "11s", "tokens": "7d", "packed": "8.0%", "padded": "8.0%", "ours": ">16s",
+                               **rivals, "best rival": ">12s"})  # fmt: skip
+        print(table.head, flush=True)
         for work in real_works(model) if args.smollm else works():
-            print_row(work, measure(work, params, rivals, external, args.rounds), peak)
+            times = measure(work, params, args.rivals, external, args.rounds)
+            tokens, needed = int(work.lengths.sum()), update_costs.model_flops(work.model, work.lengths)
+            cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
+            shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]
+            against = f"{min(times[1:]) / times[0]:.2f}x" if times[1:] else ""
+            print(table.row(work.name, tokens, *shares, *cells, against), flush=True)
         if external:
             external.close()
     if not args.smollm:
         print_memory()
 
 
-def measure(work: TrainWork, params, rivals: list[str], external: RivalTrainer | None, rounds: int) -> list[float]:
+def measure(
+    work: TrainWork, params: Any, rivals: Sequence[str], external: harness.Rival | None, rounds: int
+) -> list[float]:
     """Seconds of the best update of each; refuses to compare what does not compute the same."""
-    runs: list[Step] = [ours(work, params)]
-    runs += [plain_step.runner(work.model, params, work.padded) for name in rivals if name == "plain"]
-    first = [run() for run in runs]
+    question = {name: x.tolist() for name, x in work.padded.items()} | {"name": work.name}
+    runs: dict[str, Step] = {"ours": ours(work, params)}
+    if "plain" in rivals:
+        runs["plain"] = plain_runner(work.model, params, work.padded)
+    first = [run() for run in runs.values()]
+    turns: dict[str, Callable[[], Any]] = {**runs}
     if external:
-        first.append(external.ask(work)[1:])
+        first.append(external.ask(question)[0][1:])
+        turns["transformers"] = lambda: external.ask(question)[0][0]
     if not np.allclose(first, first[0], rtol=AGREE, atol=1e-6):
         raise RuntimeError(f"{work.name}: (loss, gradient norm) differ: {first}")
-    times = [[float("inf")] for _ in first]
-    for _ in range(rounds):
-        for run, taken in zip(runs, times):
-            began = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - began)
-        if external:
-            times[-1].append(external.ask(work)[0])
-    return [min(taken) for taken in times]
-
-
-def print_row(work: TrainWork, times: list[float], peak: float) -> None:
-    tokens, needed = int(work.lengths.sum()), update_costs.model_flops(work.model, work.lengths)
-    cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
-    shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]
-    against = f"{min(times[1:]) / times[0]:.2f}x" if times[1:] else ""
-    print(
-        f"{work.name:11s}{tokens:7d}"
-        + "".join(f"{share:8.0%}" for share in shares)
-        + f"{cells[0]:>16s}"
-        + "".join(f"{cell:>20s}" for cell in cells[1:])
-        + f"{against:>12s}",
-        flush=True,
-    )
+    return list(harness.best_of_turns(turns, rounds).values())
 
 
 def print_memory() -> None:
