@@ -78,7 +78,21 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Swee
     except absl_flags.Error as error:
         raise ConfigError(" ".join(str(error).split())) from error
     spec, only = flag_values.config, flag_values.only
-    sweep = load_sweep(spec)
+    # What sweep() of path.py[:arg] returns, its lists made tuples; ConfigError where it is no list of overrides.
+    path = spec.partition(":")[0]
+    module = config_files.load_module(path)
+    if not hasattr(module, "sweep"):
+        raise ConfigError(f"config: {path} has no sweep(); add one that returns a list of {{field: value}}")
+    try:
+        points = list(module.sweep())
+    except Exception as error:  # the function is the user's: anything may come out of it
+        raise ConfigError(config_files.blame(config_files.config_file(path), error)) from error
+    if not points or not all(isinstance(point, Mapping) and point for point in points):
+        raise ConfigError(f"config: sweep() of {path} returned no list of {{field: value}}")
+    sweep = [
+        {field: tuple(value) if isinstance(value, list) else value for field, value in point.items()}
+        for point in points
+    ]
     names = [run_name(overrides) for overrides in sweep]
     problems = [f"sweep: {name} is there twice" for name in sorted({name for name in names if names.count(name) > 1})]
     if only is not None and only >= len(sweep):
@@ -90,24 +104,6 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Swee
     root = Path(flag_values.workdir or Path("runs") / f"{config_files.run_name(spec)}_sweep")
     chosen = range(len(sweep)) if only is None else [only]
     return _points([(i, root / names[i], sweep[i]) for i in chosen], [f"--config={spec}", *rest])
-
-
-def load_sweep(spec: str) -> list[dict[str, Any]]:
-    """What sweep() of path.py[:arg] returns, its lists made tuples; ConfigError where it is no list of overrides."""
-    path = spec.partition(":")[0]
-    module = config_files.load_module(path)
-    if not hasattr(module, "sweep"):
-        raise ConfigError(f"config: {path} has no sweep(); add one that returns a list of {{field: value}}")
-    try:
-        points = list(module.sweep())
-    except Exception as error:  # the function is the user's: anything may come out of it
-        raise ConfigError(config_files.blame(config_files.config_file(path), error)) from error
-    if not points or not all(isinstance(point, Mapping) and point for point in points):
-        raise ConfigError(f"config: sweep() of {path} returned no list of {{field: value}}")
-    return [
-        {field: tuple(value) if isinstance(value, list) else value for field, value in point.items()}
-        for point in points
-    ]
 
 
 def run_name(overrides: Mapping[str, Any]) -> str:

@@ -54,7 +54,18 @@ class Console:
 
     def start(self) -> None:
         if self._tty:
-            self._live = self._new_live()
+            import rich.console
+            import rich.live
+            import rich.text
+
+            def draw() -> rich.text.Text:
+                frame = SPINNER[int(self._clock() * REFRESHES_PER_S) % len(SPINNER)]
+                return rich.text.Text(f"{frame} {self.progress()}", no_wrap=True, overflow="ellipsis")
+
+            console = rich.console.Console(file=self._file, force_terminal=True)
+            self._live = rich.live.Live(
+                get_renderable=draw, console=console, refresh_per_second=REFRESHES_PER_S, transient=True
+            )
             self._live.start()
         else:
             self._thread = threading.Thread(target=self._print_now_and_then, name="console", daemon=True)
@@ -121,18 +132,6 @@ class Console:
             self._recent.popleft()
         span_s = max(min(now - self._began_s, RATE_WINDOW_S), 1.0)
         return sum(tokens for _, tokens in self._recent) / span_s
-
-    def _new_live(self) -> Any:
-        import rich.console
-        import rich.live
-        import rich.text
-
-        def draw() -> rich.text.Text:
-            frame = SPINNER[int(self._clock() * REFRESHES_PER_S) % len(SPINNER)]
-            return rich.text.Text(f"{frame} {self.progress()}", no_wrap=True, overflow="ellipsis")
-
-        console = rich.console.Console(file=self._file, force_terminal=True)
-        return rich.live.Live(get_renderable=draw, console=console, refresh_per_second=REFRESHES_PER_S, transient=True)
 
     def _print_now_and_then(self) -> None:
         while not self._stopping.wait(min(self._period_s, 1.0) / 4):

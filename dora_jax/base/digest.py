@@ -25,7 +25,7 @@ def digest(tree: Any) -> int:
     if any(map(_on_host, leaves)):
         total = np.zeros(2, np.uint32)
         for number, leaf in enumerate(leaves):
-            total = _add(total, np.asarray(_leaf_alone(_on_device(leaf), number)))
+            total = (total ^ (total >> 15)) * MIX_1 + np.asarray(_leaf_alone(_on_device(leaf), number))
     else:
         total = np.asarray(_digest(leaves))
     high, low = total
@@ -42,12 +42,8 @@ def digest_json(value: Any) -> int:
 def _digest(leaves: list[Any]) -> jax.Array:
     total = jnp.zeros(2, jnp.uint32)
     for number, leaf in enumerate(leaves):
-        total = _add(total, _leaf(leaf, number))
+        total = (total ^ (total >> 15)) * MIX_1 + _leaf(leaf, number)
     return total
-
-
-def _add(total: Any, leaf: Any) -> Any:
-    return (total ^ (total >> 15)) * MIX_1 + leaf
 
 
 def _leaf(x: jax.Array, number: int) -> jax.Array:

@@ -89,21 +89,18 @@ class PatientFile:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
-            self._refused(error)
+            self._file.truncate(self._size)  # a half record would hide the records behind it
+            if self._tried_s is None:
+                self._notify(f"{self._path} cannot be written ({error.strerror}): what belongs there waits in memory")
+            self._tried_s = time.monotonic()
+            if len(self._waiting) > MAX_WAITING_BYTES:
+                raise
             return
         self._size += len(self._waiting)
         self._waiting = b""
         if self._tried_s is not None:
             self._tried_s = None
             self._notify(f"{self._path} is written again")
-
-    def _refused(self, error: OSError) -> None:
-        self._file.truncate(self._size)  # a half record would hide the records behind it
-        if self._tried_s is None:
-            self._notify(f"{self._path} cannot be written ({error.strerror}): what belongs there waits in memory")
-        self._tried_s = time.monotonic()
-        if len(self._waiting) > MAX_WAITING_BYTES:
-            raise error
 
 
 def _last_byte(path: Path) -> bytes:

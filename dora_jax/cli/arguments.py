@@ -48,14 +48,24 @@ def apply_overrides(
     cls: the dataclass of the tree; renamed: as in config_tree.build. ConfigError says what is wrong.
     """
     known = _overridable(tree, cls)
-    _refuse_unknown(argv, known, renamed)
+    problems = []
+    for arg in argv:
+        match = re.match(r"--?(no)?config\.([^=]*)", arg)
+        if match and match[2] in renamed:
+            problems.append(f"config.{match[2]}: renamed to config.{renamed[match[2]]}")
+        elif match and match[2] not in known:
+            inside = [name for name in known if name.startswith(match[2] + ".")]
+            what = "a section, not a field" if inside else "unknown field"
+            problems.append(f"config.{match[2]}: {what}; the nearest is config.{nearest(match[2], inside or known)}")
+    if problems:
+        raise ConfigError(problems)
     try:
         config_flags.DEFINE_config_dict("config", tree, flag_values=flag_values, sys_argv=list(argv))
         leftover = flag_values(list(argv))[1:]
     except flags.IllegalFlagValueError as error:
-        raise ConfigError(_illegal_value(_one_line(error), cls)) from error
+        raise ConfigError(_illegal_value(" ".join(str(error).split()), cls)) from error
     except flags.Error as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(" ".join(str(error).split())) from error
     if leftover:
         raise ConfigError(
             f"argument {leftover[0]!r}: not a flag; the nearest is "
@@ -86,20 +96,6 @@ def _entries(tree: ml_collections.ConfigDict, prefix: str) -> list[str]:
     return found
 
 
-def _refuse_unknown(argv: Sequence[str], known: Sequence[str], renamed: Mapping[str, str]) -> None:
-    problems = []
-    for arg in argv:
-        match = re.match(r"--?(no)?config\.([^=]*)", arg)
-        if match and match[2] in renamed:
-            problems.append(f"config.{match[2]}: renamed to config.{renamed[match[2]]}")
-        elif match and match[2] not in known:
-            inside = [name for name in known if name.startswith(match[2] + ".")]
-            what = "a section, not a field" if inside else "unknown field"
-            problems.append(f"config.{match[2]}: {what}; the nearest is config.{nearest(match[2], inside or known)}")
-    if problems:
-        raise ConfigError(problems)
-
-
 def _illegal_value(message: str, cls: type) -> str:
     """absl's "flag --config.steps=ten: why" as one of our sentences, with the type that the field has."""
     match = re.match(r"flag --(config\.([^=]+))=(.*?): ", message)
@@ -111,7 +107,3 @@ def _illegal_value(message: str, cls: type) -> str:
 
 def _flag_name(arg: str) -> str:
     return arg.lstrip("-").partition("=")[0]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -114,7 +114,14 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
 def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagValues = flags.FLAGS) -> CommandLine:
     """What argv (program name first) asks for; ConfigError lists everything that is wrong with it."""
     spec, rest = arguments.split(argv)
-    _define(flag_values)
+    # Every program's own flags, shown by its --help.
+    flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
+    flags.DEFINE_boolean("dry_run", False, DRY_RUN_HELP, flag_values=flag_values)
+    flags.DEFINE_boolean("aot", False, AOT_HELP, flag_values=flag_values)
+    flags.DEFINE_boolean("download", False, DOWNLOAD_HELP, flag_values=flag_values)
+    flags.DEFINE_string("begin_anew", "", ANEW_HELP, flag_values=flag_values)
+    for name in ("workdir", "dry_run", "aot", "download", "begin_anew"):
+        flag_values.register_key_flag_for_module(sys.argv[0], flag_values[name])
     if helping.asked_for(rest):
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
@@ -248,17 +255,6 @@ def _check_begin_anew(name: str, workdir: str, purpose: str) -> None:
         raise ConfigError(f"begin_anew: {name!r} is no name of a history folder, such as history.1")
     if "://" in workdir:
         raise ConfigError("begin_anew: a run in a bucket cannot put its history aside; choose another --workdir")
-
-
-def _define(flag_values: flags.FlagValues) -> None:
-    """Every program's own flags, shown by its --help."""
-    flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
-    flags.DEFINE_boolean("dry_run", False, DRY_RUN_HELP, flag_values=flag_values)
-    flags.DEFINE_boolean("aot", False, AOT_HELP, flag_values=flag_values)
-    flags.DEFINE_boolean("download", False, DOWNLOAD_HELP, flag_values=flag_values)
-    flags.DEFINE_string("begin_anew", "", ANEW_HELP, flag_values=flag_values)
-    for name in ("workdir", "dry_run", "aot", "download", "begin_anew"):
-        flag_values.register_key_flag_for_module(sys.argv[0], flag_values[name])
 
 
 def _compile(config: Config) -> int:

@@ -86,10 +86,18 @@ def expected(
         params = adapter_params(cfg, lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
     moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
+    # Of a device, without attention's own; remat=full repeats all of a layer but its two output projections. frozen:
+    frozen = lora.on
+    backward = 1 if frozen else BACKWARD
+    kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.active_layer_params
+    again = 1 - kept if section.remat == "full" else 0.0
+    chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
+    layers = (1 + backward + again) * cfg.n_layers * cfg.active_layer_params
+    head = (1 + backward + chunked) * cfg.d_model * cfg.vocab_size
     parts = (
         UpdateCost(
             "matrix products",
-            _product_flops(cfg, section, local, mesh, lora.on) / (PRODUCTS * peak),
+            (2 * local * (layers + head) / mesh.tensor) / (PRODUCTS * peak),
             f"at {PRODUCTS:.0%} of the peak",
         ),
         _attention(cfg, section, mesh, rows, tokens, peak, bandwidth),
@@ -105,18 +113,6 @@ def expected(
 
 
 # ---------------------------------------------------------------- private
-
-
-def _product_flops(cfg: ModelConfig, section: TrainerSection, local: float, mesh: Any, frozen: bool) -> float:
-    """Of a device, without attention's own; remat=full repeats all of a layer but its two output projections. frozen:
-    as in model_flops."""
-    backward = 1 if frozen else BACKWARD
-    kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.active_layer_params
-    again = 1 - kept if section.remat == "full" else 0.0
-    chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
-    layers = (1 + backward + again) * cfg.n_layers * cfg.active_layer_params
-    head = (1 + backward + chunked) * cfg.d_model * cfg.vocab_size
-    return 2 * local * (layers + head) / mesh.tensor
 
 
 def _attention(

@@ -307,20 +307,15 @@ def _instance_problems(budget: Budget) -> Iterator[str]:
 
 
 def _instance_knob(budget: Budget) -> str:
-    return "residents" if _lowers_residents(budget) else "tensor"
+    return "residents" if (budget.config.rollout.residents > 1 and not budget.config.lora.on) else "tensor"
 
 
 def _instance_help(budget: Budget) -> str:
     rollout = budget.config.rollout
     if budget.shared:
         return "placement=disjoint gives the instances devices of their own"
-    if _lowers_residents(budget):
+    if budget.config.rollout.residents > 1 and not budget.config.lora.on:
         return "fewer residents need less"
     return f"more than {rollout.tensor} devices an instance need less of each" + (
         "" if rollout.weights else ", as does rollout.weights=int8"
     )
-
-
-def _lowers_residents(budget: Budget) -> bool:
-    """Whether fewer of them help: an adapter takes next to nothing."""
-    return budget.config.rollout.residents > 1 and not budget.config.lora.on

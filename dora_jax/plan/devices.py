@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dora_jax.base import chips
 from dora_jax.base.chips import Machine
-from dora_jax.config import Config, ConfigError, TrainerSection
+from dora_jax.config import Config, ConfigError
 
 Indices = tuple[int, ...]
 AXES = ("data", "fsdp", "tensor", "context", "expert")  # of the trainer's mesh, as `make_mesh` takes them
@@ -127,7 +127,7 @@ def _lent(trainer: int, config: Config) -> tuple[Indices, ...]:
 def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:
     """data, fsdp, tensor, context, expert of a trainer that has this many devices."""
     t = config.trainer
-    unit = _unit(t)
+    unit = t.data * t.tensor * t.context * t.expert
     if t.fsdp <= 0 and size % unit:
         raise ConfigError(
             f"trainer.fsdp: {size} devices are not divisible by data * tensor * context * expert = {unit}"
@@ -139,11 +139,6 @@ def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:
             f"{t.micro_batches} * {t.data} * {fsdp} * {t.expert}"
         )
     return t.data, fsdp, t.tensor, t.context, t.expert
-
-
-def _unit(t: TrainerSection) -> int:
-    """Devices of the trainer's mesh for one of its axis fsdp."""
-    return t.data * t.tensor * t.context * t.expert
 
 
 def known_devices(config: Config) -> int | None:
@@ -234,11 +229,11 @@ def _trainer_devices(n_devices: int, config: Config) -> int:
     """How many devices the trainer takes where the instances get the rest: at most half, if its mesh allows."""
     t, rollout = config.trainer, config.rollout
     if t.fsdp > 0:
-        return t.fsdp * _unit(t)
+        return t.fsdp * (t.data * t.tensor * t.context * t.expert)
     half = max(1, n_devices // 2)
     if config.placement == "disjoint" or rollout.tensor > 1:  # instances that cannot share are served first
         half = min(half, n_devices - (rollout.instances or MIN_AUTO_INSTANCES) * rollout.tensor)
-    unit = _unit(t)
+    unit = t.data * t.tensor * t.context * t.expert
     fsdp = 1
     while 2 * fsdp * unit <= half:  # a power of two: what sizes of models divide by
         fsdp *= 2

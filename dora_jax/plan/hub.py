@@ -27,13 +27,9 @@ def is_name(path: str) -> bool:
     return bool(NAME.fullmatch(path)) and parent != FOLDER and not parent.exists()
 
 
-def folder_of(name: str) -> Path:
-    return FOLDER / name
-
-
 def advice(path: str) -> str:
     """Advice about a path that does not exist, as the end of a sentence; empty where the path is no name of the hub."""
-    folder = folder_of(path)
+    folder = FOLDER / path
     if not is_name(path):
         return ""
     if folder.exists():
@@ -50,7 +46,7 @@ def settle(tree: MutableMapping[str, Any]) -> dict[str, str]:
     for field in FIELDS:
         section, _, leaf = field.partition(".")
         if is_name(name := tree[section][leaf]):
-            names[field], tree[section][leaf] = name, str(folder_of(name))
+            names[field], tree[section][leaf] = name, str(FOLDER / name)
     return names
 
 
@@ -59,7 +55,7 @@ def fetch(field: str, name: str) -> None:
 
     ConfigError where the hub has no such model or does not give it; RunError where it cannot be reached.
     """
-    folder = folder_of(name)
+    folder = FOLDER / name
     if folder.exists():
         return
     import huggingface_hub  # only a download needs it

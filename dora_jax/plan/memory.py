@@ -140,7 +140,7 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
         "the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
         "the gradients of head and embedding, float32": 0.0 if unlearned else (2 if copies == 1 else 4) * 4 * ends,
         "one layer, and gradients of head and embedding": (0.0 if unlearned else 2 * 4 * ends)
-        + LAYERS_AT_ONCE * layer_activations(model, tokens, mesh.tensor, size)
+        + LAYERS_AT_ONCE * (2 * saved_activations(model, "none", tokens, mesh.tensor, size))
         + expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
         + attention_scores(model, t.attention, rows, shape.tokens, mesh),
     }
@@ -168,11 +168,6 @@ def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, 
     if remat == "dots":
         return dots
     return dots + tokens * size * (2 * model.d_model + (heads + 2 * model.ff_width) / tensor)
-
-
-def layer_activations(model: ModelConfig, tokens: int, tensor: int, size: int) -> float:
-    """Bytes that one layer's forward and backward pass have alive at once."""
-    return 2 * saved_activations(model, "none", tokens, tensor, size)
 
 
 def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int, mesh: Mesh, size: int) -> float:
@@ -241,7 +236,7 @@ def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
     tokens = max(rows, min(call, rollout.prefill_tokens))
     lines = [
         PlanLine("logits and noise", LOGITS_COPIES * 4 * rows * model.vocab_size / rollout.tensor, f"{rows} rows"),
-        PlanLine("one layer", layer_activations(model, tokens, rollout.tensor, size), f"{tokens} tokens"),
+        PlanLine("one layer", 2 * saved_activations(model, "none", tokens, rollout.tensor, size), f"{tokens} tokens"),
     ]
     if config.lora.on:
         widest = max(model.q_width, model.ff_width) / rollout.tensor

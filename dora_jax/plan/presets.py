@@ -211,7 +211,9 @@ def warm_start_problems(config: Config, found: Machines) -> list[str]:
     except ValueError as error:
         return [f"sft: {str(error).removeprefix('sft.')}"]
     params = model.matrix_params + model.gain_params
-    memory_bytes = found.trainer.memory_bytes or max(*(chip.hbm_bytes for chip in chips.CHIPS.values()), _host_bytes())
+    memory_bytes = found.trainer.memory_bytes or max(
+        *(chip.hbm_bytes for chip in chips.CHIPS.values()), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
     if WARM_START_BYTES * params <= memory_bytes:
         return []
     where = f"a device of {found.trainer}" if found.trainer.memory_bytes else "the largest device"
@@ -402,10 +404,6 @@ def _lent(config: Config, found: Machines) -> Iterator[str]:
             f"orchestrator.elastic: {hosts} of the trainer's processes have {hosts * each} devices of {trainer}, and an instance "
             f"is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
         )
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _logits_bytes(machine: Machine) -> int:

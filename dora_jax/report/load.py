@@ -57,7 +57,15 @@ def load(workdir: str | Path, name: str) -> RunData:
     data.samples = list(_both(read, "samples.jsonl", data.remarks))
     data.config = _object(read, "config.json", data.remarks)
     data.overrides = _object(read, "overrides.json", data.remarks)
-    _read_instances(_object(read, "instances.json", data.remarks), data)
+    summary = _object(read, "instances.json", data.remarks)
+    instances, lengths = summary.get("instances"), summary.get("lengths")
+    for id, row in instances.items() if isinstance(instances, dict) else ():
+        if (instance := version_of(id)) is not None and isinstance(row, dict):
+            data.instances[instance] = {key: number(value) or 0.0 for key, value in row.items()}
+    for kind, counts in lengths.items() if isinstance(lengths, dict) else ():
+        if isinstance(counts, dict):
+            pairs = ((version_of(bucket), version_of(n)) for bucket, n in counts.items())
+            data.lengths[kind] = {bucket: n for bucket, n in pairs if bucket is not None and n is not None}
     return data
 
 
@@ -151,14 +159,3 @@ def _object(read: Read, name: str, remarks: list[str]) -> Row:
     except state_files.StateError as error:
         remarks.append(f"{error}; it is left out")
         return {}
-
-
-def _read_instances(summary: Row, data: RunData) -> None:
-    instances, lengths = summary.get("instances"), summary.get("lengths")
-    for id, row in instances.items() if isinstance(instances, dict) else ():
-        if (instance := version_of(id)) is not None and isinstance(row, dict):
-            data.instances[instance] = {key: number(value) or 0.0 for key, value in row.items()}
-    for kind, counts in lengths.items() if isinstance(lengths, dict) else ():
-        if isinstance(counts, dict):
-            pairs = ((version_of(bucket), version_of(n)) for bucket, n in counts.items())
-            data.lengths[kind] = {bucket: n for bucket, n in pairs if bucket is not None and n is not None}

@@ -130,13 +130,11 @@ def _busy(lane: _Lane, now: int, counts: Row) -> None:
 
 
 def _usage(lane: _Lane) -> Usage:
-    def total_s(fill: int) -> float:
-        return sum(b - a for a, b, of, _ in lane.bars if of == fill) / 1e3
 
     return Usage(
         up_s=sum(b - a for a, b, fill, _ in lane.bars if fill != DOWN) / 1e3,
-        idle_s=total_s(0),
-        loading_s=total_s(LOADING),
+        idle_s=sum(b - a for a, b, of, _ in lane.bars if of == 0) / 1e3,
+        loading_s=sum(b - a for a, b, of, _ in lane.bars if of == LOADING) / 1e3,
         longest_idle_s=max((b - a for a, b, fill, _ in lane.bars if fill == 0), default=0) / 1e3,
         deaths=lane.deaths,
     )

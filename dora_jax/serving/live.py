@@ -186,12 +186,12 @@ class LiveFleet:
     # ---------------------------------------------------------------- private
 
     def _grew(self, live: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        id = _own(live)
+        id = SampleId(SERVED - live.group_id, 0)
         if (sample := self._samples.get(id)) and self._agrees(id, sample, start, out_ids):
             self._answers.grew(id, start, out_ids, logprobs)
 
     def _ended(self, live: Sample) -> None:
-        id = _own(live.id)
+        id = SampleId(SERVED - live.id.group_id, 0)
         sample = self._samples.get(id)
         if sample is None:
             return
@@ -203,7 +203,7 @@ class LiveFleet:
             self._answers.ended(dataclasses.replace(live, id=id))
 
     def _gone(self, live: SampleId, reason: str) -> None:
-        id = _own(live)
+        id = SampleId(SERVED - live.group_id, 0)
         sample = self._samples.get(id)
         if sample is None:
             return
@@ -255,11 +255,6 @@ class _Sample:
             logprobs=none.astype(np.float32),
             max_new_tokens=self.prompt.max_new_tokens,
         )
-
-
-def _own(live: SampleId) -> SampleId:
-    """The id that Answers knows it by."""
-    return SampleId(SERVED - live.group_id, 0)
 
 
 class _Server:

@@ -206,7 +206,17 @@ def _ask(
 ) -> Ask:
     """tokens: where the request names no max_tokens; None: as many as fit."""
     for prompt in prompts:
-        _check_prompt(prompt, limits)
+        if not prompt:
+            raise Refused(400, "prompt: it has no token", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= limits.vocab:
+            raise Refused(400, f"prompt: a token id is not between 0 and {limits.vocab - 1}", param="prompt")
+        if len(prompt) >= limits.context:
+            raise Refused(
+                400,
+                f"This model's maximum context length is {limits.context} tokens. However, the prompt has {len(prompt)}.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
     longest = max(map(len, prompts))
     room = limits.context - longest
     asked = _integer(body, "max_tokens", None, 1, None)
@@ -242,20 +252,6 @@ def _form(body: Json, logprobs: bool) -> Form:
         token_ids=_flag(body, "return_token_ids"),
         token_names=_flag(body, "return_tokens_as_token_ids"),
     )
-
-
-def _check_prompt(prompt: tuple[int, ...], limits: Limits) -> None:
-    if not prompt:
-        raise Refused(400, "prompt: it has no token", param="prompt")
-    if min(prompt) < 0 or max(prompt) >= limits.vocab:
-        raise Refused(400, f"prompt: a token id is not between 0 and {limits.vocab - 1}", param="prompt")
-    if len(prompt) >= limits.context:
-        raise Refused(
-            400,
-            f"This model's maximum context length is {limits.context} tokens. However, the prompt has {len(prompt)}.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
 
 
 def _prompts(prompt: Any, encode: Encode) -> tuple[tuple[int, ...], ...]:

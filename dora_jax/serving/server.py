@@ -56,7 +56,12 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
             model = hf.check(config.model.path)
             tokenizer = Tokenizer.load(config.model.path)
         whole = dataclasses.replace(config, lora=OFF)  # an adapter is added up into what is read
-        engines, mesh = _engines(whole, tokenizer, model)
+        # An engine on every rollout.tensor devices, and the mesh of the first.
+        found, size = jax.devices(), whole.rollout.tensor
+        if size > len(found):
+            raise ConfigError(f"rollout.tensor: an engine of {size} devices, and there are {len(found)}")
+        meshes = [sharding.make_mesh(found[i : i + size], 1, 1, size) for i in range(0, len(found) - size + 1, size)]
+        engines, mesh = [build.new_engine(whole, tokenizer, model, mesh) for mesh in meshes], meshes[0]
         source: FolderSource | RunSource
         source = (
             FolderSource(config, mesh) if workdir is None else RunSource(config, model, mesh, workdir, options.step)
@@ -186,15 +191,6 @@ def _loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _engines(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[Engine], jax.sharding.Mesh]:
-    """An engine on every rollout.tensor devices, and the mesh of the first."""
-    found, size = jax.devices(), config.rollout.tensor
-    if size > len(found):
-        raise ConfigError(f"rollout.tensor: an engine of {size} devices, and there are {len(found)}")
-    meshes = [sharding.make_mesh(found[i : i + size], 1, 1, size) for i in range(0, len(found) - size + 1, size)]
-    return [build.new_engine(config, tokenizer, model, mesh) for mesh in meshes], meshes[0]
 
 
 def _begin(engine: Engine, version: Version, store: DeviceWeights) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from dora_jax.serving.answers import Answer, Piece
 from dora_jax.serving.reply import GenerateReply
-from dora_jax.serving.request import SAMPLING, Ask, Form, Limits, Refused, generate
+from dora_jax.serving.request import SAMPLING, Ask, Limits, Refused, generate
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message, PolicyFacts
 
 NAME = "policy"  # the model that clients ask for
@@ -204,7 +204,11 @@ class Host:
         session = asked.headers.get(SESSION, "")
         if session not in self._sessions:
             raise Refused(404, f"{SESSION}: {session[:40]!r} is no episode that goes on", param=SESSION)
-        return JSONResponse(body_of(ask, form, await self._sessions[session].ask(ask)))
+        # The answer of /inference/v1/generate to a turn of the policy.
+        message = await self._sessions[session].ask(ask)
+        ids, logprobs = tuple(message["token_ids"]), tuple(message["logprobs"])
+        piece = Piece(index=0, text="", calls=(), ids=ids, logprobs=logprobs, finish=message["finish"])
+        return JSONResponse(GenerateReply(Answer(ask, message["version"]), form, NAME, _no_text).body([piece]))
 
     def _limits(self) -> Limits:
         rollout = self._policy.rollout
@@ -230,13 +234,6 @@ class Host:
 
 
 _hosts: dict[str, Host] = {}  # of this process
-
-
-def body_of(ask: Ask, form: Form, message: Message) -> dict[str, Any]:
-    """The answer of /inference/v1/generate to a turn of the policy."""
-    ids, logprobs = tuple(message["token_ids"]), tuple(message["logprobs"])
-    piece = Piece(index=0, text="", calls=(), ids=ids, logprobs=logprobs, finish=message["finish"])
-    return GenerateReply(Answer(ask, message["version"]), form, NAME, _no_text).body([piece])
 
 
 def rows(env: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

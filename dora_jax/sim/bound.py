@@ -33,7 +33,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from dora_jax.costs import Costs, open_costs
+from dora_jax.costs import open_costs
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.drafts import DecodeTimes
 from dora_jax.sim.run import orchestrator_config
@@ -58,7 +58,7 @@ def step_floor_s(row: Row) -> float:
 
 def latency_floor_s(config: SimConfig, tokens: float, max_versions: int) -> float:
     """Seconds a step, where every version has a sample of so many tokens; K = max_versions."""
-    costs = _costs(config)
+    costs = open_costs(config.model, config.hardware, config.cost)
     alone_s, reads = DecodeTimes(costs, config.draft).token(1)
     token_s = alone_s / max(config.hardware.speeds)
     reading_s = (
@@ -70,7 +70,7 @@ def latency_floor_s(config: SimConfig, tokens: float, max_versions: int) -> floa
 
 def memory_floor_s(config: SimConfig) -> float:
     """Seconds a step, of the samples of the first step's groups."""
-    costs, section = _costs(config), config.orchestrator
+    costs, section = open_costs(config.model, config.hardware, config.cost), config.orchestrator
     work = Workload(config.workload)
     held = 0.0
     for group in range(section.groups_per_step):
@@ -83,7 +83,7 @@ def memory_floor_s(config: SimConfig) -> float:
 
 def fragment_s(config: SimConfig) -> float:
     """Seconds a step that instances pay for the unused parts of those which older versions hold; see the page."""
-    costs, section = _costs(config), config.orchestrator
+    costs, section = open_costs(config.model, config.hardware, config.cost), config.orchestrator
     lengths = sorted(_lengths(Workload(config.workload), range(section.groups_per_step), section.group_size))
     step = max(1.0, lengths[-1] / LOOKS)
     left, kept = 0.0, []
@@ -98,10 +98,6 @@ def fragment_s(config: SimConfig) -> float:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _costs(config: SimConfig) -> Costs:
-    return open_costs(config.model, config.hardware, config.cost)
 
 
 def _lengths(work: Workload, groups: Iterable[GroupId], samples: int) -> list[int]:

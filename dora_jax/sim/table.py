@@ -23,30 +23,6 @@ TITLES = {IDLE_CAPPED: "idle: capped", IDLE_TAIL: "idle: tail"}
 
 
 def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
-    blocks = [_outcome(lines, spreads), _time(lines), _traffic(lines)]
-    if any(row.config.orchestrator.elastic for row, _ in lines):
-        blocks.append(_lent(lines))
-    if any(row.config.workload.mix for row, _ in lines):
-        blocks.append(_tasks(lines, spreads))
-    if any(row.published for row, _ in lines):
-        blocks.append(_published(lines))
-    return "\n\n".join(blocks)
-
-
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, the first to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    out = []
-    for first, *others in (head, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        out.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(out)
-
-
-# ---------------------------------------------------------------- private
-
-
-def _outcome(lines: Sequence[Line], spreads: Sequence[Spread]) -> str:
     rows = []
     for i, (row, r) in enumerate(lines):
         lags = " ".join(f"{lag}:{share:.0%}" for lag, share in sorted(r.lags.items()))
@@ -72,7 +48,27 @@ def _outcome(lines: Sequence[Line], spreads: Sequence[Spread]) -> str:
         "floor",
         "fragments",
     ]
-    return grid(head, rows)
+    blocks = [grid(head, rows), _time(lines), _traffic(lines)]
+    if any(row.config.orchestrator.elastic for row, _ in lines):
+        blocks.append(_lent(lines))
+    if any(row.config.workload.mix for row, _ in lines):
+        blocks.append(_tasks(lines, spreads))
+    if any(row.published for row, _ in lines):
+        blocks.append(_published(lines))
+    return "\n\n".join(blocks)
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be, the first to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    out = []
+    for first, *others in (head, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        out.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(out)
+
+
+# ---------------------------------------------------------------- private
 
 
 def _fragments(row: Row) -> str:

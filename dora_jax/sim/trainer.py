@@ -50,7 +50,12 @@ class SimTrainer:
     def begins(self, now: float, groups: Sequence[SimGroup]) -> tuple[float, float, bool]:
         """(when this part begins, when it ends, whether it is the step's last)."""
         begin = max(now, self._free_s)
-        self._free_s = begin + self._seconds(groups)
+        share = len(groups) / self._section.groups_per_step
+        tokens, squares = sum(g.tokens for g in groups), sum(g.squares for g in groups)
+        samples = len(groups) * self._section.group_size
+        self._free_s = begin + (
+            self._costs.train_s(samples, tokens, squares) - (1 - share) * self._costs.train_s(0, 0, 0.0)
+        )
         self._missing -= len(groups)
         last = self._missing == 0
         if last:
@@ -62,9 +67,3 @@ class SimTrainer:
         """A part has ended; False: another one has come meanwhile."""
         self.busy = now < self._free_s
         return not self.busy
-
-    def _seconds(self, groups: Sequence[SimGroup]) -> float:
-        share = len(groups) / self._section.groups_per_step
-        tokens, squares = sum(g.tokens for g in groups), sum(g.squares for g in groups)
-        samples = len(groups) * self._section.group_size
-        return self._costs.train_s(samples, tokens, squares) - (1 - share) * self._costs.train_s(0, 0, 0.0)

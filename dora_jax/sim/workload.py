@@ -131,12 +131,38 @@ class _LengthDistribution:
         self.section = section
         self._file: list[float] = []
         if section.distribution == "file":
-            self._file = _read_lengths(section.path)
+            # Sorted lengths from a JSON list or from lines that begin with a number.
+            path = section.path
+            if not Path(path).is_file():
+                raise ConfigError(f"workload.path: {path} does not exist")
+            text = Path(path).read_text()
+            try:
+                is_json = text.lstrip().startswith("[")
+                told = json.loads(text) if is_json else [line.split()[0] for line in text.splitlines() if line.strip()]
+                lengths = sorted(float(length) for length in told)
+            except ValueError as error:
+                raise ConfigError(f"workload.path: {path} is not a list of lengths: {error}") from error
+            if not lengths or lengths[0] < 1:
+                raise ConfigError(f"workload.path: {path} needs lengths of at least 1 token")
+            self._file = lengths
         elif section.distribution == "journal":
             self._file = sorted(recorded_work(section.path)[0].values())
         self._scale = 1.0
         if section.mean_tokens and section.distribution != "journal":
-            self._scale = self._solve(section.mean_tokens)
+            # The scale at which the mean of the cut distribution is `mean`.
+            mean = section.mean_tokens
+            limit = self.section.max_new_tokens
+            points = [self._quantile(_NORMAL.inv_cdf((i + 0.5) / _QUANTILES)) for i in range(_QUANTILES)]
+            low, high = 0.0, limit / points[0]
+            if not 1 <= mean < limit:
+                raise ConfigError(f"workload.mean_tokens: {mean:g} is not between 1 and max_new_tokens, {limit}")
+            for _ in range(60):
+                scale = (low + high) / 2
+                if sum(min(limit, scale * point) for point in points) < mean * _QUANTILES:
+                    low = scale
+                else:
+                    high = scale
+            self._scale = high
 
     def length(self, z: float) -> int:
         return max(1, min(self.section.max_new_tokens, round(self._scale * self._quantile(z))))
@@ -154,21 +180,6 @@ class _LengthDistribution:
         start = math.exp(section.sigma * _NORMAL.inv_cdf(body))
         return start * ((1 - u) / section.tail_share) ** (-1 / section.tail_alpha)
 
-    def _solve(self, mean: float) -> float:
-        """The scale at which the mean of the cut distribution is `mean`."""
-        limit = self.section.max_new_tokens
-        points = [self._quantile(_NORMAL.inv_cdf((i + 0.5) / _QUANTILES)) for i in range(_QUANTILES)]
-        low, high = 0.0, limit / points[0]
-        if not 1 <= mean < limit:
-            raise ConfigError(f"workload.mean_tokens: {mean:g} is not between 1 and max_new_tokens, {limit}")
-        for _ in range(60):
-            scale = (low + high) / 2
-            if sum(min(limit, scale * point) for point in points) < mean * _QUANTILES:
-                low = scale
-            else:
-                high = scale
-        return high
-
 
 def weights(section: WorkloadSection) -> dict[str, int]:
     return {name: int(part.get("weight", 1)) for name, part in section.mix.items()}
@@ -185,19 +196,3 @@ def _of_task(section: WorkloadSection, task: str, part: Mapping[str, Any]) -> Wo
     for name in sorted(set(changes) - known):
         raise ConfigError(f"workload.mix.{task}.{name}: unknown field; the nearest is {nearest(name, known)}")
     return dataclasses.replace(section, mix={}, **changes)
-
-
-def _read_lengths(path: str) -> list[float]:
-    """Sorted lengths from a JSON list or from lines that begin with a number."""
-    if not Path(path).is_file():
-        raise ConfigError(f"workload.path: {path} does not exist")
-    text = Path(path).read_text()
-    try:
-        is_json = text.lstrip().startswith("[")
-        told = json.loads(text) if is_json else [line.split()[0] for line in text.splitlines() if line.strip()]
-        lengths = sorted(float(length) for length in told)
-    except ValueError as error:
-        raise ConfigError(f"workload.path: {path} is not a list of lengths: {error}") from error
-    if not lengths or lengths[0] < 1:
-        raise ConfigError(f"workload.path: {path} needs lengths of at least 1 token")
-    return lengths

@@ -228,40 +228,35 @@ class SimWorld:
         instance.advance(self.now)
         for what, job in instance.happen():
             if what == inst.ENTERED:
-                self._entered(instance, job)
+                if job.arrival == "start":
+                    self._notify(ev.SampleStarted(id=job.id, version=job.version, **instance.where(job)))
+                elif job.arrival == "resume":
+                    self._notify(ev.SampleResumed(id=job.id, **instance.where(job)))
+                job.arrival = ""
             elif what == inst.STOPPED:
-                self._stopped(instance, job)
+                if job.turn < len(job.turns) - 1:
+                    self._environments.ask(instance, job)
+                    continue
+                self._notify(
+                    ev.SampleDone(
+                        id=job.id, instance=instance.id, tokens=job.response, finish="stop", life=instance.life
+                    )
+                )
+                if self._trace:
+                    self._trace.done(self.now, job, instance)
+                group = self._groups.get(job.id.group_id)
+                if group is None:
+                    continue
+                group.ended(job)
+                if group.done == self._config.orchestrator.group_size:
+                    self._agenda.at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
             else:
-                self._report(instance)
+                progress = {id: instance.response_of(job) for id, job in instance.decoding.items()}
+                free = instance.free_tokens // self._config.hardware.page_size
+                self._notify(
+                    ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded.said())
+                )
         self._schedule(instance)
-
-    def _entered(self, instance: Instance, job: Job) -> None:
-        if job.arrival == "start":
-            self._notify(ev.SampleStarted(id=job.id, version=job.version, **instance.where(job)))
-        elif job.arrival == "resume":
-            self._notify(ev.SampleResumed(id=job.id, **instance.where(job)))
-        job.arrival = ""
-
-    def _stopped(self, instance: Instance, job: Job) -> None:
-        if job.turn < len(job.turns) - 1:
-            self._environments.ask(instance, job)
-            return
-        self._notify(
-            ev.SampleDone(id=job.id, instance=instance.id, tokens=job.response, finish="stop", life=instance.life)
-        )
-        if self._trace:
-            self._trace.done(self.now, job, instance)
-        group = self._groups.get(job.id.group_id)
-        if group is None:
-            return
-        group.ended(job)
-        if group.done == self._config.orchestrator.group_size:
-            self._agenda.at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
-
-    def _report(self, instance: Instance) -> None:
-        progress = {id: instance.response_of(job) for id, job in instance.decoding.items()}
-        free = instance.free_tokens // self._config.hardware.page_size
-        self._notify(ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded.said()))
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:

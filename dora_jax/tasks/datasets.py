@@ -128,10 +128,7 @@ def _open_one(name: str, params: Mapping[str, Any], field: str, name_field: str)
             f"{name_field}: reasoning-gym's {name} depends on Python's hash seed, so that a resumed run "
             "would meet other prompts; set PYTHONHASHSEED=0 in the environment"
         )
-    return Dataset(name, _create(name, registered[name][1], params, field))
-
-
-def _create(name: str, settings: type, params: Mapping[str, Any], field: str) -> Any:
+    settings = registered[name][1]
     fields = {f.name for f in dataclasses.fields(settings)}
     for key in params:
         if key == "seed":
@@ -148,7 +145,7 @@ def _create(name: str, settings: type, params: Mapping[str, Any], field: str) ->
     except Exception as error:  # each dataset raises what it likes; always raised again, with the field
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{field}: reasoning-gym's {name} refuses {dict(params)}: {reason}") from error
-    return dataset
+    return Dataset(name, dataset)
 
 
 def known() -> dict[str, tuple[type, type]]:

@@ -46,7 +46,36 @@ class GymSource:
         self._wording = wording
         self.heldout: list[TaskRow] = []
         self._excluded = set(exclude)
-        self._hold_out(heldout)
+        # Fills `heldout` with the first n distinct uids of the held-out stream.
+        began_s, told, draws, met = time.monotonic(), False, 0, 0
+        while len(self.heldout) < heldout:
+            row = self._row("heldout", 0, draws, 0)
+            draws, met = draws + 1, met + 1
+            if row.uid not in self._excluded:
+                self.heldout.append(row)
+                self._excluded.add(row.uid)
+                met = 0
+            elif met == MAX_REDRAWS:
+                raise ConfigError(
+                    f"task.heldout: {self.name} gave only {len(self.heldout)} distinct prompts for the "
+                    f"{heldout} to hold out; widen task.params or lower it"
+                )
+            if not told and time.monotonic() - began_s > SLOW_S:
+                told = True
+                _log.warning(
+                    "%s is slow: %d of %d held-out prompts made in %.0f s (task.heldout sets how many)",
+                    self.name,
+                    len(self.heldout),
+                    heldout,
+                    SLOW_S,
+                )
+        if draws > heldout:  # repeats: the dataset is small enough for the held-out set to matter
+            free = sum(self._row("train", 0, i, 0).uid not in self._excluded for i in range(64))
+            if free < MIN_TRAINING_SHARE * 64:
+                raise ConfigError(
+                    f"task.heldout: {len(self.heldout)} prompts are nearly all that {self.name} has with "
+                    "these task.params; widen them or lower it"
+                )
         self.heldout_uids = frozenset(row.uid for row in self.heldout)
 
     def draw(self, stream: str, seed: int, i: int) -> TaskRow:
@@ -58,41 +87,6 @@ class GymSource:
 
     def exclude(self, uids: AbstractSet[str]) -> None:
         self._excluded |= uids
-
-    def _hold_out(self, n: int) -> None:
-        """Fills `heldout` with the first n distinct uids of the held-out stream."""
-        began_s, told, draws, met = time.monotonic(), False, 0, 0
-        while len(self.heldout) < n:
-            row = self._row("heldout", 0, draws, 0)
-            draws, met = draws + 1, met + 1
-            if row.uid not in self._excluded:
-                self.heldout.append(row)
-                self._excluded.add(row.uid)
-                met = 0
-            elif met == MAX_REDRAWS:
-                raise ConfigError(
-                    f"task.heldout: {self.name} gave only {len(self.heldout)} distinct prompts for the "
-                    f"{n} to hold out; widen task.params or lower it"
-                )
-            if not told and time.monotonic() - began_s > SLOW_S:
-                told = True
-                _log.warning(
-                    "%s is slow: %d of %d held-out prompts made in %.0f s (task.heldout sets how many)",
-                    self.name,
-                    len(self.heldout),
-                    n,
-                    SLOW_S,
-                )
-        if draws > n:  # repeats: the dataset is small enough for the held-out set to matter
-            self._check_training_share()
-
-    def _check_training_share(self, tries: int = 64) -> None:
-        free = sum(self._row("train", 0, i, 0).uid not in self._excluded for i in range(tries))
-        if free < MIN_TRAINING_SHARE * tries:
-            raise ConfigError(
-                f"task.heldout: {len(self.heldout)} prompts are nearly all that {self.name} has with "
-                "these task.params; widen them or lower it"
-            )
 
     def _row(self, stream: str, seed: int, i: int, attempt: int) -> TaskRow:
         index = identity_hash(stream, seed, i, attempt) % self._dataset.size

@@ -70,15 +70,17 @@ class Mixture:
         self._sources: dict[str, Source] = {}
         uids = frozenset(exclude)
         for order, name in enumerate(sorted(mix)):
-            source = self._sources[name] = open_one(name, _even_share(heldout, len(mix), order), uids)
+            among = len(mix)
+            source = self._sources[name] = open_one(name, heldout // among + (order < heldout % among), uids)
             uids |= source.heldout_uids
         for source in self._sources.values():
             source.exclude(uids)
         self.heldout_uids = uids - exclude
         parts = self._sources.items()
-        self.heldout = _in_turn(
-            [[dataclasses.replace(row, part=name) for row in source.heldout] for name, source in parts]
-        )
+        # The first row of each list, then the second of each, so that every prefix is a fair part of all lists.
+        lists = [[dataclasses.replace(row, part=name) for row in source.heldout] for name, source in parts]
+        longest = max(map(len, lists))
+        self.heldout = [rows[i] for i in range(longest) for rows in lists if i < len(rows)]
 
     def exclude(self, uids: AbstractSet[str]) -> None:
         for source in self._sources.values():
@@ -89,13 +91,3 @@ class Mixture:
         name = self._cycle[at]
         row = self._sources[name].draw(f"{stream} {name}", seed, turn * self._weights[name] + self._earlier[at])
         return dataclasses.replace(row, part=name)
-
-
-def _even_share(total: int, among: int, order: int) -> int:
-    return total // among + (order < total % among)
-
-
-def _in_turn(lists: list[list[TaskRow]]) -> list[TaskRow]:
-    """The first row of each list, then the second of each, so that every prefix is a fair part of all lists."""
-    longest = max(map(len, lists))
-    return [rows[i] for i in range(longest) for rows in lists if i < len(rows)]

@@ -171,7 +171,14 @@ class ScorerPool:
         lengths = tuple(len(sample.out_ids) for sample in samples)
         try:
             terms = [self._score_sample(process, prompt, sample) for sample in samples]
-            parts = _columns(terms)
+            # Rows of terms -> {name: f32[G]}.
+            names = list(terms[0])
+            for row in terms:
+                if row.keys() != terms[0].keys():
+                    raise NoScore(
+                        f"rewards returned the terms {sorted(names)} for one sample and {sorted(row)} for another"
+                    )
+            parts = {name: np.array([row[name] for row in terms], dtype=np.float32) for name in names}
         except NoScore as error:
             return GroupFailure(
                 group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind, response=error.response
@@ -189,7 +196,17 @@ class ScorerPool:
         attempts = 1 + self._section.reward_retries
         for attempt in range(1, attempts + 1):
             try:
-                return self._terms(process.ask(request, self._section.reward_timeout_s, self._who))
+                # What the worker checks already (rewards.py), checked again: a worker may lie.
+                reply = process.ask(request, self._section.reward_timeout_s, self._who)
+                parts = reply.get("parts")
+                values = parts.values() if isinstance(parts, dict) else ()
+                if (
+                    not isinstance(parts, dict)
+                    or not values
+                    or not all(isinstance(value, float) and math.isfinite(value) for value in values)
+                ):
+                    raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")
+                return parts
             except NoAnswer as error:
                 if self._closed:
                     raise NoScore(str(error)) from error
@@ -211,27 +228,6 @@ class ScorerPool:
                 f"reward workers failed {calls.START_ATTEMPTS} times to load "
                 f"{', '.join(self._section.rewards)}; {error}"
             ) from error
-
-    def _terms(self, reply: calls.Request) -> dict[str, float]:
-        """What the worker checks already (rewards.py), checked again: a worker may lie."""
-        parts = reply.get("parts")
-        values = parts.values() if isinstance(parts, dict) else ()
-        if (
-            not isinstance(parts, dict)
-            or not values
-            or not all(isinstance(value, float) and math.isfinite(value) for value in values)
-        ):
-            raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")
-        return parts
-
-
-def _columns(terms: list[dict[str, float]]) -> dict[str, np.ndarray]:
-    """Rows of terms -> {name: f32[G]}."""
-    names = list(terms[0])
-    for row in terms:
-        if row.keys() != terms[0].keys():
-            raise NoScore(f"rewards returned the terms {sorted(names)} for one sample and {sorted(row)} for another")
-    return {name: np.array([row[name] for row in terms], dtype=np.float32) for name in names}
 
 
 def form_of_walls(section: TaskSection) -> str:

@@ -69,7 +69,7 @@ def reasoning_gym(prompt: str, response: str, answer: Any) -> float:
     """The dataset's own score_answer."""
     from dora_jax.tasks import datasets
 
-    if not is_item(answer):
+    if not (isinstance(answer, Mapping) and "reasoning_gym" in answer):
         raise RewardError(f'reasoning_gym: the answer {answer!r} is no item of task.name = "reasoning_gym:<dataset>"')
     return datasets.score(response, answer)
 
@@ -107,13 +107,9 @@ reasoning_gym.prepare = _import_reasoning_gym  # type: ignore[attr-defined]
 math_verify.prepare = _import_math_verify  # type: ignore[attr-defined]
 
 
-def is_item(answer: Any) -> bool:
-    return isinstance(answer, Mapping) and "reasoning_gym" in answer
-
-
 def plain(answer: Any) -> Any:
     """What ordinary rewards compare with."""
-    return answer["answer"] if is_item(answer) else answer
+    return answer["answer"] if (isinstance(answer, Mapping) and "reasoning_gym" in answer) else answer
 
 
 # ---------------------------------------------------------------- numbers
@@ -134,19 +130,15 @@ FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 def last_number(text: str) -> tuple[Fraction, bool] | None:
     """(value as written, whether a percent sign follows) of the last number in a text."""
     last = None
-    for last in NUMBER.finditer(_plain_signs(text)):
+    for last in NUMBER.finditer(FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-"))):
         pass
     return _value(last) if last else None
 
 
 def whole_number(text: str) -> tuple[Fraction, bool] | None:
     """The same for a text that is one number and nothing else."""
-    match = NUMBER.fullmatch(_plain_signs(text))
+    match = NUMBER.fullmatch(FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-")))
     return _value(match) if match else None
-
-
-def _plain_signs(text: str) -> str:
-    return FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-"))
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:

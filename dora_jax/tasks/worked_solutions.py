@@ -26,21 +26,15 @@ def solution(row: TaskRow, *, slip_seed: int | None = None, answer_only: bool = 
     if row.solution is not None:
         return row.solution
     if row.entry is None or answer_only:
-        return _answer_of(row)
+        answer = row.entry["answer"] if row.entry is not None else row.answer
+        return answer if isinstance(answer, str) else str(answer)
     if row.task not in SOLVERS:
         raise ValueError(
             f"{row.task} has no worked solutions ({', '.join(sorted(SOLVERS))} have); warm-start on rows "
             "of your own (sft.rows), or ask for bare answers"
         )
-    return _worked(SOLVERS[row.task], row.entry, slip_seed)
-
-
-def _answer_of(row: TaskRow) -> str:
-    answer = row.entry["answer"] if row.entry is not None else row.answer
-    return answer if isinstance(answer, str) else str(answer)
-
-
-def _worked(solve: Callable[[Entry, Slip], tuple[list[str], str]], entry: Entry, slip_seed: int | None) -> str:
+    solve = SOLVERS[row.task]
+    entry = row.entry
     steps, answer = solve(entry, None)
     if answer != entry["answer"]:
         raise RuntimeError(f"the worked solution of {entry['question']!r} ends in {answer}, not {entry['answer']}")

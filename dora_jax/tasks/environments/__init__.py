@@ -129,7 +129,11 @@ class EnvironmentPool:
         """Asks for the answer to the last turn."""
         self._check()
         id, tokens = told.id, told.tokens
-        runs = _runs(told.mask, len(tokens) - len(told.mask))
+        # Where each run of True begins and ends, behind `offset`.
+        mask = told.mask
+        offset = len(tokens) - len(told.mask)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+        runs = [(int(a) + offset, int(b) + offset) for a, b in edges.reshape(-1, 2)]
         with self._lock:
             episode = self._episodes.get(id)
             if episode is None or len(episode.messages) + 1 != len(runs) and not episode.branches:
@@ -355,9 +359,3 @@ class _NoiseRates:
     irrelevant: float
     late_s: float
     ramp_groups: int
-
-
-def _runs(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
-    """Where each run of True begins and ends, behind `offset`."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return [(int(a) + offset, int(b) + offset) for a, b in edges.reshape(-1, 2)]

@@ -103,7 +103,25 @@ class Process:
         """A fresh process that has taken the setup; Refused where it says no, NoAnswer where it keeps dying."""
         for attempt in range(1, START_ATTEMPTS + 1):
             self._end()
-            self._spawn()
+            ours, theirs = socket.socketpair()
+            env, fds = environment(self._variables, foreign=bool(self._python)), [theirs.fileno()]
+            with theirs, self._lock:
+                if self._runs_programs:
+                    self._server = programs.Server()
+                    fds.append(self._server.client.fileno())
+                    env[programs.VARIABLE] = str(fds[-1])
+                self._walled = sandbox.start(
+                    # -P: the working directory comes last in PYTHONPATH, where it hides nothing
+                    [self._python or sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
+                    form=self._form,
+                    env=env,
+                    pass_fds=fds,
+                    stdout=self._noise,
+                    memory_bytes=self._memory_bytes,
+                )
+            self._sock = self._held["sock"] = ours
+            if self._closed:  # close() came between
+                self.close()
             try:
                 self.ask({"setup": self._setup}, START_TIMEOUT_S, "start-up")
                 return
@@ -131,7 +149,10 @@ class Process:
             reason = kind = f"{what} took over {timeout_s:g} s"
         except (EOFError, OSError):
             kind = f"{what}: the worker {self._exit_status()}"
-            reason = kind + self._noise_tail()
+            size = os.fstat(self._noise.fileno()).st_size
+            tail = os.pread(self._noise.fileno(), NOISE_TAIL_BYTES, max(0, size - NOISE_TAIL_BYTES))
+            lines = tail.decode(errors="replace").strip().splitlines()
+            reason = kind + (f"; it last printed: {lines[-1]}" if lines else "")
         except ValueError as error:
             reason = kind = f"{what}: {error}"
         else:
@@ -149,27 +170,6 @@ class Process:
 
     # ------------------------------------------------------------ private
 
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        env, fds = environment(self._variables, foreign=bool(self._python)), [theirs.fileno()]
-        with theirs, self._lock:
-            if self._runs_programs:
-                self._server = programs.Server()
-                fds.append(self._server.client.fileno())
-                env[programs.VARIABLE] = str(fds[-1])
-            self._walled = sandbox.start(
-                # -P: the working directory comes last in PYTHONPATH, where it hides nothing
-                [self._python or sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
-                form=self._form,
-                env=env,
-                pass_fds=fds,
-                stdout=self._noise,
-                memory_bytes=self._memory_bytes,
-            )
-        self._sock = self._held["sock"] = ours
-        if self._closed:  # close() came between
-            self.close()
-
     def _exit_status(self) -> str:
         try:
             assert self._walled is not None
@@ -177,12 +177,6 @@ class Process:
         except subprocess.TimeoutExpired:
             return "closed its socket"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def _noise_tail(self) -> str:
-        size = os.fstat(self._noise.fileno()).st_size
-        tail = os.pread(self._noise.fileno(), NOISE_TAIL_BYTES, max(0, size - NOISE_TAIL_BYTES))
-        lines = tail.decode(errors="replace").strip().splitlines()
-        return f"; it last printed: {lines[-1]}" if lines else ""
 
     def _end(self) -> None:
         with self._lock:

@@ -118,16 +118,7 @@ class _Runner:
         self._sources = {out: 1, err: 2}
         for fd in (self._feed, out, err):
             os.set_blocking(fd, False)
-        self._watch(bwrap, started)
-        _end_children()
-        for fd in list(self._sources):
-            while not self._ended_by and self._read(fd):
-                pass
-        with open(status, "rb") as file:
-            return self._result(file.read(), time.monotonic() - self._started_s)
-
-    def _watch(self, bwrap: int, started: int) -> None:
-        """Until the program has ended by itself, or has to be ended: `_ended_by` then says by which limit."""
+        # Until the program has ended by itself, or has to be ended: `_ended_by` then says by which limit.
         ended = os.pidfd_open(bwrap)
         poll = select.poll()
         poll.register(self._connection, 0)  # only the client's going away
@@ -157,6 +148,12 @@ class _Runner:
                     self._ended_by = "memory"
             if now_s >= deadline_s and not over:
                 self._ended_by = "time"
+        _end_children()
+        for fd in list(self._sources):
+            while not self._ended_by and self._read(fd):
+                pass
+        with open(status, "rb") as file:
+            return self._result(file.read(), time.monotonic() - self._started_s)
 
     def _write(self) -> bool:
         """Feeds the program's input; False where there is no more of it, or nothing reads it."""

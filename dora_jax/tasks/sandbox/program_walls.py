@@ -74,7 +74,20 @@ def become_bwrap(program: bytes, limits: dict[str, Any], fds: list[int]) -> NoRe
         _enter_namespace(limits["files_bytes"])
         with open(PROGRAM, "xb") as file:
             file.write(program)
-        _limit(limits)
+        # Of each process; the number of processes is of the user id within the namespace, so of this program alone.
+        cpu_s = math.ceil(limits["cpu_s"])
+        for kind, soft, hard in (
+            (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
+            (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
+            (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
+            (resource.RLIMIT_FSIZE, limits["files_bytes"], limits["files_bytes"]),
+            (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
+            (resource.RLIMIT_MEMLOCK, 0, 0),
+            (resource.RLIMIT_CORE, 0, 0),
+        ):
+            _, ours = resource.getrlimit(kind)
+            most = hard if ours == resource.RLIM_INFINITY else min(hard, ours)
+            resource.setrlimit(kind, (min(soft, most), most))
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user id clears it
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -120,23 +133,6 @@ def _enter_namespace(files_bytes: int) -> None:
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     options = f"size={files_bytes},nr_inodes={FILES},mode=700".encode()
     call("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, options)
-
-
-def _limit(limits: dict[str, Any]) -> None:
-    """Of each process; the number of processes is of the user id within the namespace, so of this program alone."""
-    cpu_s = math.ceil(limits["cpu_s"])
-    for kind, soft, hard in (
-        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
-        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
-        (resource.RLIMIT_FSIZE, limits["files_bytes"], limits["files_bytes"]),
-        (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_CORE, 0, 0),
-    ):
-        _, ours = resource.getrlimit(kind)
-        most = hard if ours == resource.RLIM_INFINITY else min(hard, ours)
-        resource.setrlimit(kind, (min(soft, most), most))
 
 
 def _bwrap() -> list[str]:

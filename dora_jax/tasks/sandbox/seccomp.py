@@ -53,10 +53,6 @@ Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, i
 
 def compiled(machine: str) -> bytes:
     """The filter for `machine` (platform.machine()); KeyError for an architecture that the tables do not have."""
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in instructions(machine))
-
-
-def instructions(machine: str) -> list[Instruction]:
     arch, column = AUDIT_ARCH[machine], (X86_64, AARCH64).index(machine)
     denied, unknown = _return(ERRNO | errno.EPERM), _return(ERRNO | errno.ENOSYS)
     body = [(LOAD, 0, 0, ARCH_AT), (JUMP_EQUAL, 1, 0, arch), _return(KILL), (LOAD, 0, 0, NR_AT)]
@@ -69,7 +65,7 @@ def instructions(machine: str) -> list[Instruction]:
     typed = [*_if(JUMP_EQUAL, TIOCSTI, [denied]), *_if(JUMP_EQUAL, TIOCLINUX, [denied])]
     body += _if(JUMP_EQUAL, CLONE[column], flags) + _if(JUMP_EQUAL, SOCKET[column], family)
     body += _if(JUMP_EQUAL, IOCTL[column], [(LOAD, 0, 0, ARG1_AT), *typed, _return(ALLOW)])
-    return [*body, _return(ALLOW)]
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in [*body, _return(ALLOW)])
 
 
 def _if(test: int, operand: int, then: list[Instruction]) -> list[Instruction]:

@@ -33,7 +33,17 @@ class _Supervisor:
         self._first = 0  # process 1 of its own namespace
         self._program = 0
         self._status: int | None = None  # of the program, as waitpid gives it
-        self._versions_to_fill = self._wake_on_signals()
+
+        def told(*_: object) -> None:
+            self._told = True
+
+        versions_to_fill, wake = os.pipe()
+        os.set_blocking(versions_to_fill, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, told)
+        self._versions_to_fill = versions_to_fill
         os.set_inheritable(spec["leash"], False)
 
     def run(self) -> NoReturn:
@@ -49,19 +59,14 @@ class _Supervisor:
             os.close(fd)
         self._wait()
         self._end_all(strike)
-        self._leave()
-
-    def _wake_on_signals(self) -> int:
-        def told(*_: object) -> None:
-            self._told = True
-
-        versions_to_fill, wake = os.pipe()
-        os.set_blocking(versions_to_fill, False)
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, told)
-        return versions_to_fill
+        # As the program did.
+        code = SETUP_FAILED if self._status is None else os.waitstatus_to_exitcode(self._status)
+        sys.stderr.flush()
+        if code < 0:
+            if code != -signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code)
 
     def _wait(self) -> None:
         """Until the program has ended, or is to end."""
@@ -96,16 +101,6 @@ class _Supervisor:
         except ChildProcessError:
             return True
 
-    def _leave(self) -> NoReturn:
-        """As the program did."""
-        code = SETUP_FAILED if self._status is None else os.waitstatus_to_exitcode(self._status)
-        sys.stderr.flush()
-        if code < 0:
-            if code != -signal.SIGKILL:
-                signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        os._exit(code)
-
     def _fail(self, error: OSError) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         print(f"sandbox: {where}{error.strerror or error}", file=sys.stderr, flush=True)
@@ -117,7 +112,12 @@ class _Supervisor:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             enter()
             prctl(PR_SET_NO_NEW_PRIVS, 1)
-            _limit_memory(self._spec["memory_bytes"])
+            limit_bytes = self._spec["memory_bytes"]
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if limit_bytes:
+                _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+                limit = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program inherits that
                 signal.signal(number, signal.SIG_DFL)
         except OSError as error:
@@ -198,12 +198,7 @@ def _strike_children(program: int) -> None:
     if program:
         with_its_group = functools.partial(os.killpg, program, signal.SIGKILL)
         _unless_gone(with_its_group)
-    for pid in _children():
-        _unless_gone(functools.partial(os.kill, pid, signal.SIGKILL))
-
-
-def _children() -> list[int]:
-    """Every process whose parent we are; where there is no /proc, none."""
+    # Every process whose parent we are; where there is no /proc, none.
     found = []
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         try:
@@ -213,7 +208,8 @@ def _children() -> list[int]:
             continue  # it has just ended
         if parent == os.getpid():
             found.append(int(name))
-    return found
+    for pid in found:
+        _unless_gone(functools.partial(os.kill, pid, signal.SIGKILL))
 
 
 def _unless_gone(call: Callable[[], None]) -> None:
@@ -299,30 +295,18 @@ def _restrict(*, hide_proc: bool) -> None:
     if hide_proc:
         outside_proc = [f"/{name}" for name in os.listdir("/") if name != "proc"]
         for path in [*outside_proc, *(f"/proc/{name}" for name in PROC_ALLOWED)]:
-            _allow_reading(ruleset, path)
+            try:
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue  # not there, or not for us
+            try:
+                allowed = LANDLOCK_READ_FILE | (LANDLOCK_READ_DIR if os.path.isdir(f"/proc/self/fd/{fd}") else 0)
+                rule = _Beneath(allowed=allowed, fd=fd)
+                _landlock_call(SYS_LANDLOCK_ADD, ruleset, LANDLOCK_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
+            finally:
+                os.close(fd)
     _landlock_call(SYS_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint32(0))
     os.close(ruleset)
-
-
-def _allow_reading(ruleset: int, path: str) -> None:
-    try:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return  # not there, or not for us
-    try:
-        allowed = LANDLOCK_READ_FILE | (LANDLOCK_READ_DIR if os.path.isdir(f"/proc/self/fd/{fd}") else 0)
-        rule = _Beneath(allowed=allowed, fd=fd)
-        _landlock_call(SYS_LANDLOCK_ADD, ruleset, LANDLOCK_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
-    finally:
-        os.close(fd)
-
-
-def _limit_memory(limit_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if limit_bytes:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 if __name__ == "__main__":
