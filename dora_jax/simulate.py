@@ -27,8 +27,8 @@ from dora_jax.config import ConfigError
 from dora_jax.config import files as config_files
 from dora_jax.sim import advise, config, many, replay, table, tune
 from dora_jax.sim.config import Row, SimConfig
+from dora_jax.sim.meter import Trace
 from dora_jax.sim.run import StoppedEarly, simulate
-from dora_jax.sim.trace import Trace
 
 CONFIG_HELP = "path.py[:argument]; --config.field=value overrides a field"
 TRACE_HELP = "write the last row as a Chrome trace, to be opened in Perfetto"

@@ -13,8 +13,7 @@ from dora_jax.config import Config, ConfigError, EnvironmentSection
 from dora_jax.tasks import environment
 from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool, noise
-from dora_jax.tasks.environments.bridge import Bridge
-from dora_jax.tasks.environments.token_bridge import TokenBridge
+from dora_jax.tasks.environments.bridge import Bridge, TokenBridge
 from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, SampleId
 from tests.fakes.episode_player import Letters, Player, ids_of, prompt_of
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from dora_jax.serving.chat import ToolCall, ToolCalls
+from dora_jax.serving.chat import Detokenizer, StopText, ToolCall, ToolCalls
 from dora_jax.serving.request import Refused
-from dora_jax.serving.text import Detokenizer, StopText
 from dora_jax.serving.versions import Versions
 
 

@@ -15,8 +15,8 @@ from dora_jax.config import ConfigError, TaskSection
 from dora_jax.config.task import TaskPart
 from dora_jax.plan.validate import from_config_dict
 from dora_jax.runtime.assembly import run as build
-from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.mixture import cycle_of
+from dora_jax.tasks.source import uid_of
 from tests.fakes.tasks import Letters, sums, write
 
 GYM = TaskPart(name="reasoning_gym:chain_sum", params={"min_terms": 2, "max_terms": 3, "max_digits": 1})

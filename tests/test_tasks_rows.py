@@ -9,9 +9,9 @@ import pytest
 
 from dora_jax import tasks
 from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks.identity import uid_of
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.rows import permuted
+from dora_jax.tasks.source import uid_of
 from tests.fakes.tasks import Letters, sums, write
 
 

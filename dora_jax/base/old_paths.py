@@ -15,7 +15,7 @@ from collections.abc import Sequence
 # new package <- modules that lay in the old one under the same name
 MOVED = {
     ("dora_jax", "dora_jax.base"): "box_digest callables chips chrome_trace config_tree console digest exits"
-    " fault_injection helping intervals metrics prometheus redaction retrying_file spelling state_files",
+    " fault_injection helping intervals metrics prometheus redaction retrying_file state_files",
     ("dora_jax", "dora_jax.cli"): "arguments flags",
     ("dora_jax", "dora_jax.config"): "workdirs",
     ("dora_jax", "dora_jax.costs"): "recording",
@@ -24,7 +24,7 @@ MOVED = {
     ("dora_jax.tasks", "dora_jax.tasks.sandbox"): "calls program_server program_walls programs render render_worker"
     " seccomp supervisor",
     ("dora_jax.tasks", "dora_jax.tasks.environments"): "bridge by_task calculator dialogues environment_process"
-    " environment_worker noise renderer_bridge skyrl_gym token_bridge",
+    " environment_worker noise renderer_bridge skyrl_gym",
     ("dora_jax.models", "dora_jax.models.families"): "config",
 }
 RENAMED = {
@@ -34,6 +34,15 @@ RENAMED = {
     "dora_jax.config_files": "dora_jax.config.files",
     "dora_jax.config_live": "dora_jax.config.live",
     "dora_jax.config_task": "dora_jax.config.task",
+    "dora_jax.serving.counters": "dora_jax.base.prometheus",
+    "dora_jax.serving.text": "dora_jax.serving.chat",
+    "dora_jax.sim.agenda": "dora_jax.sim.world",
+    "dora_jax.sim.chips": "dora_jax.sim.world",
+    "dora_jax.sim.environments": "dora_jax.sim.world",
+    "dora_jax.sim.trace": "dora_jax.sim.meter",
+    "dora_jax.spelling": "dora_jax.base.config_tree",
+    "dora_jax.tasks.identity": "dora_jax.tasks.source",
+    "dora_jax.tasks.token_bridge": "dora_jax.tasks.environments.bridge",
     "dora_jax.update_costs": "dora_jax.costs.update",
 }
 TABLE = RENAMED | {f"{old}.{name}": f"{new}.{name}" for (old, new), names in MOVED.items() for name in names.split()}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -50,3 +50,29 @@ def flat(tree: Mapping[Any, object], path: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and math.isfinite(value):
             found[f"{path}{name}"] = float(value)
     return found
+
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
+
+
+class Counters:
+    """`numbers`: what is read when somebody asks, by name; see Endpoint."""
+
+    def __init__(self, numbers: Mapping[str, tuple[str, Callable[[], float]]], *others: Collector):
+        self._registry = CollectorRegistry()
+        for other in others:
+            self._registry.register(other)
+        self.requests = Counter(
+            "dora_requests", "requests answered or refused", ["route", "status"], registry=self._registry
+        )
+        self.first_token_s = Histogram(
+            "dora_first_token_seconds", "from a request to its first token", buckets=SECONDS, registry=self._registry
+        )
+        self.answer_s = Histogram(
+            "dora_answer_seconds", "from a request to its last token", buckets=SECONDS, registry=self._registry
+        )
+        for name, (meaning, read) in numbers.items():
+            Gauge(f"dora_{name}", meaning, registry=self._registry).set_function(read)
+
+    def text(self) -> bytes:
+        return page(self._registry)

@@ -16,7 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from dora_jax.base import config_tree
-from dora_jax.base.spelling import nearest
+from dora_jax.base.config_tree import nearest
 from dora_jax.config import ConfigError
 
 

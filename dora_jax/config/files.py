@@ -15,7 +15,7 @@ import ml_collections
 
 from dora_jax import config as configs
 from dora_jax.base import config_tree
-from dora_jax.base.spelling import nearest
+from dora_jax.base.config_tree import nearest
 from dora_jax.config import Config, ConfigError
 
 

@@ -2,14 +2,12 @@
 
     app.py       routes, the bearer token, streams that keep a client's connection alive        (Starlette)
     request.py   PURE  a request's JSON -> Ask (what is sampled) and Form (how it is told); refusals name the parameter
-    chat.py      messages -> a prompt; text -> tool calls
-    text.py      PURE  tokens -> text as it grows; where a stop string ends it
+    chat.py      PURE  messages -> a prompt; tokens -> text as it grows; where a stop string ends it; text -> tool calls
     reply.py     PURE  what was sampled -> the JSON bodies and stream chunks of each route
     answers.py   the answers that run: retries join them, a client that leaves frees their pages
     versions.py  PURE  which version serves a session, which one is loaded next, which one retires
     fleet.py     the engines of this process behind the `Fleet` protocol; checkpoints become versions
     verifiers.py tasksets of verifiers as environments of a run, whose own training client speaks this wire
-    counters.py  what /metrics says
 
 One asyncio loop owns everything here but the engines, each of which has its own thread.
 """

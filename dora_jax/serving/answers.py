@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from dora_jax.serving.chat import ToolCall, ToolCalls
+from dora_jax.serving.chat import Detokenizer, StopText, ToolCall, ToolCalls
 from dora_jax.serving.request import Ask, Refused
-from dora_jax.serving.text import Detokenizer, StopText
 from dora_jax.serving.versions import Versions
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version
 

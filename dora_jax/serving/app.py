@@ -23,11 +23,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dora_jax.base import prometheus
+from dora_jax.base.prometheus import Counters
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.runtime.live_sessions import LiveSessions, SessionsOver
 from dora_jax.serving import chat, request
 from dora_jax.serving.answers import Answers, Identity, Piece, Reader
-from dora_jax.serving.counters import Counters
 from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
 from dora_jax.serving.request import Ask, Form, Limits, Refused
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvicorn
 
+from dora_jax.base.prometheus import Counters
 from dora_jax.config import Config, RunError
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.rollout.migrate import InFlightSample
@@ -28,7 +29,6 @@ from dora_jax.runtime.live_sessions import LiveSessions
 from dora_jax.runtime.observe.monitoring import RunFacts
 from dora_jax.serving.answers import Answers, requested
 from dora_jax.serving.app import Endpoint
-from dora_jax.serving.counters import Counters
 from dora_jax.serving.request import Refused
 from dora_jax.serving.server import TOKEN_VARIABLE, limits_of, listening_socket
 from dora_jax.serving.service import Options

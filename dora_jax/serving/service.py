@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from dora_jax.base.prometheus import Counters
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
-from dora_jax.serving.counters import Counters
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import Limits
 from dora_jax.serving.versions import Versions

@@ -22,8 +22,7 @@ import ml_collections
 
 from dora_jax.base import config_tree
 from dora_jax.base.chips import CHIPS
-from dora_jax.base.config_tree import field
-from dora_jax.base.spelling import nearest
+from dora_jax.base.config_tree import field, nearest
 from dora_jax.config import ConfigError
 from dora_jax.costs import CostOptions, Hardware, ModelSizes
 from dora_jax.orchestrate.modes import MODES, Decisions

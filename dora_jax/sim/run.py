@@ -12,8 +12,7 @@ from dora_jax.orchestrate.loop import Observer, run
 from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
 from dora_jax.sim import workload
 from dora_jax.sim.config import Row, SimConfig
-from dora_jax.sim.meter import EndOfMeasurement, Result
-from dora_jax.sim.trace import Trace
+from dora_jax.sim.meter import EndOfMeasurement, Result, Trace
 from dora_jax.sim.world import SimWorld
 from dora_jax.types import cycle_of
 

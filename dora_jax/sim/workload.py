@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from dora_jax.base.spelling import nearest
+from dora_jax.base.config_tree import nearest
 from dora_jax.config import ConfigError
 from dora_jax.costs.recording import recorded_work
 from dora_jax.sim.config import WorkloadSection

@@ -9,27 +9,140 @@ same run. If nothing is left to happen the run has stalled, and that raises.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from dora_jax.costs import Costs, open_costs
+from dora_jax.costs import Costs, Hardware, open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim import instance as inst
 from dora_jax.sim import prefill
 from dora_jax.sim import workload as work
-from dora_jax.sim.agenda import Agenda
-from dora_jax.sim.chips import TrainerChips
 from dora_jax.sim.config import SimConfig
-from dora_jax.sim.environments import Environments
 from dora_jax.sim.instance import Instance, Job
-from dora_jax.sim.meter import EndOfMeasurement, Meter
+from dora_jax.sim.meter import EndOfMeasurement, Meter, Trace
 from dora_jax.sim.network import Network
-from dora_jax.sim.trace import Trace
 from dora_jax.sim.trainer import SimGroup, SimTrainer
 from dora_jax.sim.workload import Workload
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
+
+# The trainer's chips in virtual time: lent to the rollouts as instances, and given back.
+#
+# Consumes Lend and Return as the world hears them; produces how long each takes. Law: the trainer begins nothing while an
+# instance has its chips.
+
+
+Up = Callable[[InstanceId, tuple[Version, ...]], None]  # an instance that holds these versions begins a life
+Ends = Callable[[Instance, list[Job], str], None]  # a life is over: its samples, and why
+
+
+class TrainerChips:
+    def __init__(self, hardware: Hardware, costs: Costs, meter: Meter, agenda: Agenda, up: Up, ends: Ends):
+        self._lendable = frozenset(hardware.lendable)
+        self._costs, self._meter, self._agenda, self._up, self._ends = costs, meter, agenda, up, ends
+        self._out: dict[InstanceId, float] = {}  # lent instances, since when their chips are not the trainer's
+        self._returning: set[InstanceId] = set()
+        self._wanted_s: float | None = None  # since when the trainer waits for its chips
+
+    def lend(self, id: InstanceId, version: Version) -> None:
+        if id in self._out:
+            raise RuntimeError(f"instance {id} is lent twice")
+        self._out[id] = now = self._agenda.now
+        self._agenda.at(now + self._costs.lend_s(), self._up, id, (version,))
+
+    def give_back(self, instance: Instance) -> None:
+        """The KV of its samples goes to host memory before the instance is down."""
+        now, jobs = self._agenda.now, instance.clear(keeps_kv=True)
+        self._returning.add(instance.id)
+        instance.paused = True
+        if self._wanted_s is None:
+            self._wanted_s = now
+        self._agenda.at(now + self._costs.return_s(sum(job.cached for job in jobs)), self._returned, instance, jobs)
+
+    def _returned(self, instance: Instance, jobs: list[Job]) -> None:
+        """`jobs` have left it before; what has come to it meanwhile leaves it now."""
+        instance.advance(self._agenda.now)
+        self._ends(instance, [*jobs, *instance.clear(keeps_kv=True)], "returned")
+
+    def returns(self, id: InstanceId) -> bool:
+        return id in self._returning
+
+    def home(self, id: InstanceId) -> bool:
+        """The instance is down; False: its chips were never the trainer's."""
+        if id not in self._lendable:
+            return False
+        self._returning.discard(id)
+        self._meter.lent(self._agenda.now - self._out.pop(id))
+        return True
+
+    def train(self) -> None:
+        """The trainer begins."""
+        if self._out:
+            raise RuntimeError(f"the trainer begins while instances {sorted(self._out)} have its chips")
+        if self._wanted_s is not None:
+            self._meter.late(self._agenda.now - self._wanted_s)
+            self._wanted_s = None
+
+
+class Environments:
+    """`away`: the world's samples outside any instance; `schedule` an instance whose state has changed."""
+
+    def __init__(self, agenda: Agenda, meter: Meter, away: dict[SampleId, Job], notify: Callable[[ev.Event], None],
+                 schedule: Callable[[Instance], None], hold_slots: bool):  # fmt: skip
+        self._agenda, self._meter, self._away = agenda, meter, away
+        self._notify, self._schedule, self._hold_slots = notify, schedule, hold_slots
+
+    def ask(self, instance: Instance, job: Job) -> None:
+        """The sample's turn has stopped at this instance, and has left its batch."""
+        due_s = self._agenda.now + job.turns[job.turn].environment_s
+        if self._hold_slots:
+            instance.wait_for_environment(job)
+            self._agenda.at(due_s, self._answered_in_place, instance, job)
+            return
+        self._away[job.id] = job
+        self._meter.waits(self._agenda.now, 1)
+        self._notify(
+            ev.SampleWaiting(
+                id=job.id, instance=instance.id, tokens=job.response, life=instance.life, attempt=job.attempt
+            )
+        )
+        self._agenda.at(due_s, self._answered, job)
+
+    def _answered(self, job: Job) -> None:
+        self._meter.waits(self._agenda.now, -1)
+        if self._away.get(job.id) is job:  # else its group was given up
+            job.observe()
+            self._notify(ev.SampleReady(id=job.id, tokens=job.response, attempt=job.attempt))
+
+    def _answered_in_place(self, instance: Instance, job: Job) -> None:
+        if instance.waits(job):
+            instance.advance(self._agenda.now)
+            instance.answered(job)
+            self._schedule(instance)
+
+
+class Agenda:
+    """Calls of one moment come in the order in which they were agreed on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
+        self._count = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def at(self, time: float, call: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._heap, (time, next(self._count), call, args))
+
+    def next(self) -> None:
+        """Move the clock to the next appointment, and keep it."""
+        self.now, _, call, args = heapq.heappop(self._heap)
+        call(*args)
+
 
 # A run stalls after so many periods in which only the clock ticks.
 STALLED_PERIODS = 10_000

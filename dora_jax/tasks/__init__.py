@@ -18,11 +18,10 @@
     environments.py  EnvironmentPool: environments in processes of their own (environment_process.py, _worker.py)
     renderer_bridge.py  the same by a chat template of the package renderers
     by_task.py   an environment, or rewards, for each task of a mix
-    token_bridge.py     the same for an environment that speaks token ids
     skyrl_gym.py environments of SkyRL-Gym as ours
-    bridge.py    what an environment says -> tokens behind the exact ones of the policy
+    bridge.py    what an environment says -> tokens behind the exact ones of the policy; of text, or of token ids
     reward_model.py  ModelScorer: a trained judge on a mesh of its own, behind the pool
-    identity.py  randomness by identity, and what makes two prompts the same
+    source.py    what a source of questions does; randomness by identity, and what makes two prompts the same
 
 Laws: training and held-out prompts never share a uid; an error or a time-out is never a reward.
 This file stays light, because the reward workers import the package: no JAX, no numpy, nothing eager.

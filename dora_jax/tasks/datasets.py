@@ -16,9 +16,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from dora_jax.base.spelling import nearest
+from dora_jax.base.config_tree import nearest
 from dora_jax.config import ConfigError
-from dora_jax.tasks.identity import share_hash
+from dora_jax.tasks.source import share_hash
 
 NO_UNIQUE_GOLD = "its reference answer scores 0: it has no unique gold answer"
 REFUSED = {

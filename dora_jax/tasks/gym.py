@@ -15,9 +15,8 @@ from typing import Any
 
 from dora_jax.config import ConfigError
 from dora_jax.tasks.datasets import open_dataset
-from dora_jax.tasks.identity import identity_hash, uid_of
 from dora_jax.tasks.prompts import Wording
-from dora_jax.tasks.source import TaskRow
+from dora_jax.tasks.source import TaskRow, identity_hash, uid_of
 
 MAX_REDRAWS = 1000  # draws in a row that meet nothing new before a dataset counts as exhausted
 MIN_TRAINING_SHARE = 0.1  # of draws that must stay outside the held-out set

@@ -16,9 +16,8 @@ import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import worked_solutions
-from dora_jax.tasks.identity import Question, identity_hash, share_hash, shorten
 from dora_jax.tasks.sandbox.render import NeverEnds, Renderer
-from dora_jax.tasks.source import Source, TaskRow
+from dora_jax.tasks.source import Question, Source, TaskRow, identity_hash, share_hash, shorten
 from dora_jax.types import GroupId, Prompt, is_eval, issued_first_as
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks.identity import identity_hash, shorten, uid_of
 from dora_jax.tasks.prompts import Wording
-from dora_jax.tasks.source import TaskRow
+from dora_jax.tasks.source import TaskRow, identity_hash, shorten, uid_of
 
 FEISTEL_ROUNDS = 4  # of a keyed permutation: enough to look random
 

@@ -1,13 +1,42 @@
-"""Stage 1: a question as it stands in a source, and what a source of questions does."""
+"""Stage 1: a question as it stands in a source, what a source of questions does, and randomness by identity.
+
+Standard library only. Laws: the same words give the same draw in every process, Python version and machine; nothing here
+keeps a state.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dora_jax.tasks.identity import Question
+Question = str | list[dict[str, str]]  # text, or messages with role and content
+
+
+def uid_of(question: Question) -> str:
+    """Hash of the content, blind to white space: prompts that differ in layout only never cross the split."""
+    if not isinstance(question, str) and [m["role"] for m in question] == ["user"]:
+        question = question[0]["content"]  # what the chat template makes of a text
+    content = question if isinstance(question, str) else json.dumps([[m["role"], m["content"]] for m in question])
+    return hashlib.blake2b(" ".join(content.split()).encode(), digest_size=16).hexdigest()
+
+
+def identity_hash(*identity: str | int) -> int:
+    """64 bits decided by an identity alone: the randomness of draws, shuffles and slips."""
+    words = "/".join(map(str, identity)).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
+
+
+def share_hash(*identity: str | int) -> float:
+    """Uniform in [0, 1), decided by an identity alone."""
+    return identity_hash(*identity) / 2**64
+
+
+def shorten(text: str, width: int = 80) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dora_jax.config import ConfigError
-from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure, ScorerPool
 from dora_jax.tasks.rewards import plain
+from dora_jax.tasks.source import shorten
 from dora_jax.types import Prompt, Sample, SampleId, Span
 
 POLL_S = 0.01

@@ -23,10 +23,10 @@ from dora_jax.runtime.common.sample_log import SampleLog, SeenTokens
 from dora_jax.runtime.common.seams import Environments, StageWorker
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.observe.evaluations import Evaluations, reward_metrics, sampled_tokens
-from dora_jax.tasks.identity import shorten
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.solved import Solved
+from dora_jax.tasks.source import shorten
 from dora_jax.types import GroupId, Prompt, SampleId, ScoredGroup, Version, is_eval, is_training
 
 MIN_GROUPS_FOR_FAILED_SHARE = 100  # below this one failure says nothing about a share

@@ -27,12 +27,11 @@ import numpy as np
 from dora_jax.config import EnvironmentSection
 from dora_jax.tasks import code
 from dora_jax.tasks.environment import NO_POLICY, Message, PolicyFacts
-from dora_jax.tasks.environments.bridge import Bridge, Conversation
+from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
 from dora_jax.tasks.environments.environment_process import EnvironmentProcess
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
-from dora_jax.tasks.environments.token_bridge import TokenBridge
-from dora_jax.tasks.identity import identity_hash
 from dora_jax.tasks.sandbox import calls
+from dora_jax.tasks.source import identity_hash
 from dora_jax.types import (
     EpisodeEnded,
     EpisodeFailed,

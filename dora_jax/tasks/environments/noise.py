@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from dora_jax.tasks.environment import Message
-from dora_jax.tasks.identity import identity_hash, share_hash
+from dora_jax.tasks.source import identity_hash, share_hash
 from dora_jax.types import is_eval, issued_first_as
 
 FAILED = "error: the tool did not answer"
