@@ -2,6 +2,9 @@
 
 Tool calls are read in the form that the published templates of Qwen, Hermes and their relatives ask for:
 <tool_call>{"name": ..., "arguments": {...}}</tool_call>. What is not of this form stays text.
+
+Laws: the pieces of a text, joined, do not depend on how its tokens were cut into ticks; no piece holds half a character
+or the beginning of a stop string that may still be completed.
 """
 
 from __future__ import annotations
@@ -12,12 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.serving.request import Json, Limits, Refused, check
-
-# Tokens -> text as it grows, and where a stop string ends it. Pure.
-#
-# Laws: the pieces of a text, joined, do not depend on how its tokens were cut into ticks; no piece holds half a character
-# or the beginning of a stop string that may still be completed.
-
 
 Decode = Callable[[Sequence[int]], str]
 CONTEXT = 5  # prompt tokens before the first sampled one: some tokenizers drop the blank before a first word

@@ -29,17 +29,13 @@ from dora_jax.sim.trainer import SimGroup, SimTrainer
 from dora_jax.sim.workload import Workload
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-# The trainer's chips in virtual time: lent to the rollouts as instances, and given back.
-#
-# Consumes Lend and Return as the world hears them; produces how long each takes. Law: the trainer begins nothing while an
-# instance has its chips.
-
-
 Up = Callable[[InstanceId, tuple[Version, ...]], None]  # an instance that holds these versions begins a life
 Ends = Callable[[Instance, list[Job], str], None]  # a life is over: its samples, and why
 
 
 class TrainerChips:
+    """Its chips, lent to the rollouts as instances. Law: it begins nothing while an instance has its chips."""
+
     def __init__(self, hardware: Hardware, costs: Costs, meter: Meter, agenda: Agenda, up: Up, ends: Ends):
         self._lendable = frozenset(hardware.lendable)
         self._costs, self._meter, self._agenda, self._up, self._ends = costs, meter, agenda, up, ends
@@ -88,7 +84,12 @@ class TrainerChips:
 
 
 class Environments:
-    """`away`: the world's samples outside any instance; `schedule` an instance whose state has changed."""
+    """A turn ends, the environment answers after a while, the sample goes on with what it said.
+
+    A sample that waits holds no slot, and its KV is in host memory until a Resume brings it back. hold_slots: nobody hears
+    of the wait, and the sample keeps slot and KV where it is, as in an engine that knows no waiting.
+    `away`: the world's samples outside any instance; `schedule` an instance whose state has changed.
+    """
 
     def __init__(self, agenda: Agenda, meter: Meter, away: dict[SampleId, Job], notify: Callable[[ev.Event], None],
                  schedule: Callable[[Instance], None], hold_slots: bool):  # fmt: skip
@@ -125,7 +126,7 @@ class Environments:
 
 
 class Agenda:
-    """Calls of one moment come in the order in which they were agreed on."""
+    """Appointments in virtual time, the clock jumps from one to the next; calls of one moment come in the order of asking."""
 
     def __init__(self) -> None:
         self.now = 0.0
