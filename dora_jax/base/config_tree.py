@@ -176,7 +176,15 @@ class _Reader:
         for name in sorted(here.keys() & tree.keys()):
             try:
                 value = self._convert(tree[name], here[name].type, prefix + name)
-                values[name] = _allowed(value, here[name])
+                # The value; ValueError where its declaration does not allow it.
+                by = here[name]
+                if by.choices and value not in by.choices:
+                    raise ValueError(
+                        f"{value!r} is none of: {', '.join(choice or repr(choice) for choice in by.choices)}"
+                    )
+                if by.range and not by.range.holds(value):
+                    raise ValueError(f"{value} is not {by.range}")
+                values[name] = value
             except ValueError as error:
                 self.problems.append(f"{prefix}{name}: {error}")
         return cls(**values)
@@ -198,15 +206,6 @@ class _Reader:
             return value
         word = "section" if dataclasses.is_dataclass(origin) else origin.__name__
         raise ValueError(f"{value!r} is not a {'finite ' if origin is float else ''}{word}")
-
-
-def _allowed(value: Any, by: Declared) -> Any:
-    """The value; ValueError where its declaration does not allow it."""
-    if by.choices and value not in by.choices:
-        raise ValueError(f"{value!r} is none of: {', '.join(choice or repr(choice) for choice in by.choices)}")
-    if by.range and not by.range.holds(value):
-        raise ValueError(f"{value} is not {by.range}")
-    return value
 
 
 # Suggests the known name that a user probably meant by an unknown one.

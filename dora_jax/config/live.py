@@ -40,7 +40,19 @@ def problems(config: Any) -> Iterator[str]:
     """What does not fit in a configuration with an endpoint."""
     serving, residents = config.serving, config.rollout.residents
     if serving.train:
-        yield from _training_problems(config)
+        # Of a run that trains on the sessions of its endpoint.
+        if not config.serving.port:
+            yield "serving.train: there are no sessions without an endpoint; set serving.port"
+        if config.environment.name:
+            yield "environment.name: users are the environment where serving.train is set; leave it empty"
+        if config.reward_model.path:
+            yield "reward_model.path: sessions are scored by task.rewards, turn by turn; leave it empty"
+        if not config.task.rewards:
+            yield "task.rewards: no reward is named that says what an answer was worth"
+        if config.orchestrator.mode in ("partial", "staleflow"):
+            yield f"orchestrator.mode: {config.orchestrator.mode}; a session belongs to one version"
+        if config.task.mix:
+            yield "task.mix: the prompts of the run are sessions where serving.train is set; leave it empty"
     if not serving.port:
         return
     if serving.port == config.monitor.port:
@@ -51,19 +63,3 @@ def problems(config: Any) -> Iterator[str]:
             f"the newest for the sessions of {serving.hold_versions} older ones; set rollout.residents to "
             f"{serving.hold_versions + 2}"
         )
-
-
-def _training_problems(config: Any) -> Iterator[str]:
-    """Of a run that trains on the sessions of its endpoint."""
-    if not config.serving.port:
-        yield "serving.train: there are no sessions without an endpoint; set serving.port"
-    if config.environment.name:
-        yield "environment.name: users are the environment where serving.train is set; leave it empty"
-    if config.reward_model.path:
-        yield "reward_model.path: sessions are scored by task.rewards, turn by turn; leave it empty"
-    if not config.task.rewards:
-        yield "task.rewards: no reward is named that says what an answer was worth"
-    if config.orchestrator.mode in ("partial", "staleflow"):
-        yield f"orchestrator.mode: {config.orchestrator.mode}; a session belongs to one version"
-    if config.task.mix:
-        yield "task.mix: the prompts of the run are sessions where serving.train is set; leave it empty"

@@ -173,17 +173,6 @@ def _parts(task: TaskSection) -> dict[str, TaskPart]:
     return {f"task.mix.{name}": part for name, part in task.mix.items()}
 
 
-def _sources(task: TaskSection) -> Problems:
-    sources: dict[str, Any] = _parts(task) or {"task": task}
-    for where, part in sources.items():
-        kind, _, dataset = part.name.partition(":")
-        if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
-            yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
-        if part.name == "rows" and not part.path:
-            yield f'{where}.path: empty; the task "rows" reads a .jsonl or .parquet file'
-        yield from _pattern(f"{where}.extract", part.extract)
-
-
 def _mix(config: Config) -> Problems:
     task = config.task
     if task.adaptive and not (task.mix and config.orchestrator.filter_zero_variance):
@@ -200,7 +189,14 @@ def _mix(config: Config) -> Problems:
 
 def _task(config: Config) -> Problems:
     task = config.task
-    yield from _sources(task)
+    sources: dict[str, Any] = _parts(task) or {"task": task}
+    for where, part in sources.items():
+        kind, _, dataset = part.name.partition(":")
+        if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
+            yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
+        if part.name == "rows" and not part.path:
+            yield f'{where}.path: empty; the task "rows" reads a .jsonl or .parquet file'
+        yield from _pattern(f"{where}.extract", part.extract)
     yield from _mix(config)
     if task.template != "chat" and "{prompt}" not in task.template:
         yield f'task.template: {task.template!r} is neither "chat" nor a text with {{prompt}} in it'
@@ -280,14 +276,10 @@ def _trainer(config: Config) -> Problems:
         yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"
     if t.lent_memory == "host" and not config.orchestrator.elastic:
         yield "trainer.lent_memory: host is of devices that are lent, and orchestrator.elastic lends none"
-    yield from _checkpoint(config)
-    yield from lora_config.problems(config)
-
-
-def _checkpoint(config: Config) -> Problems:
     every, export = config.checkpoint.every, config.checkpoint.export_hf_every
     if export and (not every or export % every):
         yield f"checkpoint.export_hf_every: {export} is no multiple of checkpoint.every = {every}, and what is saved is exported"
+    yield from lora_config.problems(config)
 
 
 def _lengths(config: Config) -> Problems:

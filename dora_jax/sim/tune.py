@@ -12,9 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from dora_jax.costs import Hardware
 from dora_jax.orchestrate.modes import FIXED_LOAD
-from dora_jax.sim.config import GridSection, Row, replace
+from dora_jax.sim.config import Row, replace
 from dora_jax.sim.meter import Result
 from dora_jax.sim.run import simulate
 from dora_jax.sim.table import grid
@@ -62,7 +61,17 @@ def render(found: Sequence[Tuned]) -> str:
 class _Search:
     def __init__(self, row: Row):
         self.row = row
-        self.axes = _axes(row.config.grid, row.config.hardware, row.mode)
+        section = row.config.grid
+        hardware = row.config.hardware
+        mode = row.mode
+        unit, total = hardware.instance_chips, hardware.chips // hardware.instance_chips
+        splits = sorted({min(total - 1, max(1, round(share * total))) * unit for share in section.rollout_shares})
+        axes: dict[str, Sequence[Any]] = {SPLIT: splits}
+        if mode not in FIXED_LOAD:
+            axes[INFLIGHT] = section.inflight
+        if mode not in FIXED_BOUND:
+            axes[BOUND] = section.max_versions
+        self.axes = axes
         self.seen: dict[tuple, Result] = {}
 
     def start(self) -> dict[str, Any]:
@@ -93,14 +102,3 @@ class _Search:
             if better == here:
                 return here
             here = better
-
-
-def _axes(section: GridSection, hardware: Hardware, mode: str) -> dict[str, Sequence[Any]]:
-    unit, total = hardware.instance_chips, hardware.chips // hardware.instance_chips
-    splits = sorted({min(total - 1, max(1, round(share * total))) * unit for share in section.rollout_shares})
-    axes: dict[str, Sequence[Any]] = {SPLIT: splits}
-    if mode not in FIXED_LOAD:
-        axes[INFLIGHT] = section.inflight
-    if mode not in FIXED_BOUND:
-        axes[BOUND] = section.max_versions
-    return axes

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dora_jax.config import ConfigError, EnvironmentSection
-from dora_jax.tasks.environment import Environment, EpisodePrompt
+from dora_jax.tasks.environment import EpisodePrompt
 from dora_jax.tasks.environments.environment_worker import resolved
 from dora_jax.tasks.sandbox.calls import Refused
 
@@ -36,18 +36,16 @@ def worked(
         found = []
         for i, (text, answer, slips) in enumerate(prompts):
             prompt = EpisodePrompt(text=text, answer=answer, seed=seed + i)
-            found.append((text, await _played(kind(**section.params), prompt, kind.worked(prompt, slips))))
+            environment = kind(**section.params)
+            messages = kind.worked(prompt, slips)
+            turns = [(str(message["content"]), False) for message in await environment.reset(prompt)]
+            for message in messages:
+                observed, done, _ = await environment.step({"role": "assistant", "content": message})
+                turns.append((message, True))
+                if not done:
+                    turns += [(str(each["content"]), False) for each in observed]
+            await environment.close()
+            found.append((text, tuple(turns)))
         return found
 
     return asyncio.run(played())
-
-
-async def _played(environment: Environment, prompt: EpisodePrompt, messages: list[str]) -> Dialogue:
-    turns = [(str(message["content"]), False) for message in await environment.reset(prompt)]
-    for message in messages:
-        observed, done, _ = await environment.step({"role": "assistant", "content": message})
-        turns.append((message, True))
-        if not done:
-            turns += [(str(each["content"]), False) for each in observed]
-    await environment.close()
-    return tuple(turns)
