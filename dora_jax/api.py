@@ -167,29 +167,26 @@ def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_hel
         return
     rows = [{"prompt": row, "answer": ""} if isinstance(row, str) else row for row in prompts]
     with blame("prompts"):
-        task["path"] = str(_written(rows, flags.local(workdir, "train")))
+        # The file of these rows, named by their content. ValueError: a row is no JSON.
+        folder = flags.local(workdir, "train")
+        try:
+            text = "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a row cannot be written as JSON: {error}") from error
+        if not text:
+            raise ValueError("there is no row")
+        file = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            draft = file.with_suffix(".partial")
+            draft.write_text(text)
+            draft.replace(file)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be written: {error.strerror}") from error
+        task["path"] = str(file)
     if not keep_heldout:
         task["heldout"] = min(task["heldout"], max(1, len(rows) // HELDOUT_SHARE))
         tree["eval"]["prompts"] = min(tree["eval"]["prompts"], task["heldout"])
-
-
-def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """The file of these rows, named by their content. ValueError: a row is no JSON."""
-    try:
-        text = "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"a row cannot be written as JSON: {error}") from error
-    if not text:
-        raise ValueError("there is no row")
-    file = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(".partial")
-        draft.write_text(text)
-        draft.replace(file)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be written: {error.strerror}") from error
-    return file
 
 
 def _arrays(rows: Sequence[Row]) -> Series:

@@ -255,19 +255,7 @@ class Roofline:
         size = self._model.weight_bytes_per_param
         read = (self.touched_params(batch) * size + self._adapters) / self._bytes_per_s
         compute = FORWARD * (self._active + self._adapters / size) * batch / self._flops_per_s
-        return self._cost.decode_overhead_s + max(read, compute) + self._collectives_s(batch)
-
-    def touched_params(self, batch: int) -> float:
-        """Weights that a batch reads: of the experts only those that any of its tokens chose."""
-        model = self._model
-        if not model.experts:
-            return model.params
-        chosen = model.experts_per_token / model.experts
-        dense = (self._active - model.params * chosen) / (1 - chosen)
-        return dense + (model.params - dense) * (1 - (1 - chosen) ** batch)
-
-    def _collectives_s(self, batch: int) -> float:
-        """Two all-reduces a layer over `tensor` chips, two all-to-alls over `expert` groups."""
+        # Two all-reduces a layer over `tensor` chips, two all-to-alls over `expert` groups.
         hardware, chip = self._hardware, self._chip
         activations = batch * self._model.d_model * 2
         layer_s = 0.0
@@ -277,7 +265,16 @@ class Roofline:
         if hardware.expert > 1:
             copies = self._model.experts_per_token / (hardware.expert * hardware.tensor)
             layer_s += 2 * (chip.ici_latency_s + copies * activations / chip.ici_bytes_per_s)
-        return self._model.n_layers * layer_s
+        return self._cost.decode_overhead_s + max(read, compute) + (self._model.n_layers * layer_s)
+
+    def touched_params(self, batch: int) -> float:
+        """Weights that a batch reads: of the experts only those that any of its tokens chose."""
+        model = self._model
+        if not model.experts:
+            return model.params
+        chosen = model.experts_per_token / model.experts
+        dense = (self._active - model.params * chosen) / (1 - chosen)
+        return dense + (model.params - dense) * (1 - (1 - chosen) ** batch)
 
 
 class MeasuredCosts:

@@ -101,11 +101,20 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
         )
     rest = tuple(range(0 if share_all else used, n_devices))
     may_share = share_all or (config.placement == "auto" and config.rollout.tensor == 1)
+    # Consecutive devices each; instances beyond the devices go round robin where they may.
+    rollout = config.rollout
+    groups = [rest[i : i + rollout.tensor] for i in range(0, len(rest) - rollout.tensor + 1, rollout.tensor)]
+    count = rollout.instances or max(MIN_AUTO_INSTANCES, len(groups))
+    if not groups or (count > len(groups) and not may_share):
+        raise ConfigError(
+            f"rollout.instances: {count} instances of {rollout.tensor} devices do not fit the {len(rest)} devices "
+            f"that the trainer leaves; ask for fewer instances or a smaller mesh, or set placement=shared"
+        )
     return DevicePlan(
         n_devices=n_devices,
         trainer=tuple(range(used)),
         trainer_mesh=mesh,
-        instances=_instances(rest, config, may_share),
+        instances=tuple(groups[i % len(groups)] for i in range(count)),
         lent=_lent(used, config) if config.orchestrator.elastic else (),
     )
 
@@ -238,19 +247,6 @@ def _trainer_devices(n_devices: int, config: Config) -> int:
     while 2 * fsdp * unit <= half:  # a power of two: what sizes of models divide by
         fsdp *= 2
     return fsdp * unit
-
-
-def _instances(free: Indices, config: Config, may_share: bool) -> tuple[Indices, ...]:
-    """Consecutive devices each; instances beyond the devices go round robin where they may."""
-    rollout = config.rollout
-    groups = [free[i : i + rollout.tensor] for i in range(0, len(free) - rollout.tensor + 1, rollout.tensor)]
-    count = rollout.instances or max(MIN_AUTO_INSTANCES, len(groups))
-    if not groups or (count > len(groups) and not may_share):
-        raise ConfigError(
-            f"rollout.instances: {count} instances of {rollout.tensor} devices do not fit the {len(free)} devices "
-            f"that the trainer leaves; ask for fewer instances or a smaller mesh, or set placement=shared"
-        )
-    return tuple(groups[i % len(groups)] for i in range(count))
 
 
 def _span(indices: Indices) -> str:

@@ -61,12 +61,14 @@ def _comparison(runs: Sequence[RunData]) -> str:
     for run in runs:
         last = run.evaluations[-1] if run.evaluations else {}
         trainer, rollout = findings.idle_shares(run.steps[1:])
+        low, high = curves.accuracy_interval(last)
+        shown = percent(last.get("eval/accuracy"))
         rows.append(
             (
                 run.name,
                 configured(run, "orchestrator.mode") or "-",
                 len(run.steps),
-                _accuracy(last),
+                (shown if low is None else f"{shown} ({percent(low)} to {percent(high)})"),
                 figure(findings.mean(series(run.steps, "reward/mean")[-10:])),
                 figure(findings.mean(series(run.steps[1:], "time/step_s"))),
                 figure(findings.mean(series(run.steps[1:], "rollout/tokens_per_s"))),
@@ -136,12 +138,6 @@ def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
         f"<pre>{escaped(json.dumps(run.overrides, indent=1))}</pre></details>"
         f"<details><summary>all fields</summary><pre>{escaped(json.dumps(run.config, indent=1))}</pre></details></section>"
     )
-
-
-def _accuracy(row: Row) -> str:
-    low, high = curves.accuracy_interval(row)
-    shown = percent(row.get("eval/accuracy"))
-    return shown if low is None else f"{shown} ({percent(low)} to {percent(high)})"
 
 
 def _evaluations(rows: Sequence[Row]) -> str:

@@ -22,7 +22,17 @@ Tokens = list[list[Any]]  # of a sample: a column each of COLUMNS
 
 def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
     """(HTML, the tokens to which it refers by their place in the list)."""
-    shown = _thinned(rows, SHOWN_SAMPLES)
+    # Evenly; rows with tokens one by one go first to their places.
+    if len(rows) <= SHOWN_SAMPLES:
+        shown = rows
+    else:
+        told = [i for i, row in enumerate(rows) if any(_tokens(sample) for sample in _samples(row))]
+        chosen = (
+            {told[i * len(told) // TOKEN_VIEWS] for i in range(TOKEN_VIEWS)} if len(told) > TOKEN_VIEWS else set(told)
+        )
+        rest = SHOWN_SAMPLES - len(chosen)
+        chosen |= {i * len(rows) // rest for i in range(rest)}
+        shown = [rows[i] for i in sorted(chosen)]
     found = [_tokens(sample) for row in shown for sample in _samples(row)]
     every = max(1, sum(tokens is not None for tokens in found) // TOKEN_VIEWS)
     views: list[Tokens] = []
@@ -50,17 +60,6 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _thinned(rows: Sequence[Row], most: int) -> Sequence[Row]:
-    """Evenly; rows with tokens one by one go first to their places."""
-    if len(rows) <= most:
-        return rows
-    told = [i for i, row in enumerate(rows) if any(_tokens(sample) for sample in _samples(row))]
-    chosen = {told[i * len(told) // TOKEN_VIEWS] for i in range(TOKEN_VIEWS)} if len(told) > TOKEN_VIEWS else set(told)
-    rest = most - len(chosen)
-    chosen |= {i * len(rows) // rest for i in range(rest)}
-    return [rows[i] for i in sorted(chosen)]
 
 
 def _group(id: Any) -> Any:

@@ -45,13 +45,20 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
     best = search.best()
     lines = [(search.row(point), result) for point, result in best]
     fastest = best[0][1]
+    # What no schedule can undercut: the longest response, alone on its instance.
+    costs, work = open_costs(config.model, config.hardware, config.cost), config.workload
+    tail_s = work.max_new_tokens * (costs.decode_base_s(1) + costs.decode_kv_s * work.max_new_tokens / 2)
     head = [
         (
             f"{config.hardware.chips} x {config.hardware.chip}, at most {total} instances of "
             f"{config.hardware.instance_chips} chips; {len(search.seen)} settings tried"
         ),
         *_model_line(config),
-        _floors(config),
+        (
+            f"a response of {work.max_new_tokens:,} tokens decodes for {tail_s / 60:.1f} min even alone "
+            f"({1e3 * costs.decode_base_s(1):.1f} ms a token): sync cannot be faster, K versions side by side hide it "
+            f"behind up to K steps"
+        ),
         (
             f"sync, colocated: {sync.step_s / 60:.2f} min a step; best: {fastest.step_s / 60:.2f} min, "
             f"{fastest.tokens_per_s / sync.tokens_per_s:.2f} x its tokens/s"
@@ -169,15 +176,4 @@ def _model_line(config: SimConfig) -> Iterator[str]:
     yield (
         f"{model.size}: {model.params / 1e9:,.1f}e9 parameters, of which a token meets {model.active_params / 1e9:,.1f}e9; "
         f"{model.kv_bytes_per_token:,.0f} bytes of KV a token{shared}"
-    )
-
-
-def _floors(config: SimConfig) -> str:
-    """What no schedule can undercut: the longest response, alone on its instance."""
-    costs, work = open_costs(config.model, config.hardware, config.cost), config.workload
-    tail_s = work.max_new_tokens * (costs.decode_base_s(1) + costs.decode_kv_s * work.max_new_tokens / 2)
-    return (
-        f"a response of {work.max_new_tokens:,} tokens decodes for {tail_s / 60:.1f} min even alone "
-        f"({1e3 * costs.decode_base_s(1):.1f} ms a token): sync cannot be faster, K versions side by side hide it "
-        f"behind up to K steps"
     )

@@ -31,10 +31,12 @@ def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
             minutes += f" ± {_minutes(spreads[i](lambda r: r.step_s))}"
             share += f" ± {spreads[i](lambda r: r.rollout_only):.1%}"
             tokens += f" ± {spreads[i](lambda r: r.tokens_per_s):,.0f}"
+        # What versions on instances of their own add to a step; "-" where versions do not share the instances.
+        apart = orchestrator_config(row.config, row.mode).decisions.repartitions and row.config.hardware.residents == 1
         rows.append([
             row.label, minutes, share, tokens, f"{r.occupancy:.1f}",
             lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}",
-            _minutes(bound.step_floor_s(row)), _fragments(row)])  # fmt: skip
+            _minutes(bound.step_floor_s(row)), (_minutes(bound.fragment_s(row.config)) if apart else "-")])  # fmt: skip
     head = [
         "mode",
         "min/step",
@@ -50,7 +52,11 @@ def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
     ]
     blocks = [grid(head, rows), _time(lines), _traffic(lines)]
     if any(row.config.orchestrator.elastic for row, _ in lines):
-        blocks.append(_lent(lines))
+        # "late": the trainer's longest wait for chips that were lent.
+        head = ["chips of the trainer", "lends a step", "instances lent", "of", "late s"]
+        rows = [[row.label, f"{r.lends:.1f}", f"{r.lent:.2f}", str(len(row.config.hardware.lendable)), f"{r.late_s:.1f}"]
+                for row, r in lines]  # fmt: skip
+        blocks.append(grid(head, rows))
     if any(row.config.workload.mix for row, _ in lines):
         blocks.append(_tasks(lines, spreads))
     if any(row.published for row, _ in lines):
@@ -71,12 +77,6 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # ---------------------------------------------------------------- private
 
 
-def _fragments(row: Row) -> str:
-    """What versions on instances of their own add to a step; "-" where versions do not share the instances."""
-    apart = orchestrator_config(row.config, row.mode).decisions.repartitions and row.config.hardware.residents == 1
-    return _minutes(bound.fragment_s(row.config)) if apart else "-"
-
-
 def _time(lines: Sequence[Line]) -> str:
     causes = [cause for cause in CAUSES if cause != DOWN or any(r.rollout[DOWN] > 0 for _, r in lines)]
     head = ["share of time", "trainer: train", "wait: groups", "wait: rule"]
@@ -94,14 +94,6 @@ def _traffic(lines: Sequence[Line]) -> str:
         row.label, f"{r.moves:.0f}", f"{r.move_bytes / 1e9:.1f}", f"{r.reloads:.0f}", f"{r.weight_bytes / 1e9:,.0f}",
         f"{r.reprefilled_tokens:,.0f}", f"{r.cancelled_tokens:,.0f}", f"{r.preempted:.0f}", f"{r.ready_left:.0f}"]
         for row, r in lines]  # fmt: skip
-    return grid(head, rows)
-
-
-def _lent(lines: Sequence[Line]) -> str:
-    """ "late": the trainer's longest wait for chips that were lent."""
-    head = ["chips of the trainer", "lends a step", "instances lent", "of", "late s"]
-    rows = [[row.label, f"{r.lends:.1f}", f"{r.lent:.2f}", str(len(row.config.hardware.lendable)), f"{r.late_s:.1f}"]
-            for row, r in lines]  # fmt: skip
     return grid(head, rows)
 
 

@@ -77,7 +77,10 @@ class ScorerPool:
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
         setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
-        form, variables = form_of_walls(section), _variables(section)
+        form, variables = form_of_walls(section), section.reward_env
+        for name in variables:
+            if name not in os.environ:
+                raise ConfigError(f"task.reward_env: the environment has no {name}")
         runs_programs = code.may_run("task", "rewards", section.rewards, section.sandbox)
         self._processes = [
             calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables, runs_programs=runs_programs)
@@ -244,10 +247,3 @@ def form_of_walls(section: TaskSection) -> str:
             f'task.reward_walls: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
             "environment and signal its processes"
         ) from error
-
-
-def _variables(section: TaskSection) -> tuple[str, ...]:
-    for name in section.reward_env:
-        if name not in os.environ:
-            raise ConfigError(f"task.reward_env: the environment has no {name}")
-    return section.reward_env

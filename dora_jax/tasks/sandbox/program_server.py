@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from dora_jax.tasks.sandbox import seccomp
 from dora_jax.tasks.sandbox.program_walls import Unavailable, become_bwrap, machine
@@ -60,33 +60,30 @@ def serve(channel: socket.socket) -> None:
                 return
             if os.fork() == 0:
                 channel.close()
-                _answer(socket.socket(fileno=fds[0]))
+                # The runner: one request, one reply.
+                connection = socket.socket(fileno=fds[0])
+                try:
+                    signal.set_wakeup_fd(-1)
+                    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                    prctl(PR_SET_CHILD_SUBREAPER, 1)
+                    body = bytearray()
+                    while part := connection.recv(PIPE_BYTES * 16):
+                        body += part
+                        if len(body) > MAX_REQUEST_BYTES:
+                            raise Unavailable(0, f"a request of over {MAX_REQUEST_BYTES} bytes")
+                    reply = _Runner(connection, **json.loads(body)).run()
+                except OSError as error:
+                    reply = {"error": error.strerror or str(error)}
+                except BaseException as error:  # the client reads the sentence
+                    reply = {"error": f"{type(error).__name__}: {error}"}
+                try:
+                    connection.sendall(json.dumps(reply).encode())
+                except OSError:
+                    pass  # the client is gone
+                os._exit(0)
             for fd in fds:
                 os.close(fd)
             runners += 1
-
-
-def _answer(connection: socket.socket) -> NoReturn:
-    """The runner: one request, one reply."""
-    try:
-        signal.set_wakeup_fd(-1)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
-        body = bytearray()
-        while part := connection.recv(PIPE_BYTES * 16):
-            body += part
-            if len(body) > MAX_REQUEST_BYTES:
-                raise Unavailable(0, f"a request of over {MAX_REQUEST_BYTES} bytes")
-        reply = _Runner(connection, **json.loads(body)).run()
-    except OSError as error:
-        reply = {"error": error.strerror or str(error)}
-    except BaseException as error:  # the client reads the sentence
-        reply = {"error": f"{type(error).__name__}: {error}"}
-    try:
-        connection.sendall(json.dumps(reply).encode())
-    except OSError:
-        pass  # the client is gone
-    os._exit(0)
 
 
 class _Runner:
