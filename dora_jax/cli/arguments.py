@@ -67,10 +67,8 @@ def apply_overrides(
     except flags.Error as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if leftover:
-        raise ConfigError(
-            f"argument {leftover[0]!r}: not a flag; the nearest is "
-            f"--{nearest(_flag_name(leftover[0]), [f'config.{name}' for name in known])}=..."
-        )
+        closest = nearest(leftover[0].lstrip("-").partition("=")[0], [f"config.{name}" for name in known])
+        raise ConfigError(f"argument {leftover[0]!r}: not a flag; the nearest is --{closest}=...")
     return config_flags.get_override_values(flag_values["config"])
 
 
@@ -103,7 +101,3 @@ def _illegal_value(message: str, cls: type) -> str:
     if match is None or kind is None:
         return message
     return f"{match[1]}: {match[3]!r} is not of its type, {getattr(kind, '__name__', kind)}"
-
-
-def _flag_name(arg: str) -> str:
-    return arg.lstrip("-").partition("=")[0]

@@ -240,8 +240,9 @@ def _trainer_problems(budget: Budget) -> Iterator[str]:
     has, needs = budget.machines.trainer.memory_bytes, memory.total(budget.trainer)
     if needs <= has:
         return
+    knob = next(iter(_enough(budget)), "fsdp")
     yield (
-        f"trainer.{_knob(budget)}: an update needs {needs / GIB:.1f} GiB a device of {budget.machines.trainer}, "
+        f"trainer.{knob}: an update needs {needs / GIB:.1f} GiB a device of {budget.machines.trainer}, "
         f"which has {has / GIB:.1f}; {_help(budget)}"
     )
 
@@ -274,10 +275,6 @@ def _enough(budget: Budget) -> dict[str, Any]:
     return next((change for change in _knobs(budget) if budget._trainer_fits(**change)), {})
 
 
-def _knob(budget: Budget) -> str:
-    return next(iter(_enough(budget)), "fsdp")
-
-
 def _help(budget: Budget) -> str:
     change = dict(_enough(budget))
     if not change:
@@ -295,8 +292,9 @@ def _instance_problems(budget: Budget) -> Iterator[str]:
     least = needs + budget.crowd * (budget.needed_pages + 1) * budget._page_bytes
     beside = ", the trainer's part included," if budget.shared else ""
     if least > machine.memory_bytes:
+        knob = "residents" if rollout.residents > 1 and not budget.config.lora.on else "tensor"
         yield (
-            f"rollout.{_instance_knob(budget)}: weights, calls and one longest sample{beside} need {least / GIB:.1f} "
+            f"rollout.{knob}: weights, calls and one longest sample{beside} need {least / GIB:.1f} "
             f"GiB a device of {machine}, which has {machine.memory_bytes / GIB:.1f}; {_instance_help(budget)}"
         )
     elif needs + budget.pages_bytes > machine.memory_bytes:
@@ -304,10 +302,6 @@ def _instance_problems(budget: Budget) -> Iterator[str]:
             f"rollout.pages: {rollout.pages} pages take {budget.pages_bytes / GIB:.1f} GiB of a device of {machine}, "
             f"where weights and calls{beside} leave {(machine.memory_bytes - needs) / GIB:.1f}; 0 takes what fits"
         )
-
-
-def _instance_knob(budget: Budget) -> str:
-    return "residents" if (budget.config.rollout.residents > 1 and not budget.config.lora.on) else "tensor"
 
 
 def _instance_help(budget: Budget) -> str:

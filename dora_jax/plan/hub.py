@@ -73,11 +73,6 @@ def fetch(field: str, name: str) -> None:
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(f"{field}: the hub has no model {name}, or does not show it without HF_TOKEN") from error
     except OSError as error:  # the network, the hub, the disk
-        raise RunError(
-            f"{field}: {name} cannot be downloaded: {_first_line(error)}; the same command goes on"
-        ) from error
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RunError(f"{field}: {name} cannot be downloaded: {why}; the same command goes on") from error
     partial.rename(folder)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

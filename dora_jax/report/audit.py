@@ -28,7 +28,9 @@ def audit(workdir: str, data: RunData) -> None:
                 _fits(sum(path.stat().st_size for path in Path(place).glob("*.log")))
             _replay(place, data)
         except _TooLong as size:
-            data.audit = f"The journal of {size} is not audited: the report replays at most {_megabytes(MOST_BYTES)}."
+            data.audit = (
+                f"The journal of {size} is not audited: the report replays at most {MOST_BYTES / 2**20:.0f} MB."
+            )
         except (RuntimeError, ValueError, OSError) as error:  # a journal of other code, or one that is cut short
             data.audit = f"The journal cannot be audited: {error}."
 
@@ -83,8 +85,4 @@ def _brought(workdir: str, folder: Path) -> str:
 
 def _fits(size_bytes: int) -> None:
     if size_bytes > MOST_BYTES:
-        raise _TooLong(_megabytes(size_bytes))
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.0f} MB"
+        raise _TooLong(f"{size_bytes / 2**20:.0f} MB")

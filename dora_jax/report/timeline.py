@@ -116,17 +116,13 @@ def _instances(row: Row, now: int, lanes: dict[InstanceId, _Lane]) -> None:
     elif isinstance(row.get("busy"), dict):
         for id, counts in row["busy"].items():
             if (i := version_of(id)) in lanes and i is not None and isinstance(counts, dict):
-                _busy(lanes[i], now, counts)
-
-
-def _busy(lane: _Lane, now: int, counts: Row) -> None:
-    pairs = [(version_of(v), version_of(n)) for v, n in counts.items()]
-    versions = sorted([v, n] for v, n in pairs if v is not None and n)
-    samples = sum(n for _, n in versions)
-    if samples:
-        lane.turn(now, max(1, min(LEVELS, round(LEVELS * samples / lane.slots))), versions)
-    else:
-        lane.turn(now, LOADING if lane.loading else 0, [])
+                lane, pairs = lanes[i], [(version_of(v), version_of(n)) for v, n in counts.items()]
+                versions = sorted([v, n] for v, n in pairs if v is not None and n)
+                samples = sum(n for _, n in versions)
+                if samples:
+                    lane.turn(now, max(1, min(LEVELS, round(LEVELS * samples / lane.slots))), versions)
+                else:
+                    lane.turn(now, LOADING if lane.loading else 0, [])
 
 
 def _usage(lane: _Lane) -> Usage:

@@ -95,9 +95,6 @@ class Job:
         self.version, self.cached = version, 0
         self.mixed = self.mixed or self.sampled > 0
 
-    def left_in_turn(self) -> int:
-        return sum(turn.tokens for turn in self.turns[: self.turn + 1]) - self.sampled
-
 
 class Instance:
     """`live` is shared by all instances: version -> samples that decode."""
@@ -329,7 +326,7 @@ class Instance:
             raise RuntimeError(f"instance {self.id} has {self.slots} slots: sample {job.id} is one too many")
         job.cached = job.tokens
         job.join = self.ticks
-        job.stop = self.ticks + job.left_in_turn()
+        job.stop = self.ticks + (sum(turn.tokens for turn in job.turns[: job.turn + 1]) - job.sampled)
         self.decoding[job.id] = job
         self._context += job.tokens
         heapq.heappush(self._stops, (job.stop, job.id, job))

@@ -3,6 +3,7 @@
 Consumes the orchestrator's commands and a workload, produces the facts that a real body would report. The same
 `orchestrate.loop.run` drives it; a call of `events` moves the clock to the next moment at which something happens.
 
+Law of the trainer's chips, which may be lent to the rollouts: it begins nothing while an instance has them.
 Laws: nothing here decides; every command is answered as the orchestrator's page says; the same configuration gives the
 same run. If nothing is left to happen the run has stalled, and that raises.
 """
@@ -15,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from dora_jax.costs import Costs, Hardware, open_costs
+from dora_jax.costs import Costs, open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim import instance as inst
@@ -29,122 +30,6 @@ from dora_jax.sim.trainer import SimGroup, SimTrainer
 from dora_jax.sim.workload import Workload
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
-Up = Callable[[InstanceId, tuple[Version, ...]], None]  # an instance that holds these versions begins a life
-Ends = Callable[[Instance, list[Job], str], None]  # a life is over: its samples, and why
-
-
-class TrainerChips:
-    """Its chips, lent to the rollouts as instances. Law: it begins nothing while an instance has its chips."""
-
-    def __init__(self, hardware: Hardware, costs: Costs, meter: Meter, agenda: Agenda, up: Up, ends: Ends):
-        self._lendable = frozenset(hardware.lendable)
-        self._costs, self._meter, self._agenda, self._up, self._ends = costs, meter, agenda, up, ends
-        self._out: dict[InstanceId, float] = {}  # lent instances, since when their chips are not the trainer's
-        self._returning: set[InstanceId] = set()
-        self._wanted_s: float | None = None  # since when the trainer waits for its chips
-
-    def lend(self, id: InstanceId, version: Version) -> None:
-        if id in self._out:
-            raise RuntimeError(f"instance {id} is lent twice")
-        self._out[id] = now = self._agenda.now
-        self._agenda.at(now + self._costs.lend_s(), self._up, id, (version,))
-
-    def give_back(self, instance: Instance) -> None:
-        """The KV of its samples goes to host memory before the instance is down."""
-        now, jobs = self._agenda.now, instance.clear(keeps_kv=True)
-        self._returning.add(instance.id)
-        instance.paused = True
-        if self._wanted_s is None:
-            self._wanted_s = now
-        self._agenda.at(now + self._costs.return_s(sum(job.cached for job in jobs)), self._returned, instance, jobs)
-
-    def _returned(self, instance: Instance, jobs: list[Job]) -> None:
-        """`jobs` have left it before; what has come to it meanwhile leaves it now."""
-        instance.advance(self._agenda.now)
-        self._ends(instance, [*jobs, *instance.clear(keeps_kv=True)], "returned")
-
-    def returns(self, id: InstanceId) -> bool:
-        return id in self._returning
-
-    def home(self, id: InstanceId) -> bool:
-        """The instance is down; False: its chips were never the trainer's."""
-        if id not in self._lendable:
-            return False
-        self._returning.discard(id)
-        self._meter.lent(self._agenda.now - self._out.pop(id))
-        return True
-
-    def train(self) -> None:
-        """The trainer begins."""
-        if self._out:
-            raise RuntimeError(f"the trainer begins while instances {sorted(self._out)} have its chips")
-        if self._wanted_s is not None:
-            self._meter.late(self._agenda.now - self._wanted_s)
-            self._wanted_s = None
-
-
-class Environments:
-    """A turn ends, the environment answers after a while, the sample goes on with what it said.
-
-    A sample that waits holds no slot, and its KV is in host memory until a Resume brings it back. hold_slots: nobody hears
-    of the wait, and the sample keeps slot and KV where it is, as in an engine that knows no waiting.
-    `away`: the world's samples outside any instance; `schedule` an instance whose state has changed.
-    """
-
-    def __init__(self, agenda: Agenda, meter: Meter, away: dict[SampleId, Job], notify: Callable[[ev.Event], None],
-                 schedule: Callable[[Instance], None], hold_slots: bool):  # fmt: skip
-        self._agenda, self._meter, self._away = agenda, meter, away
-        self._notify, self._schedule, self._hold_slots = notify, schedule, hold_slots
-
-    def ask(self, instance: Instance, job: Job) -> None:
-        """The sample's turn has stopped at this instance, and has left its batch."""
-        due_s = self._agenda.now + job.turns[job.turn].environment_s
-        if self._hold_slots:
-            instance.wait_for_environment(job)
-            self._agenda.at(due_s, self._answered_in_place, instance, job)
-            return
-        self._away[job.id] = job
-        self._meter.waits(self._agenda.now, 1)
-        self._notify(
-            ev.SampleWaiting(
-                id=job.id, instance=instance.id, tokens=job.response, life=instance.life, attempt=job.attempt
-            )
-        )
-        self._agenda.at(due_s, self._answered, job)
-
-    def _answered(self, job: Job) -> None:
-        self._meter.waits(self._agenda.now, -1)
-        if self._away.get(job.id) is job:  # else its group was given up
-            job.observe()
-            self._notify(ev.SampleReady(id=job.id, tokens=job.response, attempt=job.attempt))
-
-    def _answered_in_place(self, instance: Instance, job: Job) -> None:
-        if instance.waits(job):
-            instance.advance(self._agenda.now)
-            instance.answered(job)
-            self._schedule(instance)
-
-
-class Agenda:
-    """Appointments in virtual time, the clock jumps from one to the next; calls of one moment come in the order of asking."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
-        self._count = itertools.count()
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-    def at(self, time: float, call: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self._heap, (time, next(self._count), call, args))
-
-    def next(self) -> None:
-        """Move the clock to the next appointment, and keep it."""
-        self.now, _, call, args = heapq.heappop(self._heap)
-        call(*args)
-
-
 # A run stalls after so many periods in which only the clock ticks.
 STALLED_PERIODS = 10_000
 # The orchestrator learns the time with every fact, but not finer than this share of a rebalance period.
@@ -157,7 +42,11 @@ class SimWorld:
     """See the page. `until`: the version whose publication ends the simulation; `decisions`: of the mode that runs."""
 
     def __init__(self, config: SimConfig, decisions: Decisions, *, until: Version, trace: Trace | None = None):
-        self._agenda = Agenda()
+        self.now = 0.0
+        self._appointments: list[
+            tuple[float, int, Callable[..., None], tuple]
+        ] = []  # a heap: when, which of one moment
+        self._agreed = itertools.count()
         self.costs: Costs = open_costs(config.model, config.hardware, config.cost)
         self.meter = Meter(config, decisions)
         self._config, self._cost = config, config.cost
@@ -174,31 +63,28 @@ class SimWorld:
         self._away: dict[SampleId, Job] = {}  # parked, recorded, or on their way
         self._groups: dict[GroupId, SimGroup] = {}
         self._ready: set[GroupId] = set()
-        self._environments = Environments(
-            self._agenda, self.meter, self._away, self._notify, self._schedule, config.orchestrator.hold_slots
-        )
         self._trainer = SimTrainer(config.orchestrator, self.costs)
         self._new_instance = prefill.maker(config, self.costs, self._live)
-        self._chips = TrainerChips(hardware, self.costs, self.meter, self._agenda, self._up, self._ends)
+        self._lendable = frozenset(hardware.lendable)
+        self._out: dict[InstanceId, float] = {}  # lent instances, since when their chips are not the trainer's
+        self._returning: set[InstanceId] = set()
+        self._wanted_s: float | None = None  # since when the trainer waits for its chips
         self._outbox: list[ev.Event] = []
         self._quiet, self._told_s = 0, 0.0
         self._clock_s = CLOCK_SHARE * config.orchestrator.rebalance_period_s
         for id in range(hardware.instances):
             self._up(id, versions=(0,))
-        self._agenda.at(0.0, self._clock)
-
-    @property
-    def now(self) -> float:
-        return self._agenda.now
+        self._at(0.0, self._clock)
 
     # ------------------------------------------------------------------ World
 
     def events(self) -> list[ev.Event]:
         """The facts of the next moment at which there are any."""
         while not self._outbox:
-            if not self._agenda:
+            if not self._appointments:
                 raise RuntimeError(f"the run stalled after {self.now:.0f} s: nothing is left to happen")
-            self._agenda.next()
+            self.now, _, call, args = heapq.heappop(self._appointments)
+            call(*args)
         out = self._outbox.copy()
         self._outbox.clear()
         if self.now - self._told_s >= self._clock_s:
@@ -226,7 +112,7 @@ class SimWorld:
         instance.loading = True
         self.meter.reloads += 1
         self.meter.weight_bytes += self.costs.weight_bytes
-        self._agenda.at(self._network.bring(self.now, command), self._loaded, instance, command.version)
+        self._at(self._network.bring(self.now, command), self._loaded, instance, command.version)
         self._schedule(instance)
 
     def _move(self, command: ev.Move) -> None:
@@ -239,7 +125,7 @@ class SimWorld:
                 continue
             self._away[id] = job
             end = self._network.move(self.now, src.id, command.dst, job.cached)
-            self._agenda.at(end, self._arrive, job, src, self._instances.get(command.dst), command)
+            self._at(end, self._arrive, job, src, self._instances.get(command.dst), command)
         if src:
             self._schedule(src)
 
@@ -251,7 +137,7 @@ class SimWorld:
             if job is not None:
                 self._away[id] = job
                 end += self.costs.park_s(job.cached)
-                self._agenda.at(end, self._parked, job, instance)
+                self._at(end, self._parked, job, instance)
         self._schedule(instance)
 
     def _resume(self, command: ev.Resume) -> None:
@@ -264,7 +150,7 @@ class SimWorld:
             job.attempt, job.arrival = command.attempt, "" if job.cached else "resume"
             if job.cached:
                 end += self.costs.park_s(job.cached)
-                self._agenda.at(end, self._resumed, job, instance)
+                self._at(end, self._resumed, job, instance)
             else:
                 del self._away[id]
                 self.meter.reprefilled += job.tokens
@@ -293,7 +179,11 @@ class SimWorld:
 
     def _train(self, command: ev.Train) -> None:
         groups = [self._groups.pop(g) for g in command.group_ids]
-        self._chips.train()
+        if self._out:
+            raise RuntimeError(f"the trainer begins while instances {sorted(self._out)} have its chips")
+        if self._wanted_s is not None:
+            self.meter.late(self.now - self._wanted_s)
+            self._wanted_s = None
         self._ready.difference_update(command.group_ids)
         if not self._trainer.busy:
             self.meter.train_begins(self.now, self._all())
@@ -302,7 +192,7 @@ class SimWorld:
         begin, end, last = self._trainer.begins(self.now, groups)
         if self._trace:
             self._trace.train(begin, end, command)
-        self._agenda.at(end, self._part_trained, command.base_version + 1, last)
+        self._at(end, self._part_trained, command.base_version + 1, last)
 
     def _trainer_works(self, works: bool) -> None:
         """Instances that share its machine are slower meanwhile."""
@@ -317,12 +207,27 @@ class SimWorld:
         instance.paused = isinstance(command, ev.Pause)
         self._schedule(instance)
 
+    def _lend(self, command: ev.Lend) -> None:
+        if command.instance in self._out:
+            raise RuntimeError(f"instance {command.instance} is lent twice")
+        self._out[command.instance] = self.now
+        self._at(self.now + self.costs.lend_s(), self._up, command.instance, (command.version,))
+
+    def _give_back(self, command: ev.Return) -> None:
+        """The KV of its samples goes to host memory before the instance is down."""
+        instance = self._touch(command.instance)
+        jobs = instance.clear(keeps_kv=True)
+        self._returning.add(instance.id)
+        instance.paused = True
+        if self._wanted_s is None:
+            self._wanted_s = self.now
+        self._at(self.now + self.costs.return_s(sum(job.cached for job in jobs)), self._returned, instance, jobs)
+
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
         ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None, ev.Pause: _pause, ev.Unpause: _pause,
         ev.Discard: lambda world, command: world._forget_group(command.group_id),
-        ev.Lend: lambda world, command: world._chips.lend(command.instance, command.version),
-        ev.Return: lambda world, command: world._chips.give_back(world._touch(command.instance)),
+        ev.Lend: _lend, ev.Return: _give_back,
     }  # fmt: skip
 
     # ------------------------------------------------------------------ appointments
@@ -334,7 +239,7 @@ class SimWorld:
             raise RuntimeError(f"the run stalled after {self.now:.0f} s: only the clock goes on")
         self._told_s = self.now
         self._notify(ev.TimePassed(now_s=self.now))
-        self._agenda.at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
+        self._at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
 
     def _wake(self, instance: Instance, wakeup: int) -> None:
         if wakeup != instance.wakeup:
@@ -349,7 +254,7 @@ class SimWorld:
                 job.arrival = ""
             elif what == inst.STOPPED:
                 if job.turn < len(job.turns) - 1:
-                    self._environments.ask(instance, job)
+                    self._ask(instance, job)
                     continue
                 self._notify(
                     ev.SampleDone(
@@ -363,7 +268,7 @@ class SimWorld:
                     continue
                 group.ended(job)
                 if group.done == self._config.orchestrator.group_size:
-                    self._agenda.at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
+                    self._at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
             else:
                 progress = {id: instance.response_of(job) for id, job in instance.decoding.items()}
                 free = instance.free_tokens // self._config.hardware.page_size
@@ -371,6 +276,35 @@ class SimWorld:
                     ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded.said())
                 )
         self._schedule(instance)
+
+    def _ask(self, instance: Instance, job: Job) -> None:
+        """The environment answers the turn that has stopped after a while, and the sample goes on with what it said.
+
+        A sample that waits holds no slot, and its KV is in host memory until a Resume brings it back. With hold_slots
+        nobody hears of the wait: the sample keeps slot and KV where it is, as in an engine that knows no waiting.
+        """
+        due_s = self.now + job.turns[job.turn].environment_s
+        if self._config.orchestrator.hold_slots:
+            instance.wait_for_environment(job)
+            self._at(due_s, self._answered_in_place, instance, job)
+            return
+        self._away[job.id] = job
+        self.meter.waits(self.now, 1)
+        way: dict[str, Any] = {"life": instance.life, "attempt": job.attempt}
+        self._notify(ev.SampleWaiting(id=job.id, instance=instance.id, tokens=job.response, **way))
+        self._at(due_s, self._answered, job)
+
+    def _answered(self, job: Job) -> None:
+        self.meter.waits(self.now, -1)
+        if self._away.get(job.id) is job:  # else its group was given up
+            job.observe()
+            self._notify(ev.SampleReady(id=job.id, tokens=job.response, attempt=job.attempt))
+
+    def _answered_in_place(self, instance: Instance, job: Job) -> None:
+        if instance.waits(job):
+            instance.advance(self.now)
+            instance.answered(job)
+            self._schedule(instance)
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:
@@ -433,7 +367,7 @@ class SimWorld:
         self._trainer_works(False)
         self.meter.train_ends(self.now, self._all(), len(self._ready))
         if last:
-            self._agenda.at(self.now + self._cost.publish_s, self._published, version)
+            self._at(self.now + self._cost.publish_s, self._published, version)
         elif self._config.orchestrator.elastic:
             self._notify(ev.PartTrained(base_version=version - 1, groups=self._trainer.trained))
 
@@ -460,10 +394,15 @@ class SimWorld:
         fault = self._config.fault
         if fault.mtbf_s:
             life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
-            self._agenda.at(self.now + life_s, self._down, instance)
+            self._at(self.now + life_s, self._down, instance)
+
+    def _returned(self, instance: Instance, jobs: list[Job]) -> None:
+        """`jobs` have left it before; what has come to it meanwhile leaves it now."""
+        instance.advance(self.now)
+        self._ends(instance, [*jobs, *instance.clear(keeps_kv=True)], "returned")
 
     def _down(self, instance: Instance) -> None:
-        if self._instances.get(instance.id) is instance and not self._chips.returns(instance.id):
+        if self._instances.get(instance.id) is instance and instance.id not in self._returning:
             instance.advance(self.now)
             self._ends(instance, instance.clear(), "lost")
 
@@ -473,13 +412,19 @@ class SimWorld:
         instance.wakeup += 1
         del self._instances[instance.id]
         self._network.lost(instance.id)
-        lent = self._chips.home(instance.id)
+        if lent := instance.id in self._lendable:  # else its chips were never the trainer's
+            self._returning.discard(instance.id)
+            self.meter.lent(self.now - self._out.pop(instance.id))
         self.meter.lost(self.now, instance, comes_back=not lent)
         self._notify(ev.InstanceDown(instance=instance.id, reason=reason, life=instance.life))
         if not lent:
-            self._agenda.at(self.now + self._config.fault.repair_s, self._up, instance.id)
+            self._at(self.now + self._config.fault.repair_s, self._up, instance.id)
 
     # ------------------------------------------------------------------ private
+
+    def _at(self, time: float, call: Callable[..., None], *args: Any) -> None:
+        """Call it then. Calls of one moment come in the order in which they were agreed on."""
+        heapq.heappush(self._appointments, (time, next(self._agreed), call, args))
 
     def _touch(self, id: InstanceId) -> Instance:
         instance = self._instances[id]
@@ -497,13 +442,13 @@ class SimWorld:
         instance.wakeup += 1
         time = instance.next_time()
         if time < math.inf:
-            self._agenda.at(time, self._wake, instance, instance.wakeup)
+            self._at(time, self._wake, instance, instance.wakeup)
         if self._trace:
             self._trace.state(self.now, instance)
 
     def _notify(self, event: ev.Event) -> None:
         """A fact takes its time to the orchestrator: the way of the command that follows from it is in it."""
         if self._cost.control_s:
-            self._agenda.at(self.now + self._cost.control_s, self._outbox.append, event)
+            self._at(self.now + self._cost.control_s, self._outbox.append, event)
         else:
             self._outbox.append(event)
