@@ -6,30 +6,12 @@ instance, and then all its KV crosses a link that nobody else uses; KV that was 
 
 from __future__ import annotations
 
-import functools
 import heapq
-from collections.abc import Callable
 from typing import Any
 
 from dora_jax.costs import Costs
-from dora_jax.sim.config import SimConfig
 from dora_jax.sim.instance import ENTERED, IDLE, WAIT, Instance, Job
-from dora_jax.types import InstanceId, SampleId, Version
-
-
-def maker(config: SimConfig, costs: Costs, live: dict[Version, int]) -> Callable[[InstanceId, int], Instance]:
-    """(id, life) -> an empty instance of the configuration's hardware."""
-    hardware = config.hardware
-
-    def make(id: InstanceId, life: int) -> Instance:
-        kind = functools.partial(DecodingInstance, pool) if pool else Instance
-        return kind(
-            id, life, costs, live, slots=hardware.slots, page_size=hardware.page_size, speed=hardware.speed(id),
-            report_ticks=config.report_tokens, draft=config.draft,
-        )  # fmt: skip
-
-    pool = PrefillPool(costs, hardware.prefill_chips // hardware.instance_chips) if hardware.prefill_chips else None
-    return make
+from dora_jax.types import SampleId
 
 
 class PrefillPool:

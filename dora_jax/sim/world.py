@@ -64,7 +64,8 @@ class SimWorld:
         self._groups: dict[GroupId, SimGroup] = {}
         self._ready: set[GroupId] = set()
         self._trainer = SimTrainer(config.orchestrator, self.costs)
-        self._new_instance = prefill.maker(config, self.costs, self._live)
+        pools = hardware.prefill_chips // hardware.instance_chips
+        self._prefill_pool = prefill.PrefillPool(self.costs, pools) if hardware.prefill_chips else None
         self._lendable = frozenset(hardware.lendable)
         self._out: dict[InstanceId, float] = {}  # lent instances, since when their chips are not the trainer's
         self._returning: set[InstanceId] = set()
@@ -385,7 +386,12 @@ class SimWorld:
 
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
         self._lives[id] += 1
-        instance = self._new_instance(id, self._lives[id])
+        config, hardware = self._config, self._config.hardware
+        more: dict[str, Any] = {"slots": hardware.slots, "page_size": hardware.page_size, "speed": hardware.speed(id)}
+        more |= {"report_ticks": config.report_tokens, "draft": config.draft}
+        empty = (id, self._lives[id], self.costs, self._live)
+        pool = self._prefill_pool
+        instance = prefill.DecodingInstance(pool, *empty, **more) if pool else Instance(*empty, **more)
         instance.time, instance.slowed = self.now, self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = instance
         self.meter.up(self.now, id)
