@@ -238,7 +238,17 @@ class Answers:
             if len(self._choices) + ask.choices > MAX_SAMPLES:
                 raise Refused(429, f"{len(self._choices)} samples run or wait: come again later", code="overloaded")
             kept = identity is not None and identity.kind == "key"
-            return self._read(self._new(Answer(ask, version, kept=kept), session, key, ids))
+            answer = Answer(ask, version, kept=kept)
+            if key is not None:
+                self._known[key], self._keys[answer] = answer, key
+            for index, id in enumerate(ids):
+                prompt = ask.prompts[index // ask.n]
+                choice = _Choice(answer, index, id, prompt, self._decode)
+                answer.choices.append(choice)
+                self._choices[id] = choice
+                self.versions.begin(version)
+                self._fleet.start(id, prompt, version, ask.max_tokens, session)
+            return self._read(answer)
 
     def told(self, ask: Ask, version: Version, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Reader:
         """A reader of an answer that is there as a whole."""
@@ -329,19 +339,6 @@ class Answers:
             ids += [SampleId(group, 0) for group in groups]
         busy = any(id in self._choices or id in self._leaving for id in ids)
         return None if busy or len(set(ids)) < len(ids) else ids
-
-    def _new(self, answer: Answer, session: str | None, key: object | None, ids: Sequence[SampleId]) -> Answer:
-        ask, version = answer.ask, answer.version
-        if key is not None:
-            self._known[key], self._keys[answer] = answer, key
-        for index, id in enumerate(ids):
-            prompt = ask.prompts[index // ask.n]
-            choice = _Choice(answer, index, id, prompt, self._decode)
-            answer.choices.append(choice)
-            self._choices[id] = choice
-            self.versions.begin(version)
-            self._fleet.start(id, prompt, version, ask.max_tokens, session)
-        return answer
 
     def _read(self, answer: Answer) -> Reader:
         reader = Reader(answer)

@@ -96,7 +96,10 @@ class Versions:
             return None, None
         newest = max(self.resident, default=None)
         wanted = self._offered if self._offered is not None and self._offered > self._newest else None
-        idle = [version for version in sorted(self.resident) if not self._needed(version, now_s)]
+        idle = [
+            version for version in sorted(self.resident)
+            if self._running[version] <= 0 and now_s - self._used_s.get(version, -self.idle_s) >= self.idle_s
+        ]  # fmt: skip
         full = len(self.resident) >= self._residents
         # the newest goes only for a newer one, where there is no room beside it
         drop = next((version for version in idle if version != newest or (wanted is not None and full)), None)
@@ -108,9 +111,6 @@ class Versions:
         return drop, self.loading
 
     # ---------------------------------------------------------------- private
-
-    def _needed(self, version: Version, now_s: float) -> bool:
-        return self._running[version] > 0 or now_s - self._used_s.get(version, -self.idle_s) < self.idle_s
 
     def _check_coming(self, version: Version, session: str | None) -> None:
         if version == self.loading:

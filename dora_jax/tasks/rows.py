@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,13 @@ class RowsSource:
                 text = raw if isinstance(raw, str) else json.dumps(raw, default=str)
                 bad.append(BadRow(file=str(path), line=line, reason=str(error), row=shorten(text, 200)))
         self.bad += bad
-        _write_quarantine(self.bad, quarantine_path)
+        # The file of the bad rows always describes the newest reading: it is absent where nothing is bad.
+        if self.bad:
+            quarantine_path.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(asdict(row)) for row in self.bad]
+            quarantine_path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        else:
+            quarantine_path.unlink(missing_ok=True)
         if not total:
             raise ValueError(f"{path} has no rows")
         if bad:
@@ -128,14 +134,11 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number, parsed row, or the text of one that is no JSON); ValueError for a file beyond reading."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
     if path.suffix == ".parquet":
-        return _read_parquet(path)
-    raise ValueError(f"{path} is neither .jsonl nor .parquet")
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+        yield from _read_parquet(path)
+        return
+    if path.suffix != ".jsonl":
+        raise ValueError(f"{path} is neither .jsonl nor .parquet")
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
             if not raw.strip():
@@ -203,13 +206,3 @@ def _prompt(prompt: Any) -> Any:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError("a message of prompt lacks a text role or content")
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
-
-
-def _write_quarantine(bad: list[BadRow], path: Path) -> None:
-    """Rewritten whole each time, and absent when nothing is bad: it always describes the newest reading."""
-    if not bad:
-        path.unlink(missing_ok=True)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"file": row.file, "line": row.line, "reason": row.reason, "row": row.row}) for row in bad]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
