@@ -47,7 +47,10 @@ def apply_overrides(
 
     cls: the dataclass of the tree; renamed: as in config_tree.build. ConfigError says what is wrong.
     """
-    known = _overridable(tree, cls)
+    # Every field, and the entries that the config file gave the free-form ones.
+    known = list(config_tree.fields(cls))
+    for name in config_tree.free_form(cls):
+        known += _entries(functools.reduce(getattr, name.split("."), tree), name)
     problems = []
     for arg in argv:
         match = re.match(r"--?(no)?config\.([^=]*)", arg)
@@ -73,14 +76,6 @@ def apply_overrides(
 
 
 # ---------------------------------------------------------------- private
-
-
-def _overridable(tree: ml_collections.ConfigDict, cls: type) -> list[str]:
-    """Every field, and the entries that the config file gave the free-form ones."""
-    known = list(config_tree.fields(cls))
-    for name in config_tree.free_form(cls):
-        known += _entries(functools.reduce(getattr, name.split("."), tree), name)
-    return known
 
 
 def _entries(tree: ml_collections.ConfigDict, prefix: str) -> list[str]:
