@@ -78,13 +78,6 @@ class Server:
             self._asked[id] = asyncio.create_task(self._reply(id, request, writer))
 
     async def _reply(self, id: tuple[int, int], request: calls.Request, writer: asyncio.StreamWriter) -> None:
-        payload = json.dumps(await self._answer(id, request)).encode()
-        if self._asked.get(id) is asyncio.current_task():
-            del self._asked[id]
-        writer.write(calls.HEADER.pack(len(payload)) + payload)
-        await writer.drain()
-
-    async def _answer(self, id: tuple[int, int], request: calls.Request) -> calls.Request:
         reply: calls.Request = {"id": request["id"], "number": request["number"]}
         try:
             reply |= await self._turns(id, request)
@@ -98,7 +91,11 @@ class Server:
             reply |= {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
         if "error" in reply or "lost" in reply or reply["done"]:
             await self._close(self._sessions.pop(id, None))
-        return reply
+        payload = json.dumps(reply).encode()
+        if self._asked.get(id) is asyncio.current_task():
+            del self._asked[id]
+        writer.write(calls.HEADER.pack(len(payload)) + payload)
+        await writer.drain()
 
     async def _turns(self, id: tuple[int, int], request: calls.Request) -> calls.Request:
         messages, session = request["messages"], self._sessions.get(id)
@@ -107,18 +104,16 @@ class Server:
             await self._close(self._sessions.pop(id, None))
             if messages[:-1] and not self._replays:
                 raise Lost("the environment does not replay")
-            session = self._sessions[id] = await self._begun(request["prompt"])
+            session = Session(self._kind(**self._params), asyncio.get_running_loop().time())
+            opening = session.environment.reset(EpisodePrompt(**request["prompt"]))
+            session.opening = await asyncio.wait_for(opening, self._step_s)
+            self._sessions[id] = session
             observed.append(session.opening)
         for message in messages[len(session.messages) :]:
             if session.done:
                 raise Lost("the environment ended the episode earlier than it did before")
             observed.append(await self._step(session, id, message))
         return {"observed": observed, "done": session.done, "terms": session.terms, "replayed": len(observed) > 1}
-
-    async def _begun(self, prompt: calls.Request) -> Session:
-        session = Session(self._kind(**self._params), asyncio.get_running_loop().time())
-        session.opening = await asyncio.wait_for(session.environment.reset(EpisodePrompt(**prompt)), self._step_s)
-        return session
 
     async def _step(self, session: Session, id: tuple[int, int], message: Message) -> list[Message]:
         left_s = session.began_s + self._episode_s - asyncio.get_running_loop().time()
