@@ -14,7 +14,7 @@
  runtime/        the body: one loop, one world per kind of machine
  config/ cli/    one declaration a field              plan/ costs/ aot/   what a machine chooses for a run, and what its devices then hold
 
-Reading order: this page, types.py, orchestrate/loop.py, runtime/coordinator.py, orchestrate/core.py; then the stages 1 to 6.
+Reading order: this page, types.py, orchestrate/core.py, runtime/coordinator.py; then the stages 1 to 6.
 The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version, none dropped, staleness bounded.
 """
 

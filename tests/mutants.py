@@ -40,7 +40,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "a_late_answer_of_an_earlier_move_counts",
-        "orchestrate/verdict.py",
+        "orchestrate/transitions.py",
         " and unit.attempt == event.attempt",
         "",
         "test_orchestrator_ends.py::test_a_move_is_answered_under_its_own_attempt",

@@ -96,7 +96,7 @@ def assert_nothing_is_lost_or_mixed(workdir):
 
 def assert_exported(folder):
     """The checkpoint holds an adapter alone, of which both folders are made."""
-    trained = checkpoint.read_params(folder / "run/checkpoints", 10)
+    trained = checkpoint.read_arrays(folder / "run/checkpoints", 10, "params")
     cfg = hf.read_config(folder / "base")
     assert jax.tree.map(np.shape, trained) == jax.tree.map(np.shape, lora.abstract(cfg, LORA))
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(trained))

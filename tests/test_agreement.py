@@ -14,7 +14,7 @@ from dora_jax.runtime.common.sample_gaps import SampleGap, SampleGaps
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.training.agreement import Agreement
-from dora_jax.trainer.prepare import Unjudged
+from dora_jax.trainer.advantage import Unjudged
 from dora_jax.trainer.step import Probe
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes.coordinator_world import SECTION, Weights

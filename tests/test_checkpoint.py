@@ -83,7 +83,7 @@ def test_params_without_a_mesh(store, tmp_path):
     trainer = tree_on(4)
     save(store, trainer, 2)
     store.wait()
-    assert_equal(checkpoint.read_params(tmp_path, 2), trainer.params)
+    assert_equal(checkpoint.read_arrays(tmp_path, 2, "params"), trainer.params)
 
 
 def test_keeps_the_newest_and_counts_no_empty_folder(store, tmp_path):
@@ -147,7 +147,7 @@ def test_another_dtype_is_refused(store, tmp_path):
     store.wait()
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=x.sharding), trainer.params)
     with pytest.raises(ValueError, match="stored as float32 and was asked for as bfloat16"):
-        checkpoint.read_params(tmp_path, 1, like)
+        checkpoint.read_arrays(tmp_path, 1, "params", like)
 
 
 def test_an_older_step_is_refused(store):

@@ -141,7 +141,7 @@ def test_500_faults_are_noticed_or_proved_harmless(tmp_path):
         fault = checkpoint.verify(root, 2, full=True)
         if fault is None:
             harmless += 1
-            assert_equal(checkpoint.read_params(root, 2), want)
+            assert_equal(checkpoint.read_arrays(root, 2, "params"), want)
         else:
             noticed += 1
             assert len(fault) > 10 and checkpoint.latest(root, full=True) == 1
@@ -158,4 +158,4 @@ def test_what_a_fallback_undoes_makes_room(tmp_path):
     save(store, small(9), 2)
     store.close()
     assert store.steps() == [1, 2] and len(said) == 2
-    assert_equal(checkpoint.read_params(tmp_path, 2), host(small(9).params))
+    assert_equal(checkpoint.read_arrays(tmp_path, 2, "params"), host(small(9).params))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.loop import each
+from dora_jax.orchestrate.core import each
 from dora_jax.rollout.migrate import observed
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.loop import each
+from dora_jax.orchestrate.core import each
 from dora_jax.runtime.common.worker import Finished
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.types import SampleId, ScoredGroup

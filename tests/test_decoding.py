@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dora_jax.rollout.decoding import PAYS, CallCosts
+from dora_jax.rollout.drafts import PAYS, CallCosts
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import finish, ids, new_engine, submit, weights

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dora_jax.bench import end_to_end, paced
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.plan import presets
 from dora_jax.rollout.migrate import observed, without_pages

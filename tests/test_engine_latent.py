@@ -23,9 +23,9 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.plan import presets
 from dora_jax.rollout import device_calls
 from dora_jax.rollout.engine import Engine
-from dora_jax.rollout.kv_layout import kv_layout
 from dora_jax.rollout.migrate import InFlightSample, without_pages
-from dora_jax.rollout.route_log import RouteLog
+from dora_jax.rollout.seq import RouteLog
+from dora_jax.rollout.shapes import kv_layout
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import CODEC, Partial

@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dora_jax.rollout.host_kv import HostKV
-from dora_jax.rollout.migrate import ended, observed
+from dora_jax.rollout.migrate import HostKV, ended, observed
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, new_engine, submit, weights
 from tests.fakes.episode_rig import begin, play, quiet, said

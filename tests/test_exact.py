@@ -13,10 +13,9 @@ import pytest
 from dora_jax.config import Config, EnvironmentSection, OrchestratorSection, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.plan import presets
-from dora_jax.rollout.engine import Engine
-from dora_jax.rollout.replay import ReplayEngine
+from dora_jax.rollout.engine import Engine, ReplayEngine
 from dora_jax.rollout.shapes import shapes_of
-from dora_jax.trainer import exact, objective
+from dora_jax.trainer import objective, score
 from tests.fakes import trainer_cases
 from tests.fakes.engine_rig import CFG, EOS, SIZES, VOCAB, finish, ids, params, prompt, submit
 
@@ -65,7 +64,7 @@ def test_answers_are_cut_out_of_packed_rows_as_the_engine_had_them(share):
     trainer = SimpleNamespace(section=trainer_cases.section(share_prompts="on" if share else "off"), shards=1)
     groups = trainer_cases.groups()
     batch = trainer_cases.batch(trainer, groups, share_prompts=share)
-    places, answers = exact.answers_of(batch)
+    places, answers = score.answers_of(batch)
     samples = [sample for group in groups for sample in group.samples]
     held = {(sample.prompt_ids.tobytes(), sample.out_ids.tobytes()): sample for sample in samples}
     assert len(answers) == len(samples) == len(held)

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from dora_jax.orchestrate.lengths import RENEWED_EVERY, Lengths
-from dora_jax.orchestrate.measured import LENGTHS_KNOWN, Measured
+from dora_jax.orchestrate.measured import LENGTHS_KNOWN, RENEWED_EVERY, Lengths, Measured
 
 OCTAVE_QUARTER = 2**0.25  # how far a bucket's edge is from what is in it
 

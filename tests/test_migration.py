@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora_jax.orchestrate.migration import EmptiedInstance, Mover, Sink, plan_moves, worth_moving
+from dora_jax.orchestrate.balance import EmptiedInstance, Mover, Sink, plan_moves, worth_moving
 from dora_jax.types import SampleId
 
 

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
+from dora_jax.orchestrate import balance
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate import rebalancing
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import REPORTS_A_LOOK
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.orchestrate.view import describe_step
+from dora_jax.orchestrate.view import describe
 from tests.fakes.orchestrator_by_hand import A, B, begin, make, ready, unnumbered, up
 from tests.fakes.orchestrator_shape import Shape
 from tests.fakes.orchestrator_world import World
@@ -236,7 +236,7 @@ def test_what_it_says():
     brain = make()
     brain.step(up(0))
     event = ev.WeightsLoaded(instance=0, version=0)
-    line = describe_step(event, brain.step(event))
+    line = f"{describe(event)} -> {'; '.join(map(describe, brain.step(event)))}"
     assert line == "WeightsLoaded instance=0 version=0 -> Start ids=0.0-1,1.0-1,2.0-1 instance=0 version=0"
     summary = brain.summary()
     assert summary["versions"] == {0: 6} and summary["waits"].startswith(
@@ -274,9 +274,9 @@ def test_reports_are_told_when_a_decision_looks_and_reservations_follow_after_so
 
 def test_a_large_fleet_that_comes_up_shares_rebalances(monkeypatch):
     calls = []
-    original = rebalancing.rebalance
-    monkeypatch.setattr(rebalancing, "rebalance", lambda s: (calls.append(len(s.fleet.instances)), original(s)))
-    monkeypatch.setattr(rebalancing, "FREE_INSTANCES", 10)
+    original = balance.rebalance
+    monkeypatch.setattr(balance, "rebalance", lambda s: (calls.append(len(s.fleet.instances)), original(s)))
+    monkeypatch.setattr(balance, "FREE_INSTANCES", 10)
     brain = make()
     for i in range(60):
         brain.step(up(i))

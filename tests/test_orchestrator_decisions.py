@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from dora_jax.orchestrate import rebalancing, snapshot
-from dora_jax.orchestrate.admission import publish_budget
+from dora_jax.orchestrate import balance, snapshot
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.events import SampleMoved
 from dora_jax.orchestrate.fleet import Group, Instance, Unit
+from dora_jax.orchestrate.ledger import publish_budget
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.orchestrate.queue import Queue
-from dora_jax.orchestrate.state import State
+from dora_jax.orchestrate.state import Queue, State
 from dora_jax.orchestrate.transitions import sample_moved
 from dora_jax.types import SampleId
 from tests.fakes.orchestrator_shape import Shape
@@ -221,7 +220,7 @@ def test_a_swap_of_many_samples_costs_one_rebalance(monkeypatch):
     tell(made, "up 0 slots=99 pages=999\ndone 0.0-39")
     counted = []
     monkeypatch.setattr(
-        "dora_jax.orchestrate.rebalancing.rebalance", lambda s, real=rebalancing.rebalance: (counted.append(s), real(s))
+        "dora_jax.orchestrate.balance.rebalance", lambda s, real=balance.rebalance: (counted.append(s), real(s))
     )
     said = tell(made, "published 1")
     assert said[0].startswith("Park ids=1.0-39") and len(counted) <= 2

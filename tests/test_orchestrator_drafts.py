@@ -8,8 +8,8 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.drafts import KNOWN_TOKENS, DraftGain
 from dora_jax.orchestrate.lending import expected_wait
+from dora_jax.orchestrate.measured import KNOWN_TOKENS, DraftGain
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from tests.fakes.older_snapshots import before_drafts
 

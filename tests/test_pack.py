@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_jax.buffer import layout, pack, store
-from dora_jax.trainer import prepare
+from dora_jax.buffer import layout, pack
+from dora_jax.trainer.advantage import Prepare, estimate
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes import trainer_cases as cases
 
@@ -27,7 +27,7 @@ def packed(scored, section=cases.SECTION, shards=1, **changes):
             | changes
         )
     )
-    return pack.pack(scored, shape, prepare.Prepare(section, cases.MAX_NEW)), shape
+    return pack.pack(scored, shape, Prepare(section, cases.MAX_NEW)), shape
 
 
 def trajectories(batch):
@@ -70,7 +70,7 @@ def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, s
     scored = cases.groups(n, size, seed)
     section = cases.section(micro_batches=micro)
     batch, shape = packed(scored, section, shards, share_prompts=share)
-    advantages = prepare.advantage.estimate(
+    advantages = estimate(
         "grpo", np.concatenate([g.rewards for g in scored]), np.repeat([g.group_id for g in scored], size)
     )
     samples = [s for g in scored for s in g.samples]
@@ -117,7 +117,7 @@ def test_advantages_are_of_the_whole_step_and_denominators_of_each_update(advant
     section = cases.section(advantage=advantage)
     groups = cases.groups(6, seed=5)
     whole, shape = packed(groups, section)
-    parts = pack.pack_step([groups[0::2], groups[1::2]], shape, prepare.Prepare(section, cases.MAX_NEW))
+    parts = pack.pack_step([groups[0::2], groups[1::2]], shape, Prepare(section, cases.MAX_NEW))
     assert sorted(t for part in parts for t in trajectories(part)) == trajectories(whole)
     assert [part.group_ids for part in parts] == [(0, 2, 4), (1, 3, 5)]
     for part in parts:
@@ -203,7 +203,7 @@ def test_worst_case_fits_the_derived_shape():
 
 
 def test_store_gives_each_group_once():
-    groups = store.MemoryGroupStore()
+    groups = pack.MemoryGroupStore()
     scored = cases.groups(3, 1)
     for group in scored:
         groups.put(group)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_jax.buffer import layout, pack
-from dora_jax.trainer import advantage, loss, prepare
+from dora_jax.trainer import advantage, loss
+from dora_jax.trainer.advantage import Prepare, Unjudged
 from dora_jax.types import Branch, ScoredGroup
 from tests.fakes import trainer_cases as cases
 
@@ -106,7 +107,7 @@ def shape_of(groups, **changes):
 @settings(max_examples=60, deadline=None)
 def test_each_sampled_token_has_its_loss_once_with_the_weight_of_its_episode(seed, n, size, share, aggregation):
     groups = groups_of(seed, n, size)
-    objective = prepare.Prepare(cases.section(aggregation=aggregation), cases.MAX_NEW)
+    objective = Prepare(cases.section(aggregation=aggregation), cases.MAX_NEW)
     got = packed(pack.pack(groups, shape_of(groups, share_prompts=share), objective))
     want = wanted(groups, aggregation)
     assert [x[0] for x in got] == [x[0] for x in want]
@@ -119,7 +120,7 @@ def test_what_was_observed_moves_no_advantage_and_no_length(seed, name):
     """The same turns with other and longer observations, and the branches of an episode joined into one."""
     rng = np.random.default_rng(seed)
     groups = groups_of(seed, 2, 3)
-    objective = prepare.Prepare(cases.section(advantage=name, overlong_cache=4), 10)
+    objective = Prepare(cases.section(advantage=name, overlong_cache=4), 10)
 
     def told(groups):
         batch = pack.pack(groups, shape_of(groups), objective)
@@ -143,4 +144,4 @@ def test_what_was_observed_moves_no_advantage_and_no_length(seed, name):
 def test_a_step_of_too_many_branches_names_what_to_raise():
     groups = groups_of(1, 3, 4)
     with pytest.raises(ValueError, match="raise trainer.rows or trainer.pack_tokens"):
-        pack.pack(groups, dataclasses.replace(shape_of(groups), rows=1), prepare.Unjudged())
+        pack.pack(groups, dataclasses.replace(shape_of(groups), rows=1), Unjudged())

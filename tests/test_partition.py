@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora_jax.orchestrate.partition import Seat, plan_partition, plan_shares, speed_class
+from dora_jax.orchestrate.balance import Seat, plan_partition, plan_shares, speed_class
 
 
 @pytest.mark.parametrize(

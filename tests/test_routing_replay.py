@@ -12,7 +12,8 @@ from dora_jax.buffer import pack
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families.config import Experts
 from dora_jax.models.routes import RouteShape
-from dora_jax.trainer import prepare, routing, step
+from dora_jax.trainer import routing, step
+from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import TokenTable
 from tests.fakes import trainer_cases as cases
 
@@ -52,7 +53,7 @@ def layout(share_prompts=False, routes=ROUTES):
 
 
 def packed(groups, share_prompts=False, routes=ROUTES):
-    objective = prepare.Prepare(cases.section(), cases.MAX_NEW)
+    objective = Prepare(cases.section(), cases.MAX_NEW)
     return pack.pack(groups, layout(share_prompts, routes), objective)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from dora_jax.buffer import layout, pack
 from dora_jax.report.load import load
 from dora_jax.runtime.common.sample_log import SampleLog, TokenViews
-from dora_jax.trainer import prepare
+from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes import trainer_cases as cases
 
@@ -47,7 +47,7 @@ GROUPS = [scored(0, [1, 1, 1]), scored(1, [0, 1, 0.5]), scored(2, [0, 0, 0])]
 
 def packer(groups, base):
     shape = layout.layout(pack_tokens=16, rows=0, micro_batches=2, samples=9, max_tokens=8, share_prompts=True)
-    objective = prepare.Prepare(dataclasses.replace(cases.SECTION, advantage="dr_grpo"), 8)
+    objective = Prepare(dataclasses.replace(cases.SECTION, advantage="dr_grpo"), 8)
     return pack.pack_step([groups], shape, objective)
 
 

@@ -7,7 +7,7 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.costs import recording
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.loop import each
+from dora_jax.orchestrate.core import each
 from dora_jax.sim import config, replay, run
 
 SMALL = {

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from dora_jax.rollout.jetstream import Slots
 from dora_jax.rollout.pages import OutOfPages
-from dora_jax.rollout.slots import Slots
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import VOCAB, assert_undisturbed, ids, loaded, prompt
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dora_jax.rollout.stops import StopStrings
+from dora_jax.rollout.seq import StopStrings
 
 LETTERS = "abcde"
 

@@ -9,10 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import each, run
+from dora_jax.orchestrate.core import Orchestrator, each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.sample_gaps import SampleGap

@@ -10,7 +10,8 @@ import pytest
 
 from dora_jax.models import decoder, sharding
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.trainer import optim, prepare, step
+from dora_jax.trainer import optim, step
+from dora_jax.trainer.advantage import Prepare
 from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
@@ -320,5 +321,5 @@ def test_prepare_passes_kl_in_the_reward():
             "ref_logprobs": np.float32([[-1.5, -1.5, -9], [-1, -1, -1]]),
         },
     )
-    got = prepare.Prepare(section, 12).estimate(sequences).advantages
+    got = Prepare(section, 12).estimate(sequences).advantages
     np.testing.assert_allclose(got, [-0.1, 0.1], atol=1e-6)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dora_jax import config, publish
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.costs import update as update_costs
 from dora_jax.models import grouped_experts
 from dora_jax.runtime.assembly import run

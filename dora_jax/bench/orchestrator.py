@@ -36,8 +36,7 @@ from typing import Any, ClassVar
 
 from dora_jax.bench import harness
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import quiet_collector
+from dora_jax.orchestrate.core import Orchestrator, quiet_collector
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.coordinator import gather_s

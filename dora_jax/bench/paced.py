@@ -16,13 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.buffer.store import MemoryGroupStore
+<<<<<<< HEAD:dora_jax/bench/paced.py
+from dora_jax.buffer.pack import MemoryGroupStore
+=======
+from dora_jax.bench.paced_environments import HoldingEngine, PacedEnvironments, TurnsOf
+from dora_jax.bench.paced_lending import LentPacedWorker
+from dora_jax.bench.paced_worker import PacedWorker
+from dora_jax.buffer.pack import MemoryGroupStore
+>>>>>>> cc7d3cf (Fewer, larger pages in the brain, the engine, the trainer and the models: what is called once stands where it is called):dora_jax/bench/paced_run.py
 from dora_jax.config import RolloutSection
 from dora_jax.costs import Costs, open_costs
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import each
-from dora_jax.orchestrate.loop import run as run_loop
+from dora_jax.orchestrate.core import Orchestrator, each
+from dora_jax.orchestrate.core import run as run_loop
 from dora_jax.plan import presets
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended, observed
 from dora_jax.rollout.oracle import OracleEngine

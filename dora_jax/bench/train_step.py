@@ -35,8 +35,8 @@ from dora_jax.models import decoder, hf, logits
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.plan import devices, presets
 from dora_jax.trainer import score, step
+from dora_jax.trainer.advantage import Prepare
 from dora_jax.trainer.flops import segment_lengths
-from dora_jax.trainer.prepare import Prepare
 
 
 def plain_runner(cfg, params, padded) -> Callable[[], tuple[float, float]]:

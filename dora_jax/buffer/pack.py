@@ -9,18 +9,55 @@ Each branch of an episode is a segment too, and the episode is one trajectory: i
 Laws: the shape depends on the config alone, so one compiled step serves every batch; the rows that hold tokens fill
 whole micro-batches first, so the trainer can skip the empty ones; what an update divides by (`loss_weights`) is
 computed here, over the whole update; the result does not depend on the order of the groups.
+
+Stage 4, buffer: group id -> payload, from scoring to training. Holds no rules: what is taken is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from dora_jax.buffer.layout import BatchShape, Place, Row, items_of, places_of
 from dora_jax.types import GroupId, Sample, ScoredGroup, Span
+
+
+class GroupStore(Protocol):
+    def put(self, group: ScoredGroup) -> None:
+        """Keep a scored group; an id that is already there is an error."""
+
+    def take(self, group_ids: Iterable[GroupId]) -> tuple[ScoredGroup, ...]:
+        """Remove and return these groups, in this order; an unknown id is an error and removes nothing."""
+
+    def discard(self, group_id: GroupId) -> None:
+        """Forget a group, if it is there."""
+
+
+class MemoryGroupStore:
+    """One process; called from several threads, each call touches the dict once per group."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupId, ScoredGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def put(self, group: ScoredGroup) -> None:
+        if self._groups.setdefault(group.group_id, group) is not group:
+            raise ValueError(f"group {group.group_id} is already in the store")
+
+    def take(self, group_ids: Iterable[GroupId]) -> tuple[ScoredGroup, ...]:
+        group_ids = tuple(group_ids)
+        missing = sorted(set(group_ids) - self._groups.keys())
+        if missing or len(set(group_ids)) != len(group_ids):
+            raise ValueError(f"cannot take groups {group_ids}: not in the store {missing}, or named twice")
+        return tuple(self._groups.pop(group_id) for group_id in group_ids)
+
+    def discard(self, group_id: GroupId) -> None:
+        self._groups.pop(group_id, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +176,9 @@ class _PackedUpdate:
         self, samples: list[Sample], shape: BatchShape, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
     ):
         self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
-        segments, owners = _segments_of(samples)
+        # (each sample behind the branches of its episode, the index of the sample that each belongs to)
+        found = [(branch, i) for i, sample in enumerate(samples) for branch in (*_branches(sample), sample)]
+        segments, owners = [segment for segment, _ in found], [i for _, i in found]
         places = places_of(items_of(segments, shape.share_prompts), shape)
         self.spread = _Spread(segments, owners, places, shape)
         self._batch: dict[str, Any] = _tokens(segments, places, self.spread, shape)
@@ -251,12 +290,6 @@ class _Spread:
         for row, first, n, i, at in self._responses():
             out[i, at : at + n] = packed[row, first : first + n]
         return out
-
-
-def _segments_of(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
-    """(each sample behind the branches of its episode, the index of the sample that each belongs to)"""
-    found = [(branch, i) for i, sample in enumerate(samples) for branch in (*_branches(sample), sample)]
-    return [segment for segment, _ in found], [i for _, i in found]
 
 
 def _branches(sample: Sample) -> Iterator[Sample]:

@@ -12,6 +12,8 @@ ops.segment_attention's. What `attend(layer, q, k, v) -> o` is given:
 q is not scaled. GQA and absorbed MLA: `attend` multiplies scores by ModelConfig.attention_scale. Expanded MLA: q comes
 multiplied by what that differs from D ** -0.5, which is what kernels for training multiply by.
 Law: norms and rotary angles are computed in f32.
+
+What a layer's backward pass keeps, and what it computes again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,25 @@ import jax
 import jax.numpy as jnp
 
 from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
+
+REMAT = ("none", "full", "dots")
+KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small
+SMALL = 2  # times a layer's input
+
+
+def rematerialized(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
+    """The body of a layer, whose backward pass computes again what `remat` says; ValueError: it is unknown."""
+    if remat == "none":
+        return body
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names(*([KEPT] if cfg.q_width <= SMALL * cfg.d_model else []))
+    if remat == "full":
+        return jax.checkpoint(body, policy=kept)
+    if remat == "dots":
+        dots = policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(body, policy=policies.save_from_both_policies(dots, kept))
+    raise ValueError(f"remat {remat!r} is unknown; known: {', '.join(REMAT)}")
+
 
 Attend = Callable[[Any, jax.Array, jax.Array, "jax.Array | None"], jax.Array]
 Weights = dict[str, Any]  # of one layer, by name
@@ -246,7 +267,11 @@ def latent_parts(
     latent = rms_norm(latent, weights["kv_a_norm"], LATENT_EPS)
     if m.scaled:
         q, latent = q * math.sqrt(d / m.q_rank), latent * math.sqrt(d / m.kv_rank)
-    q_rope, key = (_rotate(_halves(x), *rotary) for x in (q[..., m.nope_dim :], key[:, :, None]))
+    # Pairs (x0, x1), (x2, x3), ... -> x0, x2, ..., x1, x3, ..., the order that `_rotate` takes
+    q_rope, key = (
+        _rotate(jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape), *rotary)
+        for x in (q[..., m.nope_dim :], key[:, :, None])
+    )
     return q[..., : m.nope_dim], q_rope, latent, key
 
 
@@ -293,8 +318,3 @@ def _rotate(x_BxLxHxD, cos, sin):
     """
     x = x_BxLxHxD.astype(jnp.float32)
     return (x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin).astype(x_BxLxHxD.dtype)
-
-
-def _halves(x: jax.Array) -> jax.Array:
-    """Pairs (x0, x1), (x2, x3), ... -> x0, x2, ..., x1, x3, ..., the order that `_rotate` takes."""
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)

@@ -30,11 +30,10 @@ import numpy as np
 from flax import nnx
 
 from dora_jax.models import attention, moe
-from dora_jax.models.attention import ADAPTERS, Attend, Products, Spec, rms_norm
+from dora_jax.models.attention import ADAPTERS, Attend, Products, Spec, rematerialized, rms_norm
 from dora_jax.models.families import new_config
 from dora_jax.models.families.config import ModelConfig, RopeScaling
 from dora_jax.models.moe import Compute, Routed
-from dora_jax.models.remat import rematerialized
 
 __all__ = [
     "Attend",

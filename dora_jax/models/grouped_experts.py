@@ -65,7 +65,11 @@ def experts(
     count = gate_ExDxF.shape[0]
     tokens, k = ids_Txk.shape
     plan = plan_of(tokens, k, count, parts, interpret)
-    rows_of = _sorted(plan, ids_Txk.reshape(-1) - first, count)
+    local_N = ids_Txk.reshape(-1) - first
+    local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count)
+    place_N, sizes_E = places_of(local_N, count + 1)
+    choice_N = jnp.pad(order_of(local_N), (0, plan.blocks * plan.rows - local_N.shape[0]))
+    rows_of = Sorted(choice_N, place_N if plan.blocks == 1 else None, jnp.cumsum(sizes_E[:-1]))
     y_TxD = _mixed(plan, h_TxD, weights_Txk.reshape(-1), rows_of, gate_ExDxF, up_ExDxF, down_ExFxD)
     return y_TxD.astype(h_TxD.dtype)
 
@@ -91,13 +95,6 @@ def places_of(ids_N: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     sizes_E = jnp.sum(hits_NxE, axis=0, dtype=jnp.int32)
     place_NxE = jnp.cumsum(hits_NxE, axis=0, dtype=jnp.int32) - 1 + (jnp.cumsum(sizes_E) - sizes_E)[None]
     return jnp.sum(jnp.where(hits_NxE, place_NxE, 0), axis=-1), sizes_E
-
-
-def _sorted(plan: Plan, local_N: jax.Array, count: int) -> Sorted:
-    local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count)
-    place_N, sizes_E = places_of(local_N, count + 1)
-    choice_N = jnp.pad(order_of(local_N), (0, plan.blocks * plan.rows - local_N.shape[0]))
-    return Sorted(choice_N, place_N if plan.blocks == 1 else None, jnp.cumsum(sizes_E[:-1]))
 
 
 # ---------------------------------------------------------------- the product and its gradients

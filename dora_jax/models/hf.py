@@ -50,8 +50,14 @@ Bounds = tuple[tuple[int, int], ...]  # half-open, one a dimension
 
 def check(path: str | Path) -> ModelConfig:
     """The config of a folder that `load` will take; ValueError names the first file that it will not."""
-    cfg = read_config(path)
-    _check_tokenizer(cfg, Path(path))
+    cfg, tokenizer_file = read_config(path), Path(path) / "tokenizer.json"
+    if tokenizer_file.is_file():
+        tokenizer = Tokenizer.load(Path(path))
+        needed = max(tokenizer.vocab_size, *(i + 1 for i in tokenizer.eos_ids))
+        if needed > cfg.vocab_size:  # fewer ids than rows are normal, more would index past the embedding
+            raise ValueError(
+                f"{tokenizer_file} needs {needed} ids, more than the {cfg.vocab_size} rows of the model's embedding"
+            )
     with _open(Path(path)) as files:
         _check_tensors(cfg, files, Path(path), {})
     return cfg
@@ -246,19 +252,6 @@ def _predicts_ahead(cfg: ModelConfig, name: str) -> bool:
     found = re.match(r"model\.layers\.(\d+)\.", name)
     behind = found is not None and int(found[1]) >= cfg.n_layers
     return name.startswith(family(cfg.family).ahead) or (family(cfg.family).ahead_layers and behind)
-
-
-def _check_tokenizer(cfg: ModelConfig, path: Path) -> None:
-    """A tokenizer smaller than the embedding is normal (padding rows), a larger one would index past it."""
-    if not (path / "tokenizer.json").is_file():
-        return
-    tokenizer = Tokenizer.load(path)
-    needed = max(tokenizer.vocab_size, *(i + 1 for i in tokenizer.eos_ids))
-    if needed > cfg.vocab_size:
-        raise ValueError(
-            f"{path / 'tokenizer.json'} needs {needed} ids, more than the {cfg.vocab_size} rows of the "
-            "model's embedding"
-        )
 
 
 def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Callable[..., np.ndarray]) -> jax.Array:

@@ -100,11 +100,6 @@ def logprobs_of(
     return chosen - lse, entropy
 
 
-def chunk_length(rows: int, length: int, vocab: int, max_bytes: int) -> int:
-    """The longest divisor of `length` whose f32 logits fit into max_bytes; at least 1."""
-    return next((c for c in range(length, 1, -1) if length % c == 0 and 4 * rows * c * vocab <= max_bytes), 1)
-
-
 # ---------------------------------------------------------------- private
 
 
@@ -113,7 +108,12 @@ def _in_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """run(hidden, targets) over chunks of the positions, recomputed in the backward pass."""
     rows, length = targets_BxL.shape
-    chunk = length if max_bytes is None else chunk_length(rows, length, vocab, max_bytes)
+    # The longest divisor of `length` whose f32 logits fit into max_bytes; at least 1
+    chunk = (
+        length
+        if max_bytes is None
+        else next((c for c in range(length, 1, -1) if length % c == 0 and 4 * rows * c * vocab <= max_bytes), 1)
+    )
     if chunk == length:
         return run(hidden_BxLxD, targets_BxL)
     split = (rows, length // chunk, chunk)

@@ -75,23 +75,12 @@ def problems(config: Any) -> Iterator[str]:
     section = config.lora
     if not section.targets or set(section.targets) - set(ADAPTED) or len(set(section.targets)) < len(section.targets):
         yield f"lora.targets: {section.targets} is not a choice of: {', '.join(ADAPTED)}"
-    if section.rank:
-        yield from _unsupported(config)
-    if not section.rank and section.path:
-        yield f"lora.path: {section.path} is an adapter, and lora.rank = 0 trains none"
-
-
-def model_problems(lora: Lora, model: ModelConfig) -> list[str]:
-    """Which targets the model does not have; one sentence each."""
-    if lora.on and "experts" in lora.targets and model.experts is None:
-        return [f"lora.targets: experts are named, and this {model.family} model has none"]
-    return []
-
-
-def _unsupported(config: Any) -> Iterator[str]:
-    """What a run with adapters does not have."""
-    rollout = config.rollout
-    if "experts" in config.lora.targets and (rollout.tensor > 1 or rollout.expert_matmul == "megablox"):
+    if not section.rank:
+        if section.path:
+            yield f"lora.path: {section.path} is an adapter, and lora.rank = 0 trains none"
+        return
+    rollout = config.rollout  # what a run with adapters does not have:
+    if "experts" in section.targets and (rollout.tensor > 1 or rollout.expert_matmul == "megablox"):
         yield (
             f"lora.targets: engines serve adapters of experts on one device and by scan, blocks or ragged_dot, and "
             f"rollout.tensor = {rollout.tensor}, rollout.expert_matmul = {rollout.expert_matmul}; take attention, mlp"
@@ -100,3 +89,10 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield f"lora.rank: pace = {config.pace} emulates the loads of whole weights, and adapters are loaded"
     if config.trainer.router_bias_rate:
         yield "lora.rank: the weights beside adapters stay as they are, and trainer.router_bias_rate would move a router's"
+
+
+def model_problems(lora: Lora, model: ModelConfig) -> list[str]:
+    """Which targets the model does not have; one sentence each."""
+    if lora.on and "experts" in lora.targets and model.experts is None:
+        return [f"lora.targets: experts are named, and this {model.family} model has none"]
+    return []

@@ -170,7 +170,20 @@ def route(
     if e.renormalize:
         weights_BxLxk = weights_BxLxk / (jnp.sum(weights_BxLxk, axis=-1, keepdims=True) + 1e-20)
     counted_BxL = jnp.ones(h_BxLxD.shape[:2]) if counted_BxL is None else counted_BxL.astype(jnp.float32)
-    return e.scale * weights_BxLxk, _routed(scores_BxLxE, ids_BxLxk, own_BxLxk, counted_BxL)
+    weights_BxLxk = e.scale * weights_BxLxk
+    # No router learns from the counts; it does from the sums of scores
+    choices = scores_BxLxE.shape[-1]
+    hits_BxLxkxE = ids_BxLxk[..., None] == jnp.arange(choices)[None, None, None]
+    share_BxLxE = scores_BxLxE / (jnp.sum(scores_BxLxE, axis=-1, keepdims=True) + 1e-20)
+    entropy_BxL = -jnp.sum(share_BxLxE * jnp.log(jnp.maximum(share_BxLxE, 1e-20)), axis=-1)
+    same_BxLxk = (ids_BxLxk[..., None] == own_BxLxk[..., None, :]).any(-1)
+    return weights_BxLxk, Routed(
+        ids=ids_BxLxk,
+        load=jnp.sum(jnp.where(hits_BxLxkxE, counted_BxL[..., None, None], 0.0), axis=(0, 1, 2)),
+        scores=jnp.sum(share_BxLxE * counted_BxL[..., None], axis=(0, 1)),
+        entropy=jax.lax.stop_gradient(jnp.sum(entropy_BxL * counted_BxL)),
+        changed=jnp.sum(jnp.where(same_BxLxk, 0.0, counted_BxL[..., None])),
+    )
 
 
 def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None):
@@ -286,19 +299,3 @@ def _chosen(e: Experts, scores_BxLxE: jax.Array, bias_E: jax.Array | None) -> ja
         kept_BxLxG = (kept_BxLxT[..., None] == jnp.arange(e.groups)[None, None, None]).any(-2)
         scores_BxLxE = jnp.where(kept_BxLxG[..., None], grouped, -jnp.inf).reshape(scores_BxLxE.shape)
     return jax.lax.top_k(scores_BxLxE, e.per_token)[1]
-
-
-def _routed(scores_BxLxE: jax.Array, ids_BxLxk: jax.Array, own_BxLxk: jax.Array, counted_BxL: jax.Array) -> Routed:
-    """No router learns from the counts; it does from the sums of scores."""
-    choices = scores_BxLxE.shape[-1]
-    hits_BxLxkxE = ids_BxLxk[..., None] == jnp.arange(choices)[None, None, None]
-    share_BxLxE = scores_BxLxE / (jnp.sum(scores_BxLxE, axis=-1, keepdims=True) + 1e-20)
-    entropy_BxL = -jnp.sum(share_BxLxE * jnp.log(jnp.maximum(share_BxLxE, 1e-20)), axis=-1)
-    same_BxLxk = (ids_BxLxk[..., None] == own_BxLxk[..., None, :]).any(-1)
-    return Routed(
-        ids=ids_BxLxk,
-        load=jnp.sum(jnp.where(hits_BxLxkxE, counted_BxL[..., None, None], 0.0), axis=(0, 1, 2)),
-        scores=jnp.sum(share_BxLxE * counted_BxL[..., None], axis=(0, 1)),
-        entropy=jax.lax.stop_gradient(jnp.sum(entropy_BxL * counted_BxL)),
-        changed=jnp.sum(jnp.where(same_BxLxk, 0.0, counted_BxL[..., None])),
-    )

@@ -53,13 +53,9 @@ class RouteShape:
             raise ValueError(
                 f"sample {name} carries expert routes of {len(routes)} tokens, of the {rows} that ran forward"
             )
-        if lost := int(is_missing(routes).any(-1).sum()):
+        # where a layer's choice is not known, all its ids are the largest of their type
+        if lost := int((routes == np.iinfo(routes.dtype).max).all(-1).any(-1).sum()):
             raise ValueError(f"sample {name} lacks the expert routes of {lost} of its {rows} tokens")
         if routes.size and int(routes.max()) >= self.choices:
             raise ValueError(f"sample {name} has a route to expert {int(routes.max())}; the model has {self.choices}")
         return routes
-
-
-def is_missing(routes: np.ndarray) -> np.ndarray:
-    """bool[..., M]: where a layer's choice is not known."""
-    return (routes == np.iinfo(routes.dtype).max).all(-1)

@@ -63,13 +63,27 @@ class Tokenizer:
             raise ValueError(f"{file} is missing; a tokenizer is read from tokenizer.json only")
         backend = _backend(file)
         settings = _json(path / "tokenizer_config.json")
-        special = _special_tokens(settings, _json(path / "special_tokens_map.json"))
+        # {"eos_token": text}; a token is written as a string or as {"content": string}
+        special_map = _json(path / "special_tokens_map.json")
+        special = {}
+        for name in SPECIAL_TOKENS:
+            value = settings.get(name) or special_map.get(name)
+            if value:
+                special[name] = value["content"] if isinstance(value, dict) else value
         configs = [_json(path / name) for name in ("generation_config.json", "config.json")]
         eos_ids = _eos_ids(backend, special, configs, path)
-        pad_id = _pad_id(backend, special, configs, eos_ids, path)
-        return cls(
-            backend, eos_ids=eos_ids, pad_id=pad_id, special=special, template=_chat_template(path, settings), path=path
-        )
+        # The named padding token, else the first end id: padded positions are masked, the value only has to exist
+        pad_ids = _token_id(backend, special, "pad_token", path)
+        pad_id = (pad_ids + sum((_ids(config, "pad_token_id") for config in configs), ()) + eos_ids)[0]
+        # The file first, then tokenizer_config.json (a string, or named templates with a default)
+        file = path / "chat_template.jinja"
+        source = read_text(file) if file.is_file() else settings.get("chat_template")
+        if isinstance(source, list):
+            named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+            source = named[-1].get("template") if named else None
+        if not isinstance(source, (str, type(None))):
+            raise ValueError(f"the chat template of {path} is a {type(source).__name__}, not a text")
+        return cls(backend, eos_ids=eos_ids, pad_id=pad_id, special=special, template=source, path=path)
 
     def encode(self, text: str) -> list[int]:
         """Ids of exactly this text; special tokens written in it become their ids, none is added."""
@@ -136,16 +150,6 @@ def _json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _special_tokens(settings: dict, special_map: dict) -> dict[str, str]:
-    """{"eos_token": text}; a token is written as a string or as {"content": string}."""
-    found = {}
-    for name in SPECIAL_TOKENS:
-        value = settings.get(name) or special_map.get(name)
-        if value:
-            found[name] = value["content"] if isinstance(value, dict) else value
-    return found
-
-
 def _token_id(backend: tokenizers.Tokenizer, special: dict[str, str], name: str, path: Path) -> tuple[int, ...]:
     if name not in special:
         return ()
@@ -172,21 +176,3 @@ def _eos_ids(backend, special: dict[str, str], configs: list[dict], path: Path) 
             "have no eos, so no sample would ever stop"
         )
     return found
-
-
-def _pad_id(backend, special: dict[str, str], configs: list[dict], eos_ids: tuple[int, ...], path: Path) -> int:
-    """The named padding token, else the first end id: padded positions are masked, the value only has to exist."""
-    named = _token_id(backend, special, "pad_token", path)
-    return (named + sum((_ids(config, "pad_token_id") for config in configs), ()) + eos_ids)[0]
-
-
-def _chat_template(path: Path, settings: dict) -> str | None:
-    """The file first, then tokenizer_config.json (a string, or named templates with a default)."""
-    file = path / "chat_template.jinja"
-    source = read_text(file) if file.is_file() else settings.get("chat_template")
-    if isinstance(source, list):
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[-1].get("template") if named else None
-    if not isinstance(source, (str, type(None))):
-        raise ValueError(f"the chat template of {path} is a {type(source).__name__}, not a text")
-    return source

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged_attention
 
 from dora_jax.ops import latent_attention
-from dora_jax.ops.kv_pages import check_pages
+from dora_jax.ops.latent_attention import check_pages
 
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
 
@@ -108,7 +108,7 @@ def paged_kernel(impl: str, rank: int = 0) -> Callable[..., jax.Array]:
         return functools.partial(latent_attention.latent_attention, rank=rank)
     if impl == "tpu":
         return paged_attention
-    from dora_jax.ops import paged_gpu  # Triton is not part of every jax
+    from dora_jax.ops import paged_gpu
 
     return paged_gpu.paged_attention
 

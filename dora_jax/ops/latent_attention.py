@@ -10,6 +10,8 @@ The kernels that jax and tokamax ship serve another cache: ragged paged attentio
 doubles the bytes; tokamax.masked_dense_mla takes float8 rows of 512 + 128 numbers on TPU 7 only.
 Laws: a row's result depends on its own length and pages only, bit for bit: blocks lie at fixed positions. Nothing
 beyond a row's length counts, and no page beyond it is read.
+
+The pages of a KV pool as the kernels read them: how wide a head is there, and which shapes belong together.
 """
 
 from __future__ import annotations
@@ -21,7 +23,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dora_jax.ops.kv_pages import LANES
+LANES = 128  # the TPU's kernels take head sizes that are a multiple of it
+
+
+def lanes(impl: str, head_dim: int) -> int:
+    """The width of a head in pages that the kernel reads."""
+    return pl.next_power_of_2(max(16, head_dim)) if impl == "gpu" else -(-head_dim // LANES) * LANES
+
+
+def check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM) -> None:
+    """Raises ValueError where queries, pages, lengths and tables do not belong together."""
+    (s, _, heads, d), (_, _, kv, kv_d) = q_SxLxHxD.shape, kv_pages_NxPxCxD.shape
+    if kv % 2 or d != kv_d or heads % (kv // 2):
+        raise ValueError(f"queries of {heads} heads of {d} do not fit pages of {kv} K and V heads of {kv_d}")
+    if kv_lens_S.shape != (s,) or tables_SxM.shape[0] != s:
+        raise ValueError(f"{s} sequences have lengths {kv_lens_S.shape} and tables {tables_SxM.shape}")
+
 
 BLOCK_TOKENS = 512  # positions that one step of the loop loads: 640 KiB of rows of 640 numbers in bf16
 MAX_ROWS = 512  # queries x heads of one program: f32[512, 512] scores and outputs take 1 MiB each

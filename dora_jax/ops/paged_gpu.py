@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from dora_jax.ops import kv_pages
+from dora_jax.ops import latent_attention
 
 SPAN = 512  # positions of one program of a decode call: short enough that ragged rows balance over the processors
 BLOCK = 64  # positions that one step of the loop loads: 32 KiB of K and V at D = 128 in bf16
@@ -53,10 +53,10 @@ def paged_attention(
     Raises ValueError where the head size is no power of two (see kv_pages.lanes), where more query heads share a KV
     head than the kernel takes, or where the pool is beyond its indices.
     """
-    kv_pages.check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
+    latent_attention.check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
     n, page_size, kv, _ = kv_pages_NxPxCxD.shape
-    if d != (width := kv_pages.lanes("gpu", d)):
+    if d != (width := latent_attention.lanes("gpu", d)):
         raise ValueError(f"heads of {d} come padded to {width}, a power of two")
     if kv_pages_NxPxCxD.dtype.itemsize == 1 and 2**31 <= kv_pages_NxPxCxD.size <= 2**32:
         raise ValueError(

@@ -21,8 +21,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.models.attention import KEPT
 from dora_jax.models.decoder import Attend
-from dora_jax.models.remat import KEPT
 from dora_jax.models.sharding import spec
 
 MIN_QUERY_BLOCK = 128  # smaller blocks skip more of the scores, but cost compile time

@@ -4,8 +4,8 @@ Consumes the facts of `events.py` and produces requests. No clock, no I/O, no ra
 batches of events give the same commands. A batch is what came in together; its facts are committed one by one, and the
 decisions are made once. A batch of one is as good as any other, only dearer.
 
-    commit, of each fact:   does it count? (verdict.py) -> what it changes (transitions.py) -> [end of a step]
-    decide, of each batch:  take -> relieve instances that run out of pages -> rebalance, if triggered (rebalancing.py)
+    commit, of each fact:   does it count? -> what it changes (transitions.py) -> [end of a step]
+    decide, of each batch:  take -> relieve instances that run out of pages -> rebalance, if triggered (balance.py)
                             -> fill free slots (placement.py) -> give emptied instances their next weights
                             -> lend the chips of a trainer that waits (lending.py) -> retire versions -> halt
 
@@ -15,7 +15,7 @@ its samples: by Train, by GroupScored(trainable=False), or by Discard, where it 
 its SampleDone or by Discard. Nothing is retained of a group that has ended and is not in training. Every prompt that was
 issued ends before the run does: new ones never take the place of those that were given up.
 Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a period; triggers of a
-large fleet share one (rebalancing.py). Moves alone are planned again whenever enough slots of a draining version have
+large fleet share one (balance.py). Moves alone are planned again whenever enough slots of a draining version have
 come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
@@ -23,19 +23,37 @@ down. A Cancel is answered for each id with SampleCancelled unless it had ended,
 instance None it is answered at once, and recorded tokens go. A Discard has no answer. What is reported of a sample names
 the attempt that placed it (events.py). A group that is given up, by mode `evict` or because an instance in quarantine
 sampled a part of it (quarantine.py), is issued again under a new group id.
+
+The brain outlives its body: after the whole job was killed, what a new body owes it.
+
+Consumes an orchestrator as the last fact left it; commits the loss of every instance and names the work that was
+promised and is nowhere now. Laws: samples that had started go on at their own version; nothing that ended is asked for.
+
+The one loop: events in, commands out. Production, tests and simulation run this same function.
+
+    world.events() --a batch of facts--> orchestrator.commit each, then decide --requests--> world.execute
+
+Consumes whatever the world reports, produces nothing itself; ends when the orchestrator says `Halt`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Protocol
 
-from dora_jax.orchestrate import admission, lending, placement, rebalancing, rounds, snapshot, verdict, view
+from dora_jax.orchestrate import balance, ledger, lending, placement, snapshot, transitions, view
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.events import Command, Event, Halt
+from dora_jax.orchestrate.fleet import Unit
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.orchestrate.roles import ASKED
-from dora_jax.orchestrate.state import State
+from dora_jax.orchestrate.state import ASKED, State
 from dora_jax.orchestrate.transitions import COMMIT
-from dora_jax.types import RENEWAL, GroupId, Version, is_served
+from dora_jax.types import EARLIER, RENEWAL, GroupId, Incarnation, SampleId, Version, is_served
 
 # After these a batch may be taken that could not be before; after these no version and no run can be over.
 CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp, ev.InstanceDown, ev.InstanceUnhealthy}
@@ -62,7 +80,7 @@ class Orchestrator:
         self.state = State(config, start_version, next_group_id)
         self.state.redo += redo
         self._renew_budget()
-        rounds.begin(self.state)
+        placement.begin_round(self.state)
         if evaluate_start:
             self._evaluate(start_version)
 
@@ -77,13 +95,23 @@ class Orchestrator:
         s, kind = self.state, type(event)
         if s.halted:
             return
-        if not verdict.counts(s, event):
+        if not transitions.counts(s, event):
             s.dropped[kind.__name__] = s.dropped.get(kind.__name__, 0) + 1
             return
         s.due.heard[kind] = s.due.heard.get(kind, 0) + 1
         COMMIT[kind](s, event)  # type: ignore[operator]  # each takes the event that its key names
         if kind is ev.StepPublished and not s.halted:
-            self._end_step()
+            s.roles.trained = 0
+            if s.config.colocated:  # the batch is published: colocated instances go on
+                s.out += [ev.Unpause(instance=id) for id in s.fleet.instances]
+            self._renew_budget()
+            placement.begin_round(s)
+            self._evaluate(s.ledger.base)
+            if s.decisions.mixes_versions:
+                s.retag_waiting()
+            elif s.decisions.on_publish == "evict":
+                self._evict()
+            s.wake_all()
 
     def decide(self) -> tuple[ev.Command, ...]:
         """What follows from the facts committed since the last decision."""
@@ -96,24 +124,24 @@ class Orchestrator:
 
     def counts(self, event: ev.Event) -> bool:
         """Whether `commit` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
-        return not self.state.halted and verdict.counts(self.state, event)
+        return not self.state.halted and transitions.counts(self.state, event)
 
     def _decide(self, heard: AbstractSet[type]) -> None:
         s = self.state
         if heard & CHANGES_READY:
             self._take()
         if s.due.pressed:
-            rebalancing.relieve_pressed(s)
-        balanced = s.due.rebalance and rebalancing.may_rebalance(s)
+            balance.relieve_pressed(s)
+        balanced = s.due.rebalance and balance.may_rebalance(s)
         if balanced:
             s.due.rebalance = False
-            rebalancing.rebalance(s)
+            balance.rebalance(s)
         if s.due.versions_to_fill:
             placement.fill_woken(s)
         if s.due.drained:
-            rebalancing.consolidate(s)
+            balance.consolidate(s)
         if s.due.emptied:
-            rebalancing.settle_emptied(s)
+            balance.settle_emptied(s)
         if s.roles.lendable and (balanced or heard & FREES_TRAINER):
             lending.lend(s)
         if not heard <= ENDS_NOTHING:
@@ -127,36 +155,26 @@ class Orchestrator:
         if s.ledger.base >= s.config.total_steps:
             return
         if s.roles.lent:
-            if s.ledger.may_end_step():
+            members = s.ledger.oldest_ready(s.ledger.missing)
+            if members and s.ledger.may_take(members):  # all groups that the step lacks
                 lending.call_back(s)
             return
         batch = s.ledger.take()
         if batch:
             s.out.append(ev.Train(group_ids=batch, base_version=s.ledger.base))
-            lending.trainer_takes(s)
+            if s.paused:  # a whole batch is with the trainer: colocated instances stand still
+                s.out += [ev.Pause(instance=id) for id in s.fleet.instances]
             s.count_tasks(batch, -1)
             if s.decisions.over_issued and not s.ledger.missing:
-                rounds.end(s)
+                placement.end_round(s)
             s.wake_all()
             s.due.rebalance = True
-
-    def _end_step(self) -> None:
-        s = self.state
-        lending.trainer_ends(s)
-        self._renew_budget()
-        rounds.begin(s)
-        self._evaluate(s.ledger.base)
-        if s.decisions.mixes_versions:
-            s.retag_waiting()
-        elif s.decisions.on_publish == "evict":
-            self._evict()
-        s.wake_all()
 
     def _renew_budget(self) -> None:
         s = self.state
         if s.decisions.admit_on == "publish":
             in_flight = s.queue.training_unfinished
-            s.budget = admission.publish_budget(s.decisions, s.config.group_size, in_flight)
+            s.budget = ledger.publish_budget(s.decisions, s.config.group_size, in_flight)
 
     def _evaluate(self, version: Version) -> None:
         s = self.state
@@ -227,3 +245,154 @@ class Orchestrator:
         orchestrator = cls(config, evaluate_start=False)
         snapshot.load(orchestrator.state, data)
         return orchestrator
+
+
+LOST = "the job was killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Debts:
+    """What the brain waits for. A body takes these on before its first event, then says InstanceUp."""
+
+    train: ev.Train | None  # a batch that was taken and not published
+    score: tuple[GroupId, ...]  # whole groups without rewards
+    cancel: ev.Cancel | None  # samples that must not go on, to be answered one by one
+    groups: tuple[GroupId, ...]  # admitted and not scored
+    recorded: dict[SampleId, Version]  # started and not ended: a Resume will ask for their tokens
+    waiting: dict[SampleId, Version]  # for their environments, which are asked again: they owe SampleReady, or an end
+    versions: tuple[Version, ...]  # whose weights are needed, oldest first
+
+
+def restart(orchestrator: Orchestrator) -> Debts:
+    """Takes every instance away, then lists what is owed. The commands that this causes are in the list, or void.
+
+    A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
+    s = orchestrator.state
+    for group_id in [g for g in s.groups if is_served(g)]:  # no client waits any more
+        _commit(orchestrator, ev.GroupFailed(group_id=group_id, reason=LOST))
+    s.asked_s.clear()
+    s.requests = 0
+    for instance in list(s.fleet.instances.values()):
+        _commit(orchestrator, ev.InstanceDown(instance=instance.id, life=instance.life, reason=LOST))
+    s.fleet.lives.clear()  # the next body counts anew
+    s.fleet.unhealthy.clear()
+    _rename_incarnations(s)
+    for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
+        failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
+        _commit(orchestrator, failed)
+    s.roles.lent.clear()  # the process that lent the chips is over: also what was asked for meanwhile, nobody hears that
+    s.roles.asked_s.clear()
+    s.roles.trained = 0
+    for unit in (u for u in _units(orchestrator) if u.state == fl.WAITING):
+        unit.tokens = 0  # whatever is left of it may go on
+        unit.placed = 0  # the wait that the next process answers
+    s.halted = False
+    s.due.rebalance = True
+    s.wake_all()
+    ledger = s.ledger
+    units = list(_units(orchestrator))
+    abandoned = tuple(u.id for u in units if u.state == fl.CANCELLING)
+    return Debts(
+        train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
+        score=tuple(group.id for group in s.groups.values() if not group.left),
+        cancel=ev.Cancel(ids=abandoned, instance=None, reason=LOST) if abandoned else None,
+        groups=tuple(s.groups),
+        recorded={u.id: u.version for u in units if u.state == fl.PARKED},
+        waiting={u.id: u.version for u in units if u.state == fl.WAITING},
+        versions=tuple(sorted(s.alive)),
+    )
+
+
+_NOWHERE = -1  # the source of a failed move is not looked at
+
+
+def _commit(orchestrator: Orchestrator, event: ev.Event) -> None:
+    orchestrator.state.halted = False  # a halted brain hears nothing
+    orchestrator.step(event)
+
+
+def _rename_incarnations(s: State) -> None:
+    """What has sampled so far is of an earlier process: a new incarnation of the same number is another one."""
+
+    def earlier(ran: tuple[Incarnation, ...]) -> tuple[Incarnation, ...]:
+        return tuple(dict.fromkeys((instance, EARLIER) for instance, _ in ran))
+
+    for group in s.groups.values():
+        group.ran = earlier(group.ran)
+        for unit in group.units:
+            if unit is not None:
+                unit.ran = earlier(unit.ran)
+    for groups in (s.sampled_by, *s.trained_by.values()):
+        groups.update({group_id: earlier(ran) for group_id, ran in groups.items()})
+
+
+def _units(orchestrator: Orchestrator) -> Iterator[Unit]:
+    for group in orchestrator.state.groups.values():
+        yield from (unit for unit in group.units if unit is not None)
+
+
+YOUNG_OBJECTS = 50_000  # that come, beyond those that go, before the collector looks at them; most are gone by then
+MIDDLE_PASSES = 1_000  # of those, before it looks again at what they left: seconds of work beside a million samples
+FULL_PASSES = 1_000_000  # in practice none
+
+Observer = Callable[[Sequence[Event], Sequence[Command]], None]
+
+
+class World(Protocol):
+    """Where commands become work and work becomes events."""
+
+    def events(self) -> Iterable[Event]:
+        """One batch: the facts since the last call; may wait a little, may be empty, raises what a stage raised. Each
+        fact is committed before the next one is asked for; the decisions follow when there are no more."""
+
+    def execute(self, command: Command) -> None:
+        """Begin the work; its outcome is a later event."""
+
+
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """What is there now is never looked at by the cycle collector, and what comes is looked at once in many allocations.
+
+    A full pass over a million live samples takes a second, and the orchestrator leaves no cycles behind (a test holds
+    that); those of other stages are young when they are collected."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, MIDDLE_PASSES, FULL_PASSES)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def run(orchestrator: Orchestrator, world: World, observers: Sequence[Observer] = ()) -> Halt:
+    """Run until the orchestrator halts.
+
+    Observers see each batch with the commands it caused *before* those are executed: after
+    `StepPublished` the trainer is still idle, so its state can be saved there without a race.
+    """
+    while True:
+        events = []
+        for event in world.events():
+            orchestrator.commit(event)
+            events.append(event)
+        commands = orchestrator.decide()
+        for observe in observers if events else ():
+            observe(events, commands)
+        for command in commands:
+            if isinstance(command, Halt):
+                return command
+            world.execute(command)
+
+
+def each(observe: Callable[[Event, Sequence[Command]], None]) -> Observer:
+    """An observer of facts one by one: the last of a batch comes with the commands that the batch caused."""
+
+    def observe_batch(events: Sequence[Event], commands: Sequence[Command]) -> None:
+        for event in events[:-1]:
+            observe(event, ())
+        for event in events[-1:]:
+            observe(event, commands)
+
+    return observe_batch

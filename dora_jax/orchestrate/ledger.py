@@ -12,10 +12,17 @@ Consumes admissions and facts about groups, produces batches. It is the only pla
     admit at v iff for every u in [v, newest]:  outstanding(<= u) < (u + max_lag - b + 1) * P - taken
 
 Law (`check`): admitted = waiting + running + scoring + ready + training + trained + filtered + failed + evicted.
+
+Admission: how many new groups may start, and at which version. Values in, values out.
+
+The ledger's test bounds staleness; this page adds what is a matter of load: the target of groups outstanding
+(the paper's RBS), and the number of groups that the remaining steps can still train. A group is admitted only when a
+slot of its version is free, so its tag is never older than its start.
 """
 
 from __future__ import annotations
 
+from dora_jax.orchestrate.modes import Decisions
 from dora_jax.types import GroupId, Version
 
 WAITING, RUNNING, SCORING, READY, TRAINING = "waiting", "running", "scoring", "ready", "training"
@@ -144,19 +151,23 @@ class Ledger:
     def take(self) -> tuple[GroupId, ...]:
         """What the trainer gets next, a part or the rest of the step's batch; () while the rule allows none."""
         taken: list[GroupId] = []
-        while members := self.next_members():
-            taken += self._take(members)
+        while self.missing and (members := self.oldest_ready(self.part)) and self.may_take(members):
+            part: list[GroupId] = []
+            for version, groups in members.items():
+                pool = sorted(self.ready[version])
+                part += pool[:groups]
+                self.ready[version] = pool[groups:]
+                self._release(version, groups)
+                lag = self.base - version
+                self.lags[lag] = self.lags.get(lag, 0) + groups
+            live, state = self.live, TRAINING
+            for group_id in part:
+                live[group_id] = (state, live[group_id][1])
+            self.counts[READY] -= len(part)
+            self.counts[TRAINING] += len(part)
+            self.batch += tuple(part)
+            taken += part
         return tuple(taken)
-
-    def next_members(self) -> dict[Version, int]:
-        """{version: groups} that may be taken now; {} if there are none."""
-        members = self.oldest_ready(self.part) if self.missing else {}
-        return members if members and self.may_take(members) else {}
-
-    def may_end_step(self) -> bool:
-        """Whether all groups that the step lacks may be taken now."""
-        members = self.oldest_ready(self.missing)
-        return bool(members) and self.may_take(members)
 
     def awaited(self) -> tuple[Version, int]:
         """(u, n): before the next part may be taken, n groups of versions up to u must end that run. Of the oldest versions,
@@ -173,18 +184,6 @@ class Ledger:
         """Groups of versions up to this one of which samples have not ended."""
         return sum(v <= version and state in (WAITING, RUNNING) for state, v in self.live.values())
 
-    def _take(self, members: dict[Version, int]) -> list[GroupId]:
-        part: list[GroupId] = []
-        for version, groups in members.items():
-            pool = sorted(self.ready[version])
-            part += pool[:groups]
-            self.ready[version] = pool[groups:]
-            self._release(version, groups)
-            lag = self.base - version
-            self.lags[lag] = self.lags.get(lag, 0) + groups
-        self._enter(part)
-        return part
-
     def oldest_ready(self, missing: int) -> dict[Version, int]:
         """{version: groups} of the first ready groups in order of (version, group_id); {} if there are fewer."""
         members: dict[Version, int] = {}
@@ -197,7 +196,9 @@ class Ledger:
 
     def may_take(self, members: dict[Version, int]) -> bool:
         """The take test at the present base."""
-        return self._members_in_time(members) and self.blocking_version(members) is None
+        return (self.max_lag is None or all(self.base <= v + self.max_lag for v in members)) and self.blocking_version(
+            members
+        ) is None
 
     def blocking_version(self, members: dict[Version, int]) -> Version | None:
         """The oldest u whose outstanding groups forbid this batch; None: nothing does."""
@@ -211,17 +212,6 @@ class Ledger:
             if after > (u + lag - self.base) * self.groups_per_step + missing:
                 return u
         return None
-
-    def _members_in_time(self, members: dict[Version, int]) -> bool:
-        return self.max_lag is None or all(self.base <= v + self.max_lag for v in members)
-
-    def _enter(self, part: list[GroupId]) -> None:
-        live, state = self.live, TRAINING
-        for group_id in part:
-            live[group_id] = (state, live[group_id][1])
-        self.counts[READY] -= len(part)
-        self.counts[TRAINING] += len(part)
-        self.batch += tuple(part)
 
     def published(self, version: Version) -> None:
         if self.missing or version != self.base + 1:
@@ -255,3 +245,38 @@ class Ledger:
             and any(v + self.max_lag < self.next_base for v in self.outstanding)
         ):
             raise RuntimeError(f"a group is past its deadline: {self.outstanding} at base {self.next_base}")
+
+
+def groups_to_issue(ledger: Ledger, total_steps: int) -> int:
+    """Groups that the steps not yet taken still lack: more would never be trained."""
+    steps = total_steps - ledger.base
+    return steps * ledger.groups_per_step - len(ledger.batch) - ledger.total_outstanding
+
+
+def admission_version(decisions: Decisions, ledger: Ledger) -> Version:
+    """The version that new groups are meant for."""
+    if decisions.admit_at == "batch" and ledger.outstanding:
+        return min(ledger.outstanding)
+    return ledger.base
+
+
+def credit(decisions: Decisions, ledger: Ledger, version: Version, total_steps: int, budget: int | None) -> int:
+    """Groups that may be admitted at `version` now. `budget`: what a step's end left to admit (admit_on publish)."""
+    target = decisions.target_groups
+    if decisions.over_issued:  # of a round, which is over when the step has its batch
+        target = ledger.missing and ledger.missing + (0 if ledger.long_round else decisions.over_issued)
+    elif decisions.count_awaited:
+        target += ledger.missing
+    room = min(target - ledger.total_outstanding, groups_to_issue(ledger, total_steps))
+    if budget is not None:
+        room = min(room, budget)
+    if room <= 0:
+        return 0
+    cap = ledger.admissible(version)
+    return room if cap is None else min(room, cap)
+
+
+def publish_budget(decisions: Decisions, group_size: int, samples_in_flight: int) -> int:
+    """Groups to inject at the end of a step: what is missing to the target of requests in flight (algorithm 1)."""
+    missing = decisions.target_groups * group_size - samples_in_flight
+    return max(0, -(-missing // group_size))

@@ -1,6 +1,6 @@
 """Lending: the trainer's chips decode while the trainer waits. Issues Lend, Return, Pause and Unpause.
 
-The cost model is in roles.py. Laws: the trainer takes no batch before its chips are back; chips are asked back as soon as
+The cost model is in state.py (`Roles`). Laws: the trainer takes no batch before its chips are back; chips are asked back as soon as
 all that the step still lacks may be taken, so that the trainer is late by one switch at most, and a step costs one switch: a
 part of it would be trained at the price of a switch of its own. A lent instance that is lost gives its chips back.
 
@@ -15,10 +15,9 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dora_jax.orchestrate import admission, speeds
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.roles import LENT, fleet_rate, worth_lending
-from dora_jax.orchestrate.state import State
+from dora_jax.orchestrate import fleet, ledger
+from dora_jax.orchestrate.state import LENT, State, fleet_rate, worth_lending
 from dora_jax.types import InstanceId, Version, is_training
 
 UNKNOWN = (1.0, 1.0)  # rates while nothing is known
@@ -27,14 +26,19 @@ UNKNOWN = (1.0, 1.0)  # rates while nothing is known
 def lend(s: State) -> None:
     """Lends the trainer's chips, if the trainer waits and the wait is expected to be long enough: to what it waits for."""
     roles, ledger = s.roles, s.ledger
-    if roles.lent or not roles.lendable or not trainer_waits(s):
+    if roles.lent or not roles.lendable:
         return
+    if ledger.base >= s.config.total_steps or ledger.missing <= 0 or roles.trained != len(ledger.batch):
+        return  # the trainer has groups that it is not done with, or needs no more
     wait = expected_wait(s)
     rate, lent_rate = _rates(s, wait.version)
     if not worth_lending(wait.seconds, rate, lent_rate, roles.switch_s):
         return
-    if wait.version == ledger.base and _oldest_s(s) > ledger.missing * _group_tokens(s) / rate:
-        return
+    group_tokens = s.config.group_size * s.fleet.measured.mean_tokens
+    if wait.version == ledger.base and (lag := ledger.max_lag):
+        oldest_s = max(_seconds_left(s, ledger.base - lag), default=0.0)  # until the last has ended of those due now
+        if oldest_s > ledger.missing * group_tokens / rate:
+            return
     running = [v for v in s.queue.unfinished if v <= wait.version < ledger.base]
     version = max(running, default=ledger.base)
     for instance in roles.lendable:
@@ -52,36 +56,7 @@ def call_back(s: State) -> None:
             s.out.append(ev.Return(instance=id))
 
 
-def trainer_takes(s: State) -> None:
-    """A whole batch is with the trainer: colocated instances stand still."""
-    if s.paused:
-        s.out += [ev.Pause(instance=id) for id in s.fleet.instances]
-
-
-def trainer_ends(s: State) -> None:
-    """The batch is published: colocated instances go on."""
-    s.roles.trained = 0
-    if s.config.colocated:
-        s.out += [ev.Unpause(instance=id) for id in s.fleet.instances]
-
-
 # ---------------------------------------------------------------- what is expected
-
-
-def trainer_waits(s: State) -> bool:
-    """The trainer is done with all groups that it was given, and needs more."""
-    ledger = s.ledger
-    return ledger.base < s.config.total_steps and ledger.missing > 0 and s.roles.trained == len(ledger.batch)
-
-
-def _oldest_s(s: State) -> float:
-    """Time until the last group has ended of those that must be in this step."""
-    lag = s.ledger.max_lag
-    return 0.0 if not lag else max(_seconds_left(s, s.ledger.base - lag), default=0.0)
-
-
-def _group_tokens(s: State) -> float:
-    return s.config.group_size * s.fleet.measured.mean_tokens
 
 
 class Wait(NamedTuple):
@@ -120,15 +95,13 @@ def _rates(s: State, version: Version) -> tuple[float, float]:
     line, instances = s.fleet.measured.line, list(s.fleet.instances.values())
     if version < s.ledger.base:
         instances = [i for i in instances if any(v <= version for v in i.versions)]
-    if line.reports < speeds.LINE_REPORTS or not instances or not s.fleet.measured.finished_tokens:
+    if line.reports < fleet.LINE_REPORTS or not instances or not s.fleet.measured.finished_tokens:
         return UNKNOWN
     rows = sum(len(instance.units) for instance in instances)
     context = sum(max(0, i.pages - i.free_reported) * i.page_size for i in instances) / max(1, rows)
     samples = sum(s.queue.wanting(v) for v in s.queue.unfinished if v <= version)
     if version == s.ledger.base:
-        samples += (
-            admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) * s.config.group_size
-        )
+        samples += ledger.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) * s.config.group_size
     if not samples:
         return UNKNOWN
     slots = sum(instance.slots for instance in instances) / len(instances)

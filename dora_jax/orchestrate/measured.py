@@ -3,15 +3,187 @@
 A reservation is a prompt and as much of a response as samples of such a length hold at the worst moment to come. Of both
 the configuration knows bounds only, and an instance that reserved bounds would stand two thirds empty: they hold until
 enough samples have ended, and until reports say what a sample holds beside its response.
+
+The line through loads and step times: how long a decode step takes. Values in, values out.
+
+step_s = weights . load,   by least squares of the relative error, the older reports forgotten
+
+Lengths: what the samples that have ended say about those that run. Values in, values out.
+
+Two questions of a sample that has n tokens, answered from the share S(l) of the ended samples that are longer than l:
+
+    held(n)   KV tokens that it takes at the worst moment to come, on average over many like it: the largest
+              l * S(l) / S(n), l >= n. Most of them have ended by the time that the few long ones are long
+    left(n)   tokens that it is expected to add
+
+The first samples to end are short ones: what runs is then longer than they say, and its own tokens are the least that
+`held` answers.
+
+What drafts from siblings are worth: by how much sooner few rows have their tokens. Values in, values out.
+
+    gain(rows)   seconds of a token by decode calls alone / seconds that it takes, of a sample among so many rows
+
+Consumes what instances report of ticks in which a call verified drafts, and what the fleet's line (`Line`) says of decode
+calls at the same load. Fewer rows gain more: a number of rows that no report had gains as much as the next greater one
+that reports had, and nothing beyond the greatest. Without a report every gain is 1.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
-from dora_jax.orchestrate.drafts import DraftGain
-from dora_jax.orchestrate.lengths import Lengths
-from dora_jax.orchestrate.line import Line
+LOADS = 3
+LINE_KEPT = 1 - 1 / 4096  # of the sums, at each report
+LINE_RENEWED_EVERY = 16  # reports after which the weights are solved for again
+RIDGE = 1e-3  # where all loads are alike, the line is through what was seen
+
+
+class Line:
+    def __init__(self) -> None:
+        self.reports = 0
+        self.products = [0.0] * (LOADS * LOADS)  # load_i * load_j / step_s**2, summed
+        self.sums = [0.0] * LOADS  # load_i / step_s, summed
+        self.weights = [0.0] * LOADS
+
+    def step_s(self, load: Sequence[float]) -> float:
+        return sum(weight * each for weight, each in zip(self.weights, load, strict=True))
+
+    def add(self, load: Sequence[float], step_s: float) -> None:
+        scaled = [each / step_s for each in load]
+        for i, a in enumerate(scaled):
+            self.sums[i] = LINE_KEPT * self.sums[i] + a
+            for j, b in enumerate(scaled):
+                at = LOADS * i + j
+                self.products[at] = LINE_KEPT * self.products[at] + a * b
+        self.reports += 1
+        if self.reports < LINE_RENEWED_EVERY or not self.reports % LINE_RENEWED_EVERY:
+            # By elimination; the ridge keeps every pivot positive
+            rows = [[*self.products[LOADS * i : LOADS * (i + 1)], self.sums[i]] for i in range(LOADS)]
+            for i, row in enumerate(rows):
+                row[i] = row[i] * (1 + RIDGE) or 1.0
+            for i, pivot in enumerate(rows):
+                for j, row in enumerate(rows):
+                    if j != i:
+                        factor = row[i] / pivot[i]
+                        rows[j] = [a - factor * b for a, b in zip(row, pivot, strict=True)]
+            self.weights = [row[-1] / row[i] for i, row in enumerate(rows)]
+
+
+# Lengths are told apart by quarters of an octave: 19 % is less than what one instance's samples scatter.
+BUCKETS_AN_OCTAVE = 4
+# Answers are renewed after so many ended samples, and as rarely as a 32nd to a 64th of all that have ended says more.
+RENEWED_EVERY = 32
+
+
+class Lengths:
+    def __init__(self) -> None:
+        self.ended = 0
+        self.counts: list[int] = []  # ended samples by bucket of their length
+        self.sums: list[int] = []  # their tokens
+        self.held_by: list[float] = []  # held, of a sample in each bucket, as of the last renewal
+        self.left_by: list[float] = []
+
+    def observe(self, tokens: int) -> bool:
+        """A sample ended; True where that has renewed the answers."""
+        bucket = _bucket(tokens)
+        if missing := max(0, bucket + 1 - len(self.counts)):
+            self.counts += [0] * missing
+            self.sums += [0] * missing
+        self.counts[bucket] += 1
+        self.sums[bucket] += tokens
+        self.ended += 1
+        every = RENEWED_EVERY << max(0, (self.ended // (32 * RENEWED_EVERY)).bit_length() - 1)
+        if self.ended % every:
+            return False
+        self.held_by, self.left_by = [0.0] * len(self.counts), [0.0] * len(self.counts)
+        longer, beyond, most = 0, 0, 0.0  # samples from this bucket on, their tokens, and the largest l * S(l)
+        above = _edge(len(self.counts))
+        for bucket in reversed(range(len(self.counts))):
+            edge = _edge(bucket)
+            longer += self.counts[bucket]
+            beyond += self.sums[bucket]
+            most = max(most, above * longer)
+            self.held_by[bucket] = most / longer
+            self.left_by[bucket] = max(1.0, beyond / longer - edge)
+            above = edge
+        return True
+
+    def held(self, tokens: int) -> float:
+        bucket = _bucket(tokens)
+        return max(tokens, self.held_by[bucket]) if bucket < len(self.held_by) else tokens
+
+    def left(self, tokens: int) -> float:
+        """Under a long tail, what is longer than any before goes on for as long again."""
+        bucket = _bucket(tokens)
+        return self.left_by[bucket] if bucket < len(self.left_by) else tokens
+
+
+def _bucket(tokens: int) -> int:
+    return int(BUCKETS_AN_OCTAVE * math.log2(tokens + 1))
+
+
+@functools.cache
+def _edge(bucket: int) -> float:
+    """The least length in a bucket."""
+    return 2 ** (bucket / BUCKETS_AN_OCTAVE) - 1
+
+
+OCTAVES = 16  # of rows: 1, 2, 3 to 4, 5 to 8, ...
+KNOWN_TOKENS = 256  # that were drawn with drafts before their gain counts
+DRAFTS_KEPT = 1 - 1 / 128  # of the sums, at each report of so many rows
+
+
+class DraftGain:
+    def __init__(self) -> None:
+        self.line = Line()  # of a median instance's ticks with drafts: a token's time at a load
+        self.tokens = [0] * OCTAVES  # drawn with drafts, by octave of rows
+        self.plain_s = [0.0] * OCTAVES  # seconds of each sample that decode calls alone would have taken
+        self.took_s = [0.0] * OCTAVES
+        self.guesses = self.held = 0.0  # the older ones forgotten
+        self.saved_s = 0.0  # of each sample, summed over the run
+
+    @property
+    def acceptance(self) -> float:
+        """Share of guessed tokens that hold, each by itself; 0: none was guessed."""
+        return self.held / self.guesses if self.guesses else 0.0
+
+    def gain(self, rows: float) -> float:
+        for octave in range(_octave(rows), OCTAVES):
+            if self.tokens[octave] >= KNOWN_TOKENS:
+                return self.plain_s[octave] / self.took_s[octave]
+        return 1.0
+
+    def facts(self) -> dict[str, float]:
+        """For a person; nothing where no token was guessed."""
+        return {"acceptance": self.acceptance, "gain": self.gain(1)} if self.guesses else {}
+
+    def guessed(self, guesses: int, held: int) -> None:
+        self.guesses, self.held = DRAFTS_KEPT * self.guesses + guesses, DRAFTS_KEPT * self.held + held
+
+    def drafted(self, rows: float, tokens: int, plain_s: float, took_s: float) -> None:
+        """Ticks in which a call verified drafts. plain_s, took_s: of each of the rows, summed."""
+        octave = _octave(rows)
+        if octave < OCTAVES:
+            self.tokens[octave] += tokens
+            self.saved_s += plain_s - took_s
+            self._add(octave, plain_s, took_s)
+
+    def decoded(self, rows: float, took_s: float) -> None:
+        """Ticks without drafts: where these come and go, the rows gain less."""
+        octave = _octave(rows)
+        if octave < OCTAVES and self.tokens[octave]:
+            self._add(octave, took_s, took_s)
+
+    def _add(self, octave: int, plain_s: float, took_s: float) -> None:
+        self.plain_s[octave] = DRAFTS_KEPT * self.plain_s[octave] + plain_s
+        self.took_s[octave] = DRAFTS_KEPT * self.took_s[octave] + took_s
+
+
+def _octave(rows: float) -> int:
+    return OCTAVES if rows == math.inf else max(0, math.ceil(math.log2(max(1.0, rows))))
+
 
 # Samples that must have ended before their lengths replace the guess in reservations.
 LENGTHS_KNOWN = 32

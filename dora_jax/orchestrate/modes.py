@@ -42,7 +42,7 @@ class Decisions:
     on_publish      "keep": running samples stay at their version; "swap": all go on under the new weights;
                     "evict": groups past their deadline are cancelled and their prompts redone
     over_issued     groups that a short round issues beyond P: those that are not among the first P are given up, and their
-                    prompts wait for a long round, which issues P such prompts and gives up none; 0: no rounds (rounds.py)
+                    prompts wait for a long round, which issues P such prompts and gives up none; 0: no rounds (placement.py)
     parts           a step's batch is taken in up to so many parts, each as soon as its groups are ready: the trainer
                     works while the step still waits for its stragglers
 
@@ -112,7 +112,7 @@ class OrchestratorConfig:
     colocated: bool = False  # instances share the trainer's chips: they stand still from a whole batch to its version
     hold_versions: int = 0  # versions that are kept for sessions of the endpoint, beside those that training needs
     hold_s: float = 0.0  # for so long after they were superseded
-    lendable: tuple[InstanceId, ...] = ()  # instances that the trainer's chips make up while it waits; see roles.py
+    lendable: tuple[InstanceId, ...] = ()  # instances that the trainer's chips make up while it waits; see state.py
     switch_s: float = 0.0  # expected of their switch to the rollouts and back, until one was measured
 
     @classmethod
@@ -201,13 +201,10 @@ class OrchestratorConfig:
         every = self.eval_every
         return version in (0, self.total_steps) or (every > 0 and version % every == 0)
 
-    def evaluation_round(self, version: Version) -> int:
-        """Evaluations due before `version`: pure, so that a resumed run counts on."""
-        every = self.eval_every or max(1, self.total_steps)
-        return -(-version // every)
-
     def evaluation_ids(self, version: Version) -> tuple[int, ...]:
-        first = self.evaluation_round(version) * self.eval_groups
+        # Evaluations due before `version`: pure, so that a resumed run counts on
+        every = self.eval_every or max(1, self.total_steps)
+        first = -(-version // every) * self.eval_groups
         return tuple(-1 - (first + i) for i in range(self.eval_groups))
 
     # ------------------------------------------------------------------ refusals

@@ -2,18 +2,55 @@
 
 Waiting samples of a version are placed on its least loaded instances, those with recorded tokens first. A new group is
 admitted only when its first sample gets a slot at once: that moment is its version tag.
+
+Rounds of mode `rollpacker`: a step is a short round or a long one, and no other mode has any.
+
+    short   P and `over_issued` groups are issued, and the first P that are ready train. The others are given up: their
+            prompts wait, in the order in which they were given up
+    long    once P prompts wait, the next step issues these, and trains them all
+
+So no step waits for the longest answers but a long one, where all are long. Laws: every group trains on the version that
+sampled it; a round gives a prompt up once at the most; what was given up trains in a long round, which the last step is
+where any prompt waits.
+Source: arXiv 2509.21009 (tail batching); `Decisions` says what is assumed.
 """
 
 from __future__ import annotations
 
 import math
 
-from dora_jax.orchestrate import admission, rounds
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate import ledger
 from dora_jax.orchestrate.fleet import Instance, Unit
+from dora_jax.orchestrate.ledger import OUTSTANDING
 from dora_jax.orchestrate.state import State
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
+
+GIVEN_UP = "it is not among the first {} of its round: its prompt waits for a long round"
+
+
+def begin_round(s: State) -> None:
+    """A step begins: its round is a long one where enough prompts wait."""
+    if s.decisions.over_issued:
+        s.ledger.long_round = len(s.redo) + s.returning >= s.config.groups_per_step or _overdue(s)
+
+
+def end_round(s: State) -> None:
+    """The step has its batch: what else is outstanding is given up."""
+    reason = GIVEN_UP.format(s.config.groups_per_step)
+    for group_id in [g for g, (state, _) in s.ledger.live.items() if state in OUTSTANDING]:
+        s.give_up(group_id, reason)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _overdue(s: State) -> bool:
+    """More prompts wait than the steps after this one train."""
+    later = s.config.total_steps - s.ledger.base - 1
+    return len(s.redo) + s.returning > later * s.config.groups_per_step
+
 
 # A mass start is spread over several decisions: each sample costs a few microseconds. What a large batch has ended is
 # replaced at once.
@@ -25,7 +62,7 @@ def fill_woken(s: State) -> None:
     fill, versions = _Fill(s), sorted(s.due.versions_to_fill)
     for version in versions:
         fill.place_waiting(version)
-    meant = admission.admission_version(s.decisions, s.ledger)
+    meant = ledger.admission_version(s.decisions, s.ledger)
     if meant in versions:
         fill.admit(meant)
     if fill.resumes or fill.starts:
@@ -78,7 +115,7 @@ class _Fill:
         if not arriving:
             return instance.slots
         if version not in self._density:
-            credit = admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget)
+            credit = ledger.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget)
             samples = s.queue.wanting(version) + credit * s.config.group_size
             self._density[version] = samples / (s.fleet.capacity[version] + arriving)
         groups = math.ceil(self._density[version] * instance.weight / s.config.group_size)
@@ -104,7 +141,7 @@ class _Fill:
         s = self.s
         if s.queue.first(version) is not None:
             return
-        while admission.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget):
+        while ledger.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget):
             if not self._has_room(version):
                 return
             group_id = _next_group(s)
@@ -123,10 +160,14 @@ def _next_group(s: State) -> GroupId | None:
     """Groups to redo first, then the prompt stream in order, while the remaining steps train more groups than there are
     prompts that were given up: each prompt that was issued ends before the run does. A task at its own limit is passed over for a while: until the
     others are so far ahead of it as they may be, and enough for a batch are outstanding."""
-    if s.redo and rounds.may_redo(s):
+    # Whether a prompt that was issued before is issued now: in a long round, and in modes without rounds
+    if s.redo and (s.ledger.long_round or not s.decisions.over_issued or _overdue(s)):
         return s.redo.pop(0)
-    left = admission.groups_to_issue(s.ledger, s.config.total_steps)
-    if rounds.waits_for_prompts(s) or (left <= len(s.redo) + len(s.groups) and left <= len(s.redo) + s.returning):
+    left = ledger.groups_to_issue(s.ledger, s.config.total_steps)
+    # A prompt of this long round is not free yet: samples of its first issue are still being cancelled
+    if (s.ledger.long_round and s.returning > 0) or (
+        left <= len(s.redo) + len(s.groups) and left <= len(s.redo) + s.returning
+    ):
         return None
     limits, furthest = s.task_limits, math.inf
     if s.config.task_lead and s.ledger.total_outstanding >= s.ledger.missing:

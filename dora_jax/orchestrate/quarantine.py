@@ -15,16 +15,10 @@ from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Group, Unit
 from dora_jax.orchestrate.ledger import READY
 from dora_jax.orchestrate.state import State
-from dora_jax.types import Incarnation, Version, is_eval, is_training
+from dora_jax.types import Incarnation, is_eval, is_training
 
 # Steps back to which trained groups are named.
 REMEMBERED_STEPS = 16
-
-
-def remember(s: State, version: Version) -> None:
-    """The batch of the step that made this version was trained."""
-    s.trained_by[version] = {group_id: s.sampled_by.pop(group_id, ()) for group_id in s.ledger.batch}
-    s.trained_by.pop(version - REMEMBERED_STEPS, None)
 
 
 def name(s: State, event: ev.InstanceUnhealthy) -> None:
@@ -46,7 +40,13 @@ def begin_again(s: State, event: ev.InstanceUnhealthy, reason: str) -> None:
     for group in s.groups.values():
         for unit in group.units:
             if unit is not None and _suspect(unit.ran, event) and unit.state != fl.CANCELLING:
-                _spoil(s, unit)
+                unit.spoilt = True
+                if unit.state == fl.WAITING:
+                    s.queue.end_wait(unit, fl.PARKED)
+                if unit.state == fl.PARKED:
+                    s.recorded(unit)
+                elif unit.state == fl.RUNNING:
+                    put_aside(s, unit)
 
 
 def give_up(s: State, group: Group, reason: str) -> None:
@@ -66,16 +66,6 @@ def give_up(s: State, group: Group, reason: str) -> None:
 
 def _suspect(ran: tuple[Incarnation, ...], event: ev.InstanceUnhealthy) -> bool:
     return any(instance == event.instance and life <= event.life for instance, life in ran)
-
-
-def _spoil(s: State, unit: Unit) -> None:
-    unit.spoilt = True
-    if unit.state == fl.WAITING:
-        s.queue.end_wait(unit, fl.PARKED)
-    if unit.state == fl.PARKED:
-        s.recorded(unit)
-    elif unit.state == fl.RUNNING:
-        put_aside(s, unit)
 
 
 def put_aside(s: State, unit: Unit) -> None:

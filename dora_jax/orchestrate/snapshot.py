@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from dora_jax.orchestrate.drafts import DraftGain
 from dora_jax.orchestrate.fleet import PENDING, STARTING, Fleet, Group, Instance, Unit
-from dora_jax.orchestrate.line import Line
+from dora_jax.orchestrate.measured import DraftGain, Line
 from dora_jax.orchestrate.state import PLACEMENTS, State
 from dora_jax.types import EARLIER, Incarnation, InstanceId
 
@@ -197,7 +196,11 @@ def _load_instance(s: State, values: list) -> Instance:
 
 
 def _save_group(group: Group) -> list:
-    units = [[_destination(unit), unit_values(unit), unit.index] for unit in group.units if unit is not None]
+    units = [
+        [(None if unit.dst is None else [unit.dst.id, unit.dst.life]), unit_values(unit), unit.index]
+        for unit in group.units
+        if unit is not None
+    ]
     return [
         group.id,
         group.version,
@@ -208,10 +211,6 @@ def _save_group(group: Group) -> list:
         group.begins_again,
         units,
     ]
-
-
-def _destination(unit: Unit) -> list | None:
-    return None if unit.dst is None else [unit.dst.id, unit.dst.life]
 
 
 def _load_group(fleet: Fleet, row: list) -> Group:

@@ -3,19 +3,38 @@
 `transitions.py` commits events into it, `core.py` decides from it, `view.py` shows it, `snapshot.py` writes it down.
 `Due` is where to look for decisions that would cost too much to look for everywhere: nothing is due between batches but
 what one decision could not do, and moves that wait for enough free slots.
+
+Roles: where the trainer's chips are, and what it is worth to lend them. Values in, values out.
+
+One policy covers the three ways in which trainer and rollouts share chips; they differ in what a switch costs:
+
+    split       no instance is lendable: the chips are the trainer's, whatever it waits for
+    colocated   the chips hold the memory of both sides, and a switch costs nothing: the instances stand still from a
+                whole batch to its version
+    elastic     a switch moves the trainer's state: while the trainer waits, its chips decode as instances of their own
+                (`lendable`), if `worth_lending` says so
+
+The cost model: in the time `idle_s` until the trainer has its next groups, more chips decode faster by lent_rate / rate.
+The groups are then ready earlier by idle_s * (1 - rate / lent_rate), and the trainer begins later by one switch.
+lending.py decides by it.
+
+The queue: samples that hold no slot and want one, by version; how many samples of each version are unfinished, and how
+many of those wait for their environment and want none.
+
+Order within a version: samples with recorded tokens first, then requests, evaluation, and groups as they were admitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
-from dora_jax.orchestrate.fleet import Fleet, Group, Instance, Unit
+from dora_jax.orchestrate.fleet import PARKED, PENDING, WAITING, Fleet, Group, Instance, Unit, add
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.orchestrate.queue import Queue
-from dora_jax.orchestrate.roles import Roles
 from dora_jax.types import (
     MAX_RENEWALS,
     RENEWAL,
@@ -29,6 +48,155 @@ from dora_jax.types import (
     is_training,
     issued_first_as,
 )
+
+# Chips that are held delay the training of what becomes ready meanwhile: more instances must be so much faster, at least.
+LEAST_GAIN = 1.2
+
+ASKED, LENT, RETURNING = "asked", "lent", "returning"
+
+
+def worth_lending(idle_s: float, rate: float, lent_rate: float, switch_s: float) -> bool:
+    """Whether the trainer begins earlier by lending its chips. Rates: tokens/s of all instances, without and with the lent
+    ones; switch_s: to the rollouts and back."""
+    return lent_rate >= LEAST_GAIN * rate and idle_s > switch_s and idle_s * (1 - rate / lent_rate) > switch_s
+
+
+def fleet_rate(instances: int, slots: float, samples: float, step_s: Callable[[float], float]) -> float:
+    """Tokens/s of so many equal instances, where so many samples want a slot. step_s: seconds of a decode step of a batch."""
+    batch = min(slots, samples / instances)
+    return instances * batch / step_s(batch)
+
+
+class Roles:
+    """Where the trainer's chips are. `switch_s` is expected of a switch to the rollouts and back; what switches have taken
+    replaces it."""
+
+    CONFIGURED = ("lendable",)
+
+    def __init__(self, lendable: tuple[InstanceId, ...], switch_s: float):
+        self.lendable = lendable
+        self.lent: dict[InstanceId, str] = {}  # ASKED, LENT or RETURNING; the chips of the others are the trainer's
+        self.asked_s: dict[InstanceId, float] = {}  # when the present switch was asked for
+        self.trained = 0  # groups of the step in progress that the trainer is done with
+        self.out_s = self.back_s = switch_s / 2
+        self.lends_total = 0
+
+    @property
+    def switch_s(self) -> float:
+        return self.out_s + self.back_s
+
+    def ask(self, id: InstanceId, now_s: float) -> None:
+        self.lent[id], self.asked_s[id] = ASKED, now_s
+        self.lends_total += 1
+
+    def give_back(self, id: InstanceId, now_s: float) -> None:
+        self.lent[id], self.asked_s[id] = RETURNING, now_s
+
+    def came_up(self, id: InstanceId, now_s: float) -> None:
+        if self.lent.get(id) == ASKED:
+            self.lent[id] = LENT
+            self.out_s += (now_s - self.asked_s.pop(id) - self.out_s) / 4
+
+    def came_home(self, id: InstanceId, now_s: float) -> None:
+        """The instance is no more, whatever ended it."""
+        if self.lent.pop(id, None) == RETURNING:
+            self.back_s += (now_s - self.asked_s[id] - self.back_s) / 4
+        self.asked_s.pop(id, None)
+
+
+class Queue:
+    def __init__(self):
+        self.lines: dict[Version, tuple[deque[Unit], ...]] = {}  # with recorded tokens, requests, evaluation, training
+        self.unfinished: dict[Version, int] = {}  # every sample that has not ended, wherever it is
+        self.untrained_unfinished: dict[Version, int] = {}  # those of evaluation, and requests
+        self.in_environment: dict[Version, int] = {}  # of the unfinished, those that wait for their environment
+
+    @property
+    def training_unfinished(self) -> int:
+        return sum(self.unfinished.values()) - sum(self.untrained_unfinished.values())
+
+    def wanting(self, version: Version) -> int:
+        """Samples of a version that hold a slot or want one."""
+        return self.unfinished.get(version, 0) - self.in_environment.get(version, 0)
+
+    def add(self, group: Group) -> None:
+        """All samples of a new group wait for their first slot."""
+        units = [unit for unit in group.units if unit is not None]
+        self._line(units[0]).extend(units)
+        self._count(group, group.version, len(group.units))
+
+    def park(self, unit: Unit) -> None:
+        unit.state = PARKED
+        self._line(unit).append(unit)
+
+    def wait(self, unit: Unit) -> None:
+        unit.state = WAITING
+        add(self.in_environment, unit.version, 1)
+
+    def end_wait(self, unit: Unit, state: str) -> None:
+        unit.state = state
+        add(self.in_environment, unit.version, -1)
+
+    def put_back(self, units: list[Unit]) -> None:
+        """Samples that never started go before those that wait for their first time."""
+        for unit in sorted(units, key=lambda u: (u.group.id, u.index), reverse=True):
+            unit.state = PENDING
+            self._line(unit).appendleft(unit)
+
+    def first(self, version: Version) -> Unit | None:
+        """The sample to place next; those that were cancelled while they waited are dropped here."""
+        state = PARKED
+        for line in self.lines.get(version, ()):
+            while line:
+                if line[0].state == state:
+                    return line[0]
+                line.popleft()
+            state = PENDING
+        self.lines.pop(version, None)
+        return None
+
+    def pop(self, unit: Unit) -> None:
+        """Take what `first` returned."""
+        self._line(unit).popleft()
+
+    def ended(self, unit: Unit) -> None:
+        """Count a sample out."""
+        add(self.unfinished, unit.version, -1)
+        if not is_training(unit.group.id):
+            add(self.untrained_unfinished, unit.version, -1)
+
+    def retag(self, unit: Unit, version: Version) -> None:
+        """The training sample goes on under other weights (mode `partial`)."""
+        self._count(unit.group, unit.version, -1)
+        if unit.state == WAITING:
+            add(self.in_environment, unit.version, -1)
+            add(self.in_environment, version, 1)
+        unit.version = version
+        self._count(unit.group, version, 1)
+
+    def retag_waiting(self, version: Version) -> None:
+        """Every waiting training sample goes to `version`, oldest first."""
+        for old in sorted(v for v in self.lines if v < version):
+            for unit in itertools.chain(*self.lines.pop(old)):
+                if unit.state in (PARKED, PENDING):
+                    if is_training(unit.group.id):
+                        self.retag(unit, version)
+                    self._line(unit).append(unit)
+
+    def _line(self, unit: Unit) -> deque[Unit]:
+        """Where it waits."""
+        lines = self.lines.get(unit.version)
+        if lines is None:
+            lines = self.lines[unit.version] = (deque(), deque(), deque(), deque())
+        if unit.state == PARKED:
+            return lines[0]
+        return lines[3 if is_training(unit.group.id) else 1 if is_served(unit.group.id) else 2]
+
+    def _count(self, group: Group, version: Version, by: int) -> None:
+        add(self.unfinished, version, by)
+        if not is_training(group.id):
+            add(self.untrained_unfinished, version, by)
+
 
 # Groups over which a task's share of trainable groups is averaged: a few steps' worth of one task.
 RATE_GROUPS = 64
@@ -109,12 +277,6 @@ class State:
         assert unit is not None, id
         return unit
 
-    def size(self, group_id: GroupId) -> int:
-        """Samples of the group."""
-        if is_served(group_id):
-            return 1
-        return self.config.eval_samples if is_eval(group_id) else self.config.group_size
-
     @property
     def held(self) -> tuple[Version, ...]:
         """Superseded versions that are kept for the sessions that requests have begun with them: those asked for last,
@@ -124,7 +286,8 @@ class State:
         return tuple(sorted(young, key=self.asked_s.__getitem__, reverse=True)[: self.config.hold_versions])
 
     def open_group(self, group_id: GroupId, version: Version) -> None:
-        group = Group(group_id, version, self.size(group_id))
+        samples = self.config.eval_samples if is_eval(group_id) else self.config.group_size
+        group = Group(group_id, version, 1 if is_served(group_id) else samples)
         self.groups[group_id] = group
         self.queue.add(group)
         self.due.versions_to_fill[version] = None
@@ -154,7 +317,10 @@ class State:
         self.freed(self.fleet.release(unit), unit.version)
         self.queue.ended(unit)
         if group.left == 0 and group.abandoned is not None:
-            self.end_group(group)
+            # The last sample of a group that was given up has ended
+            self.discard(group.id, "its last sample has ended")
+            if group.abandoned == "evicted":
+                self.renew(group.id)
 
     def recorded(self, unit: Unit) -> None:
         """The sample runs nowhere; its tokens are recorded, and it goes on where a slot of its version is free."""
@@ -220,12 +386,6 @@ class State:
         for instance, ids in by_instance.items():
             self.out.append(ev.Cancel(ids=tuple(ids), instance=instance, reason=reason))
 
-    def end_group(self, group: Group) -> None:
-        """The last sample of a group that was given up has ended."""
-        self.discard(group.id, "its last sample has ended")
-        if group.abandoned == "evicted":
-            self.renew(group.id)
-
     def renew(self, group_id: GroupId) -> None:
         """Issue the prompt of a group that was given up again, under an id of its own."""
         renewed = group_id + RENEWAL
@@ -249,13 +409,6 @@ class State:
             for group_id in group_ids:
                 task = self.config.task(group_id)
                 self.task_open[task] = self.task_open.get(task, 0) + by
-
-    def observe_task(self, group_id: GroupId, trainable: bool) -> None:
-        """A group of a task was scored: where asked for, the tasks' shares of the load follow."""
-        if self.config.task_adaptive:
-            task = self.config.task(group_id)
-            self.task_rates[task] += (trainable - self.task_rates[task]) / RATE_GROUPS
-            self.task_limits = self.config.adapted_limits(self.task_rates)
 
     def group_lost(self, group_id: GroupId) -> None:
         """A training group ended untrained: its credit returns, and a batch that it held back may be taken."""

@@ -13,11 +13,6 @@ from dora_jax.types import SampleId
 UNSAID_ZEROS = ("life", "sampled", "busy_s", "row_s")
 
 
-def describe_step(event: ev.Event, commands: tuple[ev.Command, ...]) -> str:
-    """One log line: the event, then the commands that it caused."""
-    return f"{describe(event)} -> {'; '.join(describe(c) for c in commands) or 'nothing'}"
-
-
 def describe(item: ev.Event | ev.Command) -> str:
     """`Name a=1 b=2`, with samples as group.index and runs of samples shortened."""
     fields = []

@@ -3,6 +3,12 @@
 Consumes compiled calls (device_calls.py) and host arrays; owns the KV pool and the state of the slots.
 Laws: every call donates the pool and the state, so calls run in the order they are made; only `np.asarray` of a result
 waits for the device.
+
+Stage 2, device side: the versions that one engine holds.
+
+Consumes published versions in the layout of `Calls.param_shardings`; produces what a call takes as its weights.
+Laws: a version's weights do not change from `load` to `drop`; where versions are adapters, base weights are there once,
+and a version lies at the same place of every engine, unless another version still holds that place.
 """
 
 from __future__ import annotations
@@ -13,13 +19,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from dora_jax.base.fault_injection import point
-from dora_jax.rollout.decoding import CallCosts
-from dora_jax.rollout.device_calls import Calls
+from dora_jax.rollout.device_calls import AdapterStack, Calls
+from dora_jax.rollout.drafts import CallCosts
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes
+from dora_jax.types import Version
 
 TIMED = 8  # calls of which the quickest counts
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
@@ -77,7 +85,7 @@ class Device:
         return PagesCopy(read, pages, self.shapes.copy_call)
 
     def read_pages(self, pages: list[int]) -> dict[str, np.ndarray]:
-        """Host copies, by the names of kv_layout.py."""
+        """Host copies, by the names of shapes.py."""
         copy = self.copy_pages(pages)
         while copy.launch(len(pages)):
             copy.land()
@@ -142,7 +150,7 @@ class Device:
 class PagesCopy:
     """Pages on their way to the host, a piece at a time: between `launch` and `land` the device goes on with others.
 
-    arrays: by the names of kv_layout.py, of which what has landed is there; of several processes each gets the heads
+    arrays: by the names of shapes.py, of which what has landed is there; of several processes each gets the heads
     that it holds.
     """
 
@@ -211,3 +219,92 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
     out = np.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
     out[:, : x.shape[1]] = x
     return out
+
+
+class Residents:
+    """At most `room` versions, each with weights of its own."""
+
+    def __init__(self, calls: Calls, room: int):
+        self._calls, self._room = calls, room
+        self._weights: dict[Version, Any] = {}
+
+    @property
+    def compiled(self) -> int:
+        """Programs that put a version where it belongs."""
+        return 0
+
+    def take_base(self, params: Any) -> None:
+        """RuntimeError: versions are full weights."""
+        raise RuntimeError("base weights belong to an engine of adapters (lora.rank)")
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._weights))
+
+    def load(self, version: Version, params: Any) -> None:
+        """RuntimeError: the version is here, or there is no room."""
+        if version in self._weights:
+            raise RuntimeError(f"version {version} is already loaded")
+        if len(self._weights) >= self._room:
+            raise RuntimeError(
+                f"cannot load version {version}: {self._room} residents are held ({', '.join(map(str, self.versions))})"
+            )
+        self._weights[version] = self._taken(version, params)
+
+    def drop(self, version: Version) -> None:
+        del self._weights[version]
+
+    def of(self, version: Version | None) -> Any:
+        """What a call of this version takes."""
+        if version is None:
+            raise ValueError("a call of several versions needs adapters")
+        return self._weights[version]
+
+    def any(self) -> Any:
+        """What a call takes that compiles: a version's, or zeros."""
+        return next(iter(self._weights.values())) if self._weights else self._calls.zeros()
+
+    def _taken(self, version: Version, params: Any) -> Any:
+        return self._calls.stored(params)
+
+
+class AdapterResidents(Residents):
+    """At most `room` adapters beside one base, each in a place of the stack; every call takes base and stack."""
+
+    def __init__(self, calls: Calls, room: int, stack: AdapterStack, places: dict[Version, int]):
+        """places: filled here, for the plan that writes a row's place into its call."""
+        super().__init__(calls, room)
+        self._stack, self._places = stack, places
+        self._base: Any = None
+        self._several: Any = None
+        self._write: Any = None
+
+    @property
+    def compiled(self) -> int:
+        return self._write._cache_size() if self._write else 0
+
+    def take_base(self, params: Any) -> None:
+        """Base weights, in the layout of `Calls.base_shardings`; once, before the first version."""
+        formats = self._calls.param_formats[1]
+        self._base = self._calls.stored(params)
+        self._write = self._stack.writer(formats)
+        self._several = self._write(self._stack.empty(formats), self._stack.nothing(), jnp.int32(0))
+
+    def drop(self, version: Version) -> None:
+        super().drop(version)
+        del self._places[version]
+
+    def of(self, version: Version | None) -> Any:
+        return self._base, self._several
+
+    def any(self) -> Any:
+        return self._calls.zeros() if self._base is None else (self._base, self._several)
+
+    def _taken(self, version: Version, params: Any) -> None:
+        if self._base is None:
+            raise RuntimeError(f"cannot load version {version}: it is an adapter, and no base weights are here")
+        # the place decides the last bit of a product: every instance takes the same, for samples that move
+        wanted = (version % self._room, *range(self._room))
+        place = next(i for i in wanted if i not in self._places.values())
+        self._several = self._write(self._several, params, jnp.int32(place))
+        self._places[version] = place

@@ -5,10 +5,16 @@ kv_xla.py and kv_pallas.py say how KV lies in pages and how a call reads and wri
 between them, and both have the same methods. device.py owns the arrays.
 Laws: every call donates the pool and the state; a row reads and writes only the pages that it was given; a shape is
 compiled once, by `warmup`.
+
+Stage 2, device side: the adapters of several versions beside one another, as the calls of one engine take them.
+
+Consumes published adapters (models/lora.py) in the layout of `one`; produces one tree whose leaves have a leading axis
+of places. A place is rewritten in place, so a version is loaded without a new program and without a second copy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +25,57 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.config import RolloutSection
-from dora_jax.models import decoder, expert_parallel, moe, sharding
+from dora_jax.models import decoder, expert_parallel, lora, moe, sharding
 from dora_jax.models.logits import policy_logits
 from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention
 from dora_jax.rollout import forward, quantize, sample
-from dora_jax.rollout.adapter_stack import AdapterStack
-from dora_jax.rollout.kv_layout import KVLayout, kv_layout
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
-from dora_jax.rollout.shapes import Shapes, shapes_of
+from dora_jax.rollout.shapes import KVLayout, Shapes, kv_layout, shapes_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdapterStack:
+    """The arrays' shapes and shardings, and what writes to them. The object holds none."""
+
+    lora: Lora
+    one: Any  # shardings of a published adapter
+    abstract: Any  # of `shapes.adapters` of them, with shardings
+
+    @classmethod
+    def of(cls, cfg: decoder.ModelConfig, section: Lora, shapes: Shapes, mesh: Mesh, dtype: Any) -> AdapterStack:
+        where = functools.partial(lora.specs, cfg, section, mesh, shapes.layout, whole_experts=shapes.whole_experts)
+        one = jax.eval_shape(
+            lambda tree: decoder.serving_layout(tree, shapes.layout), lora.abstract(cfg, section, dtype)
+        )
+        several = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct((shapes.adapters, *x.shape), x.dtype, sharding=s),
+            one,
+            where(several=True),
+        )
+        return cls(section, where(), several)
+
+    def empty(self, formats: Any) -> Any:
+        """Adapters that change nothing, in these formats."""
+        return jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract), out_shardings=formats
+        )()
+
+    def nothing(self) -> Any:
+        """One of them, as it is published."""
+        make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.abstract)
+        return jax.jit(make, out_shardings=self.one)()
+
+    def writer(self, formats: Any) -> Any:
+        """Jitted: (adapters, one, its place) -> the adapters with it, in the same memory."""
+
+        def write(several: Any, one: Any, place: jax.Array) -> Any:
+            return jax.tree.map(lambda many, x: many.at[place].set(x.astype(many.dtype)), several, one)
+
+        return jax.jit(write, donate_argnums=0, out_shardings=formats)
+
 
 CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
 

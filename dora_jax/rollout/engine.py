@@ -3,10 +3,16 @@
 Consumes prompts tagged with a version and, in the background, versions of weights; produces samples with log-probs.
   tick = plan (pure, plan.py) -> run (jitted calls, device_calls.py) -> commit (tokens back into the plan) -> emit
 Inside a tick the verbs are JetStream's: prefill fills a prefix, insert gives it to slots (a group's samples share one),
-generate decodes every slot of a version, free_resource returns a slot's pages; slots.py offers them one by one.
+generate decodes every slot of a version, free_resource returns a slot's pages; jetstream.py offers them one by one.
 One thread uses an engine. Laws: R versions decode side by side and read only their own weights, pages and prefixes;
 at the same compiled shapes a sample's tokens and log-probs depend on (seed, group, index, prompt, version) alone, not
 on batch-mates, order, preemption or migration; a tick waits for the device only in `np.asarray`, without the GIL.
+
+Stage 2: an engine that scores samples with the calls that draw them.
+
+Consumes weights, prompts and answers; produces the log-prob of every token of the answers under these weights.
+Law: where the weights are those that drew an answer, its log-probs are the ones that sampling reported, bit for bit: the
+same compiled calls take the same positions at the same places, and a forced token enters as a drawn one does.
 """
 
 from __future__ import annotations
@@ -24,18 +30,14 @@ from dora_jax.models import decoder
 from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import migrate
-from dora_jax.rollout.device import Device
+from dora_jax.rollout.device import AdapterResidents, Device, Residents
 from dora_jax.rollout.device_calls import new_calls
-from dora_jax.rollout.host_kv import HostKV
-from dora_jax.rollout.migrate import InFlightSample, SampledTokens
+from dora_jax.rollout.migrate import HostKV, InFlightSample, SampledTokens
 from dora_jax.rollout.pages import Prefix
 from dora_jax.rollout.plan import Scheduler
-from dora_jax.rollout.residents import new_residents
-from dora_jax.rollout.seq import Seq, Upload
+from dora_jax.rollout.seq import Seq, StopStrings, Upload
 from dora_jax.rollout.shapes import shapes_of
-from dora_jax.rollout.stops import StopStrings
-from dora_jax.rollout.tick_plan import DecodeCall, Piece, Preempt, PrefillCall
-from dora_jax.rollout.ticks import GrowingResult, TickResult
+from dora_jax.rollout.ticks import DecodeCall, GrowingResult, Piece, Preempt, PrefillCall, TickResult
 from dora_jax.types import SampleId, Version
 
 __all__ = ["Engine", "TickResult"]
@@ -76,7 +78,9 @@ class Engine:
         self._routes = routes
         self.host = host or HostKV(section.host_kv_bytes)
         self.scheduler = Scheduler(self.shapes, routes, self.host)
-        self.residents = new_residents(calls, section.residents, self.scheduler.adapters)
+        self.residents = Residents(calls, section.residents)
+        if calls.adapters:
+            self.residents = AdapterResidents(calls, section.residents, calls.adapters, self.scheduler.adapters)
         self._flights: list[_Flight] = []  # launched, not yet read back
         self._decoded_only = True  # the last plan
         self._emit = GrowingResult()
@@ -203,7 +207,8 @@ class Engine:
 
     def know(self, id: SampleId, tokens: np.ndarray) -> None:
         """The response, so far, of a sample of another engine: drafts for its siblings are made of it."""
-        self.scheduler.decoding.know(id, tokens)
+        if (drafter := self.scheduler.decoding.drafter) is not None:
+            drafter.know(id, tokens)
 
     def cancel(self, id: SampleId) -> bool:
         """True where the sample was here and had not ended its turn; KV that it has kept goes."""
@@ -342,7 +347,8 @@ class Engine:
                 seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
             if (drafter := self.scheduler.decoding.drafter) is not None and rows <= self.shapes.draft_rows:
                 draft = None if call.drafts is None else call.drafts[row]
-                emit.guessed(*drafter.learn(seq, draft, tokens[row, :count]))
+                guesses, right = drafter.learn(seq, draft, tokens[row, :count])
+                emit.guesses, emit.held = emit.guesses + guesses, emit.held + right
             seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
@@ -398,3 +404,32 @@ class Engine:
 
 # a call; of a decode call its result; routes, where they are asked for
 _Flight = tuple[DecodeCall | PrefillCall, jax.Array | None, jax.Array | None]
+
+
+Answer = tuple[np.ndarray, np.ndarray]  # i32[P] prompt, i32[U] sampled tokens
+SCORED = 0  # the only version that it holds
+
+
+class ReplayEngine(Engine):
+    """Needs `rollout.exact`, as the engines whose samples it scores."""
+
+    def logprobs(self, params: Any, answers: Sequence[Answer]) -> list[np.ndarray]:
+        """f32[U] of each answer. params: in the layout of `param_shardings`."""
+        if not self.shapes.exact:
+            raise ValueError("an engine without rollout.exact takes no tokens to score")
+        self.load(SCORED, params)
+        for i, (prompt_ids, out_ids) in enumerate(answers):
+            id = SampleId(group_id=i, index=0)
+            self.submit(id, prompt_ids, SCORED, len(out_ids))
+            self.scheduler.seqs[id].forced = np.asarray(out_ids, np.int32)
+        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(answers)
+        while not self.idle:
+            for sample in self.tick().finished:
+                found[sample.id.group_id] = sample.logprobs
+        self.drop(SCORED)
+        for scored, (_, out_ids) in zip(found, answers, strict=True):
+            if len(scored) != len(out_ids):
+                raise RuntimeError(
+                    f"{len(scored)} tokens of an answer of {len(out_ids)} were scored: it ends earlier here"
+                )
+        return found

@@ -20,10 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dora_jax.models.attention import Attend
 from dora_jax.models.sharding import serving_table
-from dora_jax.ops import attention, kv_pages
-from dora_jax.rollout.kv_layout import KVLayout
+from dora_jax.ops import attention, latent_attention
 from dora_jax.rollout.quantize import KV, narrow
-from dora_jax.rollout.shapes import Shapes
+from dora_jax.rollout.shapes import KVLayout, Shapes
 
 KV_HEADS = PartitionSpec(None, None, "tensor")  # of k, v [B, L, K, D] and of a pool of K and V heads
 WHOLE = PartitionSpec()
@@ -40,7 +39,7 @@ class Paged:
         self.shapes = shapes
         self.pool_dtype = KV[shapes.kv] or dtype
         self.mesh = mesh
-        self.lanes = kv_pages.lanes(shapes.attention, kv.key_dim)  # a head's width in the pool
+        self.lanes = latent_attention.lanes(shapes.attention, kv.key_dim)  # a head's width in the pool
         self.row = (self.lanes,) if kv.rank else (2 * kv.heads, self.lanes)
         self.pool_spec = WHOLE if kv.rank else KV_HEADS
 

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec
 
 from dora_jax.models.attention import Attend
 from dora_jax.ops.attention import chunk_attention
-from dora_jax.rollout.kv_layout import POSITIONS, KVLayout
 from dora_jax.rollout.quantize import KV, narrow
-from dora_jax.rollout.shapes import Shapes
+from dora_jax.rollout.shapes import POSITIONS, KVLayout, Shapes
 
 Pool = dict[str, list[jax.Array]]
 

@@ -5,18 +5,25 @@ An episode is a sample of several turns. It leaves its slot at the end of a turn
 said (`observed`), whose tokens alone are prefilled.
 Laws: a parcel belongs to one version; its pages arrive bit-equal; a parcel without pages (a sample of a lost
 instance) is prefilled again from its tokens, which costs time and, across shapes, the last bits of its log-probs.
+
+Stage 2: KV in host memory, within a budget: of samples that are preempted, parked, or wait for their environment.
+
+Consumes in-flight samples with their pages; gives each back once. No JAX.
+Laws: no more bytes than the budget are held; beyond it the KV that came first is dropped, counted and said, and its tokens
+are prefilled again. Any thread may use it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from dora_jax.rollout.kv_layout import POSITIONS
+from dora_jax.rollout.shapes import POSITIONS
 from dora_jax.types import Sample, SampleId, Span, TokenTable, Version
 
 HEADS = 2  # the axis of K in pages
@@ -35,7 +42,7 @@ class InFlightSample:
     spans: tuple[Span, ...] = ()  # of out_ids by earlier versions; what follows them is of `version`
     kv_len: int = 0  # positions that the pages cover; 0: to be prefilled again
     page_size: int = 0
-    k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]; see kv_layout.py
+    k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]; see shapes.py
     v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]; None too where values are a part of the keys
     table: TokenTable = dataclasses.field(
         default_factory=TokenTable
@@ -60,7 +67,7 @@ class InFlightSample:
 
     @property
     def pages(self) -> dict[str, np.ndarray]:
-        """Those that it carries, by the names of kv_layout.py."""
+        """Those that it carries, by the names of shapes.py."""
         return {name: x for name, x in (("k", self.k_pages), ("v", self.v_pages)) if x is not None}
 
     @property
@@ -236,3 +243,65 @@ def _recut(pages: np.ndarray, axis: int, positions: int, page_size: int) -> np.n
     long = np.pad(long, pad)
     long = long.reshape(*long.shape[: axis - 1], n, page_size, *long.shape[axis:])
     return np.ascontiguousarray(np.moveaxis(long, axis - 1, 1))
+
+
+class HostKV:
+    def __init__(self, budget_bytes: int = 0, notify: Callable[[str], None] = lambda text: None):
+        """budget_bytes: 0: as much as comes. notify: hears of the first KV that is dropped, the tenth, the hundredth."""
+        self.budget_bytes = budget_bytes
+        self.bytes = 0
+        self.dropped = 0  # samples
+        self.dropped_tokens = 0
+        self._notify = notify
+        self._held: dict[SampleId, InFlightSample] = {}  # in the order of their coming
+        self._lock = threading.Lock()
+
+    def __contains__(self, id: SampleId) -> bool:
+        return id in self._held
+
+    def put(self, parcel: InFlightSample) -> None:
+        """Holds its KV until `take`; what it held of the sample before goes."""
+        said = []
+        with self._lock:
+            self._pop(parcel.id)
+            self._held[parcel.id] = parcel
+            self.bytes += parcel.kv_bytes
+            while self.budget_bytes and self.bytes > self.budget_bytes:
+                dropped = self._pop(next(iter(self._held)))
+                if dropped is None:
+                    continue
+                self.dropped += 1
+                self.dropped_tokens += dropped.kv_len
+                if worth_saying(self.dropped):
+                    text = (
+                        f"the KV of sample {tuple(dropped.id)} leaves host memory, and its {dropped.kv_len} tokens are "
+                    )
+                    text += (
+                        f"prefilled again: rollout.host_kv_bytes is {self.budget_bytes} ({self.dropped} samples so far)"
+                    )
+                    said.append(text)
+        for text in said:
+            self._notify(text)
+
+    def take(self, parcel: InFlightSample) -> InFlightSample:
+        """The sample with the KV that is held of it, as far as its tokens agree; unchanged where none is."""
+        with self._lock:
+            held = self._pop(parcel.id)
+        return parcel if held is None else with_kv_of(parcel, held)
+
+    def forget(self, id: SampleId) -> None:
+        with self._lock:
+            self._pop(id)
+
+    # ----------------------------------------------------------- private
+
+    def _pop(self, id: SampleId) -> InFlightSample | None:
+        parcel = self._held.pop(id, None)
+        if parcel is not None:
+            self.bytes -= parcel.kv_bytes
+        return parcel
+
+
+def worth_saying(count: int) -> bool:
+    """The first time, the tenth, the hundredth."""
+    return str(count).strip("0") == "1"

@@ -24,7 +24,7 @@ from dora_jax.rollout.migrate import (
     with_pages,
     without_pages,
 )
-from dora_jax.rollout.stops import StopStrings
+from dora_jax.rollout.seq import StopStrings
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, TokenTable, Version
 

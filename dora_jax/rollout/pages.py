@@ -142,7 +142,10 @@ class PrefixIndex:
             node = siblings.get(chunk.tobytes())
             if node is None:
                 break
-            self._use(node)
+            if node.users == 0:
+                del self._unused[node]
+                self._evictable -= len(node.pages)
+            node.users += 1
             path.append(node)
             siblings = node.children
         for start, chunk in chunks[len(path) :]:
@@ -203,12 +206,6 @@ class PrefixIndex:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.page_size)
-
-    def _use(self, node: Node) -> None:
-        if node.users == 0:
-            del self._unused[node]
-            self._evictable -= len(node.pages)
-        node.users += 1
 
     def _remove(self, node: Node) -> None:
         siblings = node.parent.children if node.parent else self._roots[node.version]

@@ -11,6 +11,11 @@ Laws:
   a sample's calls cut its positions at the same places whatever else runs (prefill at multiples of the chunk,
   decode at multiples of the steps from its first), so that its bits do not depend on the schedule;
   free + prefixes' + samples' pages = all pages (`check`).
+
+Stage 2, pure: episodes that wait for their environment and keep their pages in the meantime. No device.
+
+Consumes samples whose turn has ended; gives their pages back to them when they go on, or, the longest-waiting first, to
+others when pages run short. Law: a page of a resting episode is its own or its prefix's, as that of one that runs.
 """
 
 from __future__ import annotations
@@ -18,20 +23,98 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
 from dora_jax.models.routes import RouteShape
-from dora_jax.rollout.decoding import Decoding
-from dora_jax.rollout.host_kv import HostKV
-from dora_jax.rollout.migrate import InFlightSample, spent
+from dora_jax.rollout.drafts import Decoding
+from dora_jax.rollout.migrate import HostKV, InFlightSample, spent
 from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex
-from dora_jax.rollout.resting import Rest, Resting
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import PREFILL_HEADER, Shapes
-from dora_jax.rollout.tick_plan import Piece, Preempt, PrefillCall, TickPlan
+from dora_jax.rollout.ticks import Piece, Preempt, PrefillCall, TickPlan
 from dora_jax.types import SampleId, Version
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rest:
+    seq: Seq  # as it was when its turn ended
+    path: list[Node]
+    table: list[int]  # page of each page-sized stretch: the path's, then its own from first_private
+    first_private: int
+    kv_len: int
+
+    @property
+    def private(self) -> list[int]:
+        return self.table[self.first_private :]
+
+
+class Resting:
+    def __init__(self, shapes: Shapes, index: PrefixIndex):
+        self._shapes, self._index = shapes, index
+        self._rests: dict[SampleId, Rest] = {}  # the longest-waiting first
+
+    def __contains__(self, id: SampleId) -> bool:
+        return id in self._rests
+
+    def __iter__(self) -> Iterator[Rest]:
+        return iter(self._rests.values())
+
+    @property
+    def pages(self) -> int:
+        """Those that `release` makes available at least."""
+        return sum(len(rest.private) for rest in self)
+
+    def add(self, seq: Seq, kv_len: int) -> None:
+        """Takes over the pages that hold its KV; those beyond are free."""
+        rest = Rest(seq, seq.path, seq.table.tolist(), seq.first_private, kv_len)
+        self._rests[seq.id] = self._cut(rest, kv_len)
+
+    def adopt(self, id: SampleId) -> Rest | None:
+        """Its pages are the caller's now."""
+        return self._rests.pop(id, None)
+
+    def put_back(self, rest: Rest) -> None:
+        self._rests = {rest.seq.id: rest, **self._rests}
+
+    def release(self, id: SampleId) -> Rest:
+        """Frees its pages, which hold its KV until the next call writes to them."""
+        rest = self._rests.pop(id)
+        self._index.release(rest.path)
+        self._index.free(rest.private)
+        return rest
+
+    @property
+    def oldest(self) -> SampleId | None:
+        return next(iter(self._rests), None)
+
+    def of(self, version: Version) -> list[SampleId]:
+        return [id for id, rest in self._rests.items() if rest.seq.version == version]
+
+    def fit(self, parcel: InFlightSample) -> bool:
+        """Whether the episode can go on in these pages: what it shares with what is in them is kept, the rest is cut."""
+        rest = self._rests[parcel.id]
+        ours, theirs = np.concatenate([parcel.prompt_ids, parcel.out_ids]), rest.seq.sequence
+        n = min(len(ours) - 1, rest.kv_len)
+        other = np.flatnonzero(ours[:n] != theirs[:n])
+        kv_len = int(other[0]) if len(other) else n
+        if (
+            parcel.version != rest.seq.version
+            or len(parcel.prompt_ids) != rest.seq.n_prompt
+            or kv_len < rest.seq.n_prompt
+        ):
+            return False
+        self._rests[parcel.id] = self._cut(rest, kv_len)
+        return True
+
+    # ----------------------------------------------------------- private
+
+    def _cut(self, rest: Rest, kv_len: int) -> Rest:
+        n = max(self._shapes.pages_for(kv_len), rest.first_private)
+        self._index.free(rest.table[n:])
+        return dataclasses.replace(rest, table=rest.table[:n], kv_len=kv_len)
 
 
 class Scheduler:
@@ -40,7 +123,7 @@ class Scheduler:
     def __init__(self, shapes: Shapes, routes: RouteShape | None = None, host: HostKV | None = None):
         """routes: what the experts of a token look like, where samples carry them. host: where KV without pages is."""
         self.shapes = shapes
-        self.adapters: dict[Version, int] = {}  # the place of each resident version's adapter, as residents.py says it
+        self.adapters: dict[Version, int] = {}  # the place of each resident version's adapter, as device.py says it
         self.routes = routes
         self.pool = PagePool(shapes.pages, shapes.page_size)
         self.index = PrefixIndex(self.pool, shapes.chunk)
@@ -125,9 +208,17 @@ class Scheduler:
 
     def plan(self) -> TickPlan:
         plan = TickPlan()
-        self._grow(plan)
+        for seq, need in self._rows.growth():
+            plan.swaps += self.make_room(need)
+            while need > self.index.available and seq.slot is not None:  # else preempted for an older one
+                self.preempt(self.victim(seq), plan)
+            if seq.slot is not None:
+                self._rows.append(seq, self.index.allocate(seq.version, need))
         if not plan.preempts:
-            self._admit_all(plan)
+            while self._free_slots and self._resuming and self._admit(self._resuming[0][1], plan):
+                heapq.heappop(self._resuming)
+            while self._free_slots and self._waiting and not self._resuming and self._admit(self._waiting[0], plan):
+                self._waiting.popleft()
         self._begin_ready()
         plan.uploads = self.plan_uploads()
         holders = self._holders()
@@ -168,14 +259,6 @@ class Scheduler:
                 f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)"
             )
 
-    def _grow(self, plan: TickPlan) -> None:
-        for seq, need in self._rows.growth():
-            plan.swaps += self.make_room(need)
-            while need > self.index.available and seq.slot is not None:  # else preempted for an older one
-                self.preempt(self.victim(seq), plan)
-            if seq.slot is not None:
-                self._rows.append(seq, self.index.allocate(seq.version, need))
-
     @property
     def resuming(self) -> tuple[Seq, ...]:
         """The preempted and imported samples that wait for a slot, in the order of their arrival."""
@@ -215,12 +298,6 @@ class Scheduler:
         seq.fresh = True
 
     # ------------------------------------------------------- admission
-
-    def _admit_all(self, plan: TickPlan) -> None:
-        while self._free_slots and self._resuming and self._admit(self._resuming[0][1], plan):
-            heapq.heappop(self._resuming)
-        while self._free_slots and self._waiting and not self._resuming and self._admit(self._waiting[0], plan):
-            self._waiting.popleft()
 
     def _admit(self, seq: Seq, plan: TickPlan) -> bool:
         """Give it a slot, its prefix and the pages of its first decode call; False where pages are short."""

@@ -127,8 +127,9 @@ class Rows:
         past = np.arange(width) < s.pages_for(position)[:, None]
         np.copyto(used[:, HEADER : HEADER + width], table[:, :width], where=past)
         for row in np.flatnonzero(rows[:, FRESH]).tolist():
-            if (shared := seqs[row].take_tail()) is not None:
+            if (shared := seqs[row].tail_page) is not None:
                 used[row, HEADER + seqs[row].first_private] = shared
+                seqs[row].tail_page = None
         wide = s.window if drafts is None else s.verify_window
         at = position[:, None] // s.page_size + np.arange(wide)
         new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
@@ -137,7 +138,12 @@ class Rows:
             used[:, window + wide :] = drafts
         elif s.exact:
             used[:, window + wide :] = [seq.next_forced(s.steps) for seq in seqs]
-        self._launched(slots, seqs, steps)
+        self._rows[slots, FRESH] = 0
+        for column, sign in ((POSITION, 1), (DRAWN, 1), (REMAINING, -1)):
+            self._rows[slots, column] += sign * steps
+        for seq, taken in zip(seqs, steps.tolist(), strict=True):
+            seq.inflight += taken
+            seq.fresh = False
         return control, tuple(zip(seqs, steps.tolist(), strict=True))
 
     def check(self, admitted: list[Seq]) -> None:
@@ -169,11 +175,3 @@ class Rows:
             seq.repeats(self.shapes.max_repeats),
             self._adapters.get(seq.version, 0),
         )
-
-    def _launched(self, slots: np.ndarray, seqs: list[Seq], steps: np.ndarray) -> None:
-        self._rows[slots, FRESH] = 0
-        for column, sign in ((POSITION, 1), (DRAWN, 1), (REMAINING, -1)):
-            self._rows[slots, column] += sign * steps
-        for seq, taken in zip(seqs, steps.tolist(), strict=True):
-            seq.inflight += taken
-            seq.fresh = False

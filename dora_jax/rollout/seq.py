@@ -2,20 +2,104 @@
 
 Consumes a parcel; plan.py changes it, engine.py appends what comes back from the device. No JAX.
 Law: what has been sampled is written once, behind what there was; nothing copies the past until the sample ends.
+
+Stage 2, pure: where a sample's text first contains a stop string. Standard library only.
+
+Consumes a sample's tokens, old and new; produces how many of the new ones count. The tokens that complete the string
+stay, as a stop token does.
+Law: the answer depends on the sample's tokens alone, not on how they were cut into calls: a token completes a stop
+string where the text of the last few tokens up to it contains one.
+
+Stage 2, pure: which experts the tokens of one running sample went to, row by row as results come back. numpy only.
+
+Consumes rows of its parcel, of the prefix nodes that hold its prompt, and of decode calls; produces the rows that travel
+with it. A row that is there stays: a sample that is prefilled again keeps the experts that sampled its tokens. Of tokens
+whose rows did not come along, it takes those of the call that computed their KV again.
+Law: rows are contiguous from the first token on; a gap raises.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.migrate import InFlightSample, response_room
 from dora_jax.rollout.pages import Node
-from dora_jax.rollout.route_log import RouteLog
 from dora_jax.types import TokenTable
+
+SLACK = 8  # tokens without text of their own (parts of a character, special ones) that may stand in a stop string
+
+
+class StopStrings:
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str] | None):
+        if strings and decode is None:
+            raise ValueError("rollout.stop_strings needs a tokenizer: the engine was given no `decode`")
+        self._strings = tuple(strings)
+        self._decode = decode or (lambda tokens: "")  # without strings nothing is decoded
+        # a token is at least one byte of text, but for SLACK of them
+        self._window = max((len(text.encode()) for text in strings), default=0) + SLACK
+
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
+    def end(self, old: Sequence[int] | np.ndarray, new: Sequence[int] | np.ndarray) -> tuple[int, bool]:
+        """(how many of the new tokens count, whether the last of them completes a stop string)."""
+        if not self._strings or not len(new):
+            return len(new), False
+        tokens = [*map(int, old[-self._window :]), *map(int, new)]
+        if not self._contains(tokens):  # most calls: one look at all of it
+            return len(new), False
+        first = len(tokens) - len(new)
+        for n in range(1, len(new) + 1):
+            if self._contains(tokens[max(0, first + n - self._window) : first + n]):
+                return n, True
+        return len(new), False
+
+    def ends_turn(self, parcel: InFlightSample, stop_ids: Sequence[int]) -> bool:
+        """Whether the last turn of this episode is over, and nothing has been observed since."""
+        turn = parcel.out_ids[parcel.turn_start :].tolist()
+        if not turn:
+            return False
+        full = len(turn) == parcel.turn_tokens and parcel.sampled < parcel.max_new_tokens
+        return full or turn[-1] in stop_ids or self.end((), turn)[1]
+
+    def _contains(self, tokens: list[int]) -> bool:
+        text = self._decode(tokens)
+        return any(stop in text for stop in self._strings)
+
+
+class RouteLog:
+    def __init__(self, shape: RouteShape, parcel: InFlightSample, most: int):
+        """most: rows at the end. ValueError where what the parcel carries is no route of this model."""
+        self._id = parcel.id
+        self._rows = np.empty((most, shape.layers, shape.per_token), shape.dtype)
+        self._n = 0
+        if (known := parcel.table.routes) is not None:
+            self.append(0, shape.check(known, len(known), str(parcel.id)))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[n, M, k], a view."""
+        return self._rows[: self._n]
+
+    def take(self, prefix: Sequence[Node]) -> None:
+        """What the nodes of its prefix know beyond its own rows."""
+        for node in prefix:
+            if node.routes is None:
+                return
+            if node.stop > self._n:
+                self.append(self._n, node.routes[self._n - node.start :])
+
+    def append(self, start: int, rows: np.ndarray) -> None:
+        if start > self._n:
+            raise RuntimeError(f"{self._id} has the experts of {self._n} tokens, and the next ones begin at {start}")
+        new = rows[self._n - start :]
+        self._rows[self._n : self._n + len(new)] = new
+        self._n += len(new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +167,7 @@ class Seq:
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet
         self.inflight = 0  # decode steps launched and not yet read back
-        self.forced = np.zeros(0, np.int32)  # tokens that it takes in the place of its first draws: see replay.py
+        self.forced = np.zeros(0, np.int32)  # tokens that it takes in the place of its first draws: see ReplayEngine
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray) -> None:
         """Newly sampled: i32[n], f32[n], i32[n, top_k]."""
@@ -99,12 +183,8 @@ class Seq:
             self._routes.take(self.prefix)
             self._routes.append(start, rows)
 
-    @property
-    def token_table(self) -> TokenTable:
-        """Rows of the tokens that ran forward, as far as results have come back."""
-        return self.table_from(0)
-
     def table_from(self, row: int) -> TokenTable:
+        """Rows of the tokens that ran forward, as far as results have come back."""
         if self._routes is None:
             return TokenTable()
         self._routes.take(self.prefix)
@@ -162,7 +242,7 @@ class Seq:
             logprobs=self.logprobs.copy(),
             max_new_tokens=self.max_new_tokens,
             spans=self.spans,
-            table=self.token_table,
+            table=self.table_from(0),
             kept=self.kept.copy() if self._kept.shape[1] else None,
             mask=self.mask,
             turn_tokens=self.turn_tokens,
@@ -196,11 +276,6 @@ class Seq:
         return self.slot is not None and not self.uploads and self.computed and self.filled == self.fill_to
 
     @property
-    def decodes(self) -> bool:
-        """In the next call of its version."""
-        return self.ready and self.remaining > 0 and not self.leaving
-
-    @property
     def kv_len(self) -> int:
         """Leading positions that have KV, as far as its parcel does not hold it."""
         if self.slot is None or self.uploads:
@@ -218,11 +293,6 @@ class Seq:
     @property
     def private(self) -> list[int]:
         return self.table[self.first_private :].tolist()
-
-    def take_tail(self) -> int | None:
-        """The shared page to read in the place of the first private one: in the first call only."""
-        tail, self.tail_page = self.tail_page, None
-        return tail
 
     def pages_to_read(self) -> list[int]:
         """Those that hold its KV."""

@@ -12,11 +12,10 @@ from pathlib import Path
 from dora_jax import tasks
 from dora_jax.base.exits import FAILED, RETRY, Stop
 from dora_jax.base.metrics import Writer
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RunError, blame
-from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.core import Observer, Orchestrator, each, quiet_collector, run
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
-from dora_jax.orchestrate.loop import Observer, each, quiet_collector, run
 from dora_jax.plan import devices, presets, validate
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.common.seams import Backend, TrainerSide

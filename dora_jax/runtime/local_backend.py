@@ -27,7 +27,7 @@ from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.plan import devices
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.engine import Engine
-from dora_jax.rollout.host_kv import HostKV
+from dora_jax.rollout.migrate import HostKV
 from dora_jax.runtime.assembly.run import (
     batch_layout,
     instance_up,

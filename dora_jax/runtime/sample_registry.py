@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.orchestrate.restart import Debts
+from dora_jax.orchestrate.core import Debts
 from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
 from dora_jax.runtime.common.seams import Prompts
 from dora_jax.runtime.common.worker import FinishedUnheard, HandedOver

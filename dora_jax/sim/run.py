@@ -7,8 +7,7 @@ from typing import Any
 
 from dora_jax.config import ConfigError
 from dora_jax.costs import open_costs
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import Observer, run
+from dora_jax.orchestrate.core import Observer, Orchestrator, run
 from dora_jax.orchestrate.modes import Decisions, OrchestratorConfig
 from dora_jax.sim import workload
 from dora_jax.sim.config import Row, SimConfig

@@ -252,7 +252,18 @@ class Checkpoints:
         if files is not None:
             self.part = step, files
         point("checkpoint.after_manifest")
-        self._forget()
+        # Deletes the steps that no rule keeps; one has just verified, so the newest is good
+        known = steps(self._dir)
+        kept = to_keep(known, self._section, self._floor, lambda step: read_json(self._dir, step, "metrics"))
+        for step in known:
+            if step not in kept:  # not by Orbax: its delete waits for every process, and one alone decides here
+                gone = self._dir / f"{step}{TEMPORARY}.deleted"
+                (self._dir / str(step)).rename(gone)
+                shutil.rmtree(gone)
+        for path in self._dir.glob(f"*{TEMPORARY}*"):  # of a save that failed while its other files were being written
+            if not path.name.startswith(f"{self._saving}{TEMPORARY}"):
+                shutil.rmtree(path, ignore_errors=True)
+        self._manager.reload()
         return None
 
     def _failed(self, step: int, error: Exception) -> str:
@@ -267,20 +278,6 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
         self._manager.reload()
         return sentence
-
-    def _forget(self) -> None:
-        """Deletes the steps that no rule keeps; one has just verified, so the newest is good."""
-        known = steps(self._dir)
-        kept = to_keep(known, self._section, self._floor, lambda step: read_json(self._dir, step, "metrics"))
-        for step in known:
-            if step not in kept:  # not by Orbax: its delete waits for every process, and one alone decides here
-                gone = self._dir / f"{step}{TEMPORARY}.deleted"
-                (self._dir / str(step)).rename(gone)
-                shutil.rmtree(gone)
-        for path in self._dir.glob(f"*{TEMPORARY}*"):  # of a save that failed while its other files were being written
-            if not path.name.startswith(f"{self._saving}{TEMPORARY}"):
-                shutil.rmtree(path, ignore_errors=True)
-        self._manager.reload()
 
 
 # ------------------------------------------------------- readers, no writer needed
@@ -304,7 +301,7 @@ def verify(directory: str | os.PathLike, step: int, full: bool = False) -> str |
 def restore(directory: str | os.PathLike, step: int, params: Any, opt_state: Any, *, cast: bool = False) -> Restored:
     """`params`, `opt_state`: ShapeDtypeStructs with the shardings to restore onto (any mesh)."""
     return Restored(
-        read_params(directory, step, params, cast=cast),
+        read_arrays(directory, step, "params", params, cast),
         read_arrays(directory, step, "opt_state", opt_state, cast),
         read_json(directory, step, "rl_state"),
         read_json(directory, step, "metrics"),
@@ -363,20 +360,20 @@ def check_layout(directory: str | os.PathLike, step: int, item: str, like: Any) 
         raise ValueError(f"{path}: its metadata lists other arrays than the trainer has")
 
 
-def read_params(directory: str | os.PathLike, step: int, like: Any = None, *, cast: bool = False) -> Any:
-    """Params of a step onto `like` (ShapeDtypeStructs with shardings); None: as stored, whole on the first device."""
-    return read_arrays(directory, step, "params", like, cast)
-
-
 def read_arrays(directory: str | os.PathLike, step: int, item: str, like: Any = None, cast: bool = False) -> Any:
-    """An item of a step, `like` as in `read_params`."""
+    """An item of a step onto `like` (ShapeDtypeStructs with shardings); None: as stored, whole on the first device."""
     path = Path(directory).absolute() / str(step) / item
     with ocp.StandardCheckpointer() as reader:
         stored = _stored(reader, path)
         if like is None:
-            like = _on_first_device(stored)
-        elif not cast:
-            _same_dtypes(stored, like, path)
+            one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), stored)
+        elif not cast:  # Orbax would cast silently
+            wanted = {_name(key): x.dtype for key, x in jax.tree_util.tree_leaves_with_path(like)}
+            for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
+                name = _name(key)
+                if name in wanted and wanted[name] != leaf.dtype:
+                    raise ValueError(f"{path}: {name} is stored as {leaf.dtype} and was asked for as {wanted[name]}")
         return reader.restore(path, like)
 
 
@@ -498,20 +495,6 @@ def _stored(reader: ocp.StandardCheckpointer, path: Path) -> Any:
     if found is None:
         raise ValueError(f"{path.name}: its metadata cannot be read")
     return found.tree
-
-
-def _on_first_device(stored: Any) -> Any:
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), stored)
-
-
-def _same_dtypes(stored: Any, like: Any, path: Path) -> None:
-    """Orbax would cast silently."""
-    wanted = {_name(key): x.dtype for key, x in jax.tree_util.tree_leaves_with_path(like)}
-    for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
-        name = _name(key)
-        if name in wanted and wanted[name] != leaf.dtype:
-            raise ValueError(f"{path}: {name} is stored as {leaf.dtype} and was asked for as {wanted[name]}")
 
 
 def _name(key: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dora_jax.trainer.segments import segment_max, segment_sum
+from dora_jax.trainer.loss import segment_max, segment_sum
 
 LOG_WEIGHT_LIMIT = 20.0  # a sequence's summed gap is clamped here before exp
 

@@ -106,10 +106,13 @@ def mismatch(sums: Mapping[str, Any]) -> dict[str, float]:
     fresh = float(sums["fresh"])
     if not fresh:
         return {}
+    # Upper edge of the bin that holds the quantile
+    counts = np.asarray(sums["mismatch_bins"])
+    index = int(np.searchsorted(np.cumsum(counts), 0.99 * counts.sum()))
     return {
         "mismatch/mean": float(sums["mismatch"]) / fresh,
         "mismatch/max": float(sums["mismatch_max"]),
-        "mismatch/p99": _quantile(np.asarray(sums["mismatch_bins"]), 0.99),
+        "mismatch/p99": math.pow(10.0, LOWEST_DECADE + (index + 1) / BINS_PER_DECADE),
         "mismatch/kl": float(sums["mismatch_kl"]) / fresh,
         "mismatch/tokens": fresh,
     }
@@ -165,9 +168,3 @@ def _histogram(x: jax.Array, where: jax.Array) -> jax.Array:
     place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(x, 10.0**LOWEST_DECADE)) - LOWEST_DECADE)
     bins = jnp.clip(jnp.nan_to_num(place, nan=_BINS - 1).astype(jnp.int32), 0, _BINS - 1)
     return jax.ops.segment_sum(where.astype(jnp.float32).reshape(-1), bins.reshape(-1), num_segments=_BINS)
-
-
-def _quantile(counts: np.ndarray, q: float) -> float:
-    """Upper edge of the bin that holds the quantile."""
-    index = int(np.searchsorted(np.cumsum(counts), q * counts.sum()))
-    return math.pow(10.0, LOWEST_DECADE + (index + 1) / BINS_PER_DECADE)

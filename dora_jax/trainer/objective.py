@@ -69,15 +69,35 @@ WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values ar
 
 def check(section: TrainerSection, rollout: RolloutSection | None = None) -> list[str]:
     """What is wrong with a TrainerSection (and with the RolloutSection it learns from): one sentence each."""
-    errors = _unknown_names(section)
+    known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "correction": CORRECTIONS}
+    errors = [
+        f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
+        for field, names in known.items()
+        if getattr(section, field) not in names
+    ]
     if errors:
         return errors
-    return [*_params(section), *_pairings(section), *_numbers(section), *(_sampling(rollout) if rollout else [])]
-
-
-def needs_old_logprobs(section: TrainerSection) -> bool:
-    """Whether the trainer's log-probs under the step's starting weights are used at all."""
-    return section.anchor == "proximal" or section.correction != "none" or section.advantage == "vcpo"
+    tables = {
+        "loss_params": (LOSSES, section.policy_loss),
+        "advantage_params": (ADVANTAGES, section.advantage),
+        "correction_params": (CORRECTIONS, section.correction),
+    }
+    errors = []
+    for field, (table, name) in tables.items():
+        params = getattr(section, field)
+        surplus = sorted(set(params) - set(table[name]))
+        if surplus:
+            takes = ", ".join(table[name]) or "nothing"
+            errors.append(f"trainer.{field}: {', '.join(surplus)} not known to {name!r}, which takes {takes}")
+        errors += [
+            f"trainer.{field}.{key}: {params[key]!r} is {wrong}"
+            for key in table[name]
+            if key in params and (wrong := _wrong_value(name, key, params[key]))
+        ]
+    mask = section.correction_params if section.correction == "mask" else {}
+    if mask.get("level") == "geometric" and mask.get("metric", "ratio") != "ratio":
+        errors.append(f"trainer.correction_params: level='geometric' is of ratios, not of metric={mask['metric']!r}")
+    return [*errors, *_pairings(section), *_numbers(section), *(_sampling(rollout) if rollout else [])]
 
 
 def needs_reference(section: TrainerSection) -> bool:
@@ -91,7 +111,11 @@ def needs_value(section: TrainerSection) -> bool:
 def needs_scores(section: TrainerSection) -> bool:
     """Whether log-probs or values must be computed on the packed batch before its advantages."""
     before_advantages = needs_value(section) or section.advantage == "vcpo" or needs_reference(section)
-    return before_advantages or (needs_old_logprobs(section) and section.updates > 1)
+    # Whether the trainer's log-probs under the step's starting weights are used at all
+    return before_advantages or (
+        (section.anchor == "proximal" or section.correction != "none" or section.advantage == "vcpo")
+        and section.updates > 1
+    )
 
 
 def may_start_early(section: TrainerSection) -> bool:
@@ -194,7 +218,7 @@ def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
 
 
 def exact_problems(config: Config) -> list[str]:
-    """What a Config asks for that the trainer cannot replay to the bit (exact.py); one sentence each."""
+    """What a Config asks for that the trainer cannot replay to the bit (score.py); one sentence each."""
     hosts = max(config.cluster.trainer_hosts, config.cluster.hosts_per_instance)
     rules = [
         (config.orchestrator.mixes_versions, "orchestrator.mode", "a sample of several versions has KV of each"),
@@ -203,39 +227,6 @@ def exact_problems(config: Config) -> list[str]:
         (hosts > 1, "cluster.trainer_hosts", "one process replays what one process of an instance drew"),
     ]
     return [f"{name}: rollout.exact=True needs another value: {why}" for broken, name, why in rules if broken]
-
-
-def _unknown_names(section: TrainerSection) -> list[str]:
-    known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "correction": CORRECTIONS}
-    return [
-        f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
-        for field, names in known.items()
-        if getattr(section, field) not in names
-    ]
-
-
-def _params(section: TrainerSection) -> list[str]:
-    tables = {
-        "loss_params": (LOSSES, section.policy_loss),
-        "advantage_params": (ADVANTAGES, section.advantage),
-        "correction_params": (CORRECTIONS, section.correction),
-    }
-    errors = []
-    for field, (table, name) in tables.items():
-        params = getattr(section, field)
-        surplus = sorted(set(params) - set(table[name]))
-        if surplus:
-            takes = ", ".join(table[name]) or "nothing"
-            errors.append(f"trainer.{field}: {', '.join(surplus)} not known to {name!r}, which takes {takes}")
-        errors += [
-            f"trainer.{field}.{key}: {params[key]!r} is {wrong}"
-            for key in table[name]
-            if key in params and (wrong := _wrong_value(name, key, params[key]))
-        ]
-    mask = section.correction_params if section.correction == "mask" else {}
-    if mask.get("level") == "geometric" and mask.get("metric", "ratio") != "ratio":
-        errors.append(f"trainer.correction_params: level='geometric' is of ratios, not of metric={mask['metric']!r}")
-    return errors
 
 
 def _wrong_value(name: str, key: str, value: Any) -> str:

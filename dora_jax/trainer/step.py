@@ -26,7 +26,7 @@ from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
 from dora_jax.models.lora_config import OFF, Lora
-from dora_jax.trainer import correction, exact, flops, health, objective, optim, routing
+from dora_jax.trainer import correction, flops, health, objective, optim, routing
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, lag, micro_loss
 from dora_jax.trainer.model import UNROLLED_LAYERS, Adapted, Arrays, layers_of, unrouted
@@ -66,12 +66,12 @@ class Trainer:
         lora: Lora = OFF,
         adapter: Any = None,
         seed: int = 0,
-        replay: exact.Replay | None = None,
+        replay: scores.Replay | None = None,
     ):
         """Copies `params` (stacked, any sharding); they stay the caller's.
 
         lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one, stacked;
-        None: a fresh one of this seed. replay: see exact.py.
+        None: a fresh one of this seed. replay: see score.py.
         """
         self.section, self.mesh, self._replay = section, mesh, replay
         self.recipe = new_recipe(
@@ -189,7 +189,7 @@ class Trainer:
         if self._replay is None:
             out = {"old_logprobs": _inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
         else:
-            out = {"old_logprobs": exact.logprobs(self._replay, self.state.params, batch)}
+            out = {"old_logprobs": scores.replayed_logprobs(self._replay, self.state.params, batch)}
         if self._reference is not None:
             out["ref_logprobs"] = _inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
         if objective.needs_value(self.section):
@@ -221,7 +221,7 @@ class Trainer:
         """f32[B, L]: log-probs of the probe's targets under its weights."""
         weights = self.state.params if probe.weights is None else probe.weights
         if self._replay is not None:
-            return exact.logprobs(self._replay, weights, probe.batch)
+            return scores.replayed_logprobs(self._replay, weights, probe.batch)
         return np.asarray(self._probed(self._whole(weights), self._put(probe.batch.arrays())))
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
@@ -243,7 +243,7 @@ class Trainer:
             began = time.perf_counter()
             arrays = part.arrays()
             if self._replay is not None:
-                arrays["exact_logprobs"] = exact.logprobs(self._replay, self.state.params, part)
+                arrays["exact_logprobs"] = scores.replayed_logprobs(self._replay, self.state.params, part)
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
             run = self._compiled.get(part.tokens.shape, self._update)
             self.state, sums = run(self.state, self._put(arrays), *self._frozen)

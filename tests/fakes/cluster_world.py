@@ -7,10 +7,9 @@ import threading
 
 import numpy as np
 
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import each, run
+from dora_jax.orchestrate.core import Orchestrator, each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import HostWeights
 from dora_jax.rollout.migrate import without_pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.runtime.coordinator import Coordinator

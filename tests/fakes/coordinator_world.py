@@ -6,11 +6,10 @@ import time
 
 import numpy as np
 
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import run
+from dora_jax.orchestrate.core import Orchestrator, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import presets
 from dora_jax.rollout.oracle import OracleEngine

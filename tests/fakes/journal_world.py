@@ -19,8 +19,7 @@ from unittest import mock
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import each, run
+from dora_jax.orchestrate.core import Orchestrator, each, run
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journaled_world import JournaledWorld

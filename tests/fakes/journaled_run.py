@@ -6,10 +6,9 @@ import zlib
 
 import numpy as np
 
-from dora_jax.buffer.store import MemoryGroupStore
+from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import each, run
+from dora_jax.orchestrate.core import Orchestrator, each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.shutdown import Guard, GuardedWorld

@@ -18,9 +18,8 @@ import random
 import sys
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.core import Orchestrator, restart
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
-from dora_jax.orchestrate.restart import restart
 from dora_jax.types import SampleId, is_eval
 from tests.fakes.orchestrator_doubts import Doubts
 from tests.fakes.orchestrator_ends import Ends

@@ -3,7 +3,7 @@
 import collections
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.loop import each
+from dora_jax.orchestrate.core import each
 from dora_jax.sim import config, run
 
 SMALL = {

@@ -10,7 +10,7 @@ from dora_jax.buffer import layout as batch_layout
 from dora_jax.buffer import pack
 from dora_jax.models import decoder, sharding
 from dora_jax.plan import presets
-from dora_jax.trainer import prepare
+from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
 MODEL = decoder.new_config("qwen3", vocab_size=48, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=32)
@@ -79,7 +79,7 @@ def batch(trainer, scored=None, score=None, **layout):
         "samples": sum(len(g.samples) for g in scored),
     }
     shape = batch_layout.layout(**(sizes | layout))
-    return pack.pack(scored, shape, prepare.Prepare(section, MAX_NEW), score)
+    return pack.pack(scored, shape, Prepare(section, MAX_NEW), score)
 
 
 def kinds_of(trainer):

@@ -76,12 +76,8 @@ class Tensor:
         return "{e}" in self.name
 
 
-def dense_sizes(fields: Fields) -> dict[str, Any]:
-    """Nothing beside the sizes that all families have."""
-    return {}
-
-
-def no_fields(cfg: ModelConfig) -> dict[str, Any]:
+def nothing_more(of: Fields | ModelConfig) -> dict[str, Any]:
+    """Nothing beside the fields that all families have."""
     return {}
 
 
@@ -101,8 +97,8 @@ class Family:
     mixture: Mapping[str, Any] | None = None  # of Experts: what the family's router fixes; None: the family has none
     latent: bool = False  # whether attention is latent
     shortcut: bool = False
-    read: Callable[[Fields], dict[str, Any]] = dense_sizes  # further arguments of ModelConfig
-    write: Callable[[ModelConfig], dict[str, Any]] = no_fields  # further fields of config.json
+    read: Callable[[Fields], dict[str, Any]] = nothing_more  # further arguments of ModelConfig
+    write: Callable[[ModelConfig], dict[str, Any]] = nothing_more  # further fields of config.json
     tensors: Mapping[str, Tensor]  # of a layer, by our name
     ahead: tuple[str, ...] = ()  # beginnings of the tensors of multi-token prediction, which are ignored
     ahead_layers: bool = False  # whether layers behind the last one are of multi-token prediction

@@ -46,7 +46,7 @@ def read(run: Config, directory: Path, version: Version, like: Any = None) -> An
 def read_trained(directory: Path, version: Version, like: Any = None) -> Any:
     """The params of a checkpoint as they were trained, weights or an adapter. ParamsChanged: they are not what the
     journal of the workdir has for this version."""
-    params = checkpoint.read_params(directory, version, like)
+    params = checkpoint.read_arrays(directory, version, "params", like)
     known = params_digest(directory.parent, version)
     if known is not None and (found := digest(params)) != known:
         raise ParamsChanged(

@@ -17,7 +17,7 @@ from dora_jax.config import RolloutSection
 from dora_jax.models import sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.publish import offered_copy, placed, sliced
-from dora_jax.rollout.replay import Answer, ReplayEngine
+from dora_jax.rollout.engine import Answer, ReplayEngine
 from dora_jax.rollout.shapes import shapes_of
 
 

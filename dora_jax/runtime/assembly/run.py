@@ -30,12 +30,12 @@ from dora_jax.plan import devices
 from dora_jax.publish import offered_copy
 from dora_jax.rollout.device_calls import Calls, new_calls
 from dora_jax.rollout.engine import Engine
-from dora_jax.rollout.host_kv import HostKV
+from dora_jax.rollout.migrate import HostKV
 from dora_jax.runtime.assembly.replay import Replay
 from dora_jax.runtime.common.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
+from dora_jax.trainer.advantage import Prepare, Unjudged
 from dora_jax.trainer.objective import may_start_early, needs_scores
-from dora_jax.trainer.prepare import Prepare, Unjudged
 from dora_jax.trainer.recipe import Recipe, new_recipe
 from dora_jax.trainer.step import Probe, Trainer
 from dora_jax.types import InstanceId, ScoredGroup, Version

@@ -21,8 +21,7 @@ import numpy as np
 
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.host_kv import worth_saying
-from dora_jax.rollout.migrate import InFlightSample, joined, parted, without_pages
+from dora_jax.rollout.migrate import InFlightSample, joined, parted, without_pages, worth_saying
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor

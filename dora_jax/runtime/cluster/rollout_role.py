@@ -19,8 +19,7 @@ from dora_jax.models import hf, sharding
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.plan import devices
 from dora_jax.publish import HostWeights
-from dora_jax.rollout.host_kv import HostKV
-from dora_jax.rollout.migrate import holders_alike
+from dora_jax.rollout.migrate import HostKV, holders_alike
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader

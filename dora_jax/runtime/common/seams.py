@@ -4,7 +4,7 @@
                                              +-- TrainerWorker --> PolicyTrainer
                                              +-- Prompts, Scorer
 
-World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world (orchestrate/loop.py)
+World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world (orchestrate/core.py)
 Backend         LocalBackend; cluster.backend.ClusterBackend
 RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, whose lives end and begin again
 RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
@@ -12,7 +12,7 @@ PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around
 CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
 Environments    tasks.environments.EnvironmentPool
-GroupStore      buffer.store.MemoryGroupStore (buffer/store.py)
+GroupStore      buffer.store.MemoryGroupStore (buffer/pack.py)
 WeightStore     publish.HostWeights (memory), transfer.StoredWeights (storage), and of the trainer
 PublishedWeights    publish.DeviceWeights, cluster.RemoteWeights (its processes, which send them over the wire)
 """
@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dora_jax.buffer.store import GroupStore
-from dora_jax.orchestrate.loop import World
+from dora_jax.buffer.pack import GroupStore
+from dora_jax.orchestrate.core import World
 from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from dora_jax.base.exits import RETRY, SIGNALS, Stop, leave, never_print
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.loop import World
+from dora_jax.orchestrate.core import World
 
 GRACE_S = 13.0  # spot machines give 15 s between the notice and the end; freeing what a process holds takes some of it
 HUNG_S = 60.0  # the main thread itself stands still so much longer than the limit

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.loop import World
+from dora_jax.orchestrate.core import Orchestrator, World
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.payload_state import PayloadState

@@ -20,9 +20,8 @@ from typing import Any
 
 from dora_jax.config import UnknownFormat
 from dora_jax.orchestrate import snapshot
-from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.core import Debts, Orchestrator, restart
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.orchestrate.restart import Debts, restart
 from dora_jax.runtime.common.codec import CodecError, UnknownRecord
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.frames import Segment

@@ -1,0 +1,510 @@
+"""Balance: which instance serves which version, which samples move or are put aside. Issues LoadWeights, Move, Park.
+
+`rebalance` runs on triggers only and looks at every instance; the other functions look at one. An instance never
+drops weights under running samples: it starts nothing more of the version that is leaving, the samples of that end or
+move, and then it loads the one that is coming.
+
+Partition: which instance serves which version. Values in, values out.
+
+`plan_shares` divides instances among versions in proportion to their requests in flight; `plan_partition` picks the
+instances by their capacity, with the fewest reloads. Where there is room for fewer than all versions, the oldest are
+served first: their deadline is the nearest, and they can only shrink.
+
+Migration: which samples move so that instances become free. Values in, values out.
+
+An instance is emptied whole or not at all: a half-moved one frees nothing. Samples go only between instances of the
+same version, and only onto slots and pages that are free now.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import fleet, ledger
+from dora_jax.orchestrate import fleet as fl
+from dora_jax.orchestrate.fleet import Instance, Unit
+from dora_jax.orchestrate.state import State
+from dora_jax.types import InstanceId, SampleId, Version, is_training
+
+
+class Seat(NamedTuple):
+    """An instance as the partition sees it."""
+
+    id: InstanceId
+    samples: tuple[tuple[Version, int], ...]  # of each version that it holds, or that is on its way
+    free: int  # versions that it can still take
+    capacity: float  # slots by speed
+    speed: float = 1.0  # its class
+
+
+def plan_shares(
+    instances: int,
+    demand: dict[Version, int],
+    need: dict[Version, int],
+    cap: dict[Version, int] | None = None,
+    spread: str = "remainder",
+    berths: int = 0,
+) -> dict[Version, int]:
+    """Instances for each version with demand. `need`: the least that its unfinished samples fit on; `cap`: the most
+    that it has a use for (missing: any number); `berths`: versions that all instances hold together, where some hold
+    more than one. A version without a cap is then wanted on every instance, an older one where its samples need it."""
+    versions = sorted(v for v, n in demand.items() if n > 0)
+    berths = max(berths, instances)
+    if berths <= len(versions):
+        return {v: int(i < berths) for i, v in enumerate(versions)}
+    if not versions:
+        return {}
+    if berths > instances:
+        floors = {v: min(instances, max(1, need.get(v, 0))) for v in versions}
+        everywhere = {v: instances for v in versions if v not in (cap or {})}
+        return _fit(floors | everywhere, floors, berths, spare_to_newest=False)
+    total = sum(demand[v] for v in versions)
+    if spread == "round":
+        shares = {v: max(1, (2 * instances * demand[v] + total) // (2 * total)) for v in versions}
+    else:
+        shares = _largest_remainder(instances, {v: demand[v] for v in versions}, total)
+    floors = {v: max(1, need.get(v, 0)) for v in versions}
+    shares = {v: max(shares[v], floors[v]) for v in versions}
+    return _capped(_fit(shares, floors, instances), floors, cap or {})
+
+
+def _largest_remainder(instances: int, demand: dict[Version, int], total: int) -> dict[Version, int]:
+    shares = {v: instances * n // total for v, n in demand.items()}
+    by_remainder = sorted(demand, key=lambda v: (-(instances * demand[v] % total), v))
+    for version in by_remainder[: instances - sum(shares.values())]:
+        shares[version] += 1
+    return shares
+
+
+def _fit(
+    shares: dict[Version, int], floors: dict[Version, int], instances: int, spare_to_newest: bool = True
+) -> dict[Version, int]:
+    """Make the sum equal `instances`: spare ones go to the newest, missing ones come from the newest above its floor,
+    then from the newest above one."""
+    newest_first = sorted(shares, reverse=True)
+    excess = sum(shares.values()) - instances
+    for least in (floors, dict.fromkeys(shares, 1)):
+        for version in newest_first:
+            give = min(max(0, excess), shares[version] - least[version])
+            shares[version] -= max(0, give)
+            excess -= max(0, give)
+    if spare_to_newest:
+        shares[newest_first[0]] += max(0, -excess)
+    return shares
+
+
+def _capped(shares: dict[Version, int], floors: dict[Version, int], cap: dict[Version, int]) -> dict[Version, int]:
+    """What a version has no use for goes to the newest that has no cap, or to nobody."""
+    capped = {v: min(n, max(cap.get(v, n), floors[v])) for v, n in shares.items()}
+    uncapped = [v for v in shares if v not in cap]
+    if uncapped:
+        capped[max(uncapped)] += sum(shares.values()) - sum(capped.values())
+    return capped
+
+
+def plan_partition(
+    seats: list[Seat], shares: dict[Version, int], newest: Version
+) -> dict[InstanceId, tuple[Version, Version | None]]:
+    """{instance: (version to load, version that makes room or None)} for the instances that are to change.
+
+    A share is so many instances of mean capacity. A version with more than its share keeps those with the most samples;
+    one older than the newest is at its tail and keeps the fast ones, if they are. What it gives up goes to the versions
+    short of capacity, oldest first. An instance that nobody asks for stays as it is.
+    """
+    mean = sum(seat.capacity for seat in seats) / len(seats)
+    missing = {version: share * mean for version, share in shares.items()}
+    spare = [_Candidate(0, 0, seat, None) for seat in seats if seat.free > 0]
+    kept: list[_Candidate] = []
+    for version in sorted({v for seat in seats for v, _ in seat.samples}):
+        instances = sorted((seat for seat in seats if version in dict(seat.samples)), key=_kept_first(version, newest))
+        for i, seat in enumerate(instances):
+            place = _Candidate(1, dict(seat.samples)[version], seat, version)
+            if missing.get(version, 0.0) > (seat.capacity / 2 if i else 0.0):
+                missing[version] -= seat.capacity
+                kept.append(place)
+            else:
+                spare.append(place)
+    spare.sort(key=lambda p: (p.taken, p.samples, p.seat.id, -1 if p.leaving is None else p.leaving))
+    changes: dict[InstanceId, tuple[Version, Version | None]] = {}
+    for version in sorted(shares):
+        holders = sum(version in dict(seat.samples) for seat in seats)
+        for place in spare:
+            grows = (
+                not holders or version >= newest or holders < shares[version]
+            )  # an older one by heads: it only shrinks
+            enough = place.seat.capacity / 2 if holders else 0.0
+            if grows and missing[version] > enough and _may_load(version, place, changes):
+                changes[place.seat.id] = (version, place.leaving)
+                missing[version] -= place.seat.capacity
+                holders += 1
+        if not holders and shares[version]:  # none is spare: a younger version gives one up
+            younger = [
+                p for p in kept if p.leaving is not None and p.leaving > version and _may_load(version, p, changes)
+            ]
+            for place in sorted(younger, key=lambda p: (-(p.leaving or 0), p.samples, p.seat.id))[:1]:
+                changes[place.seat.id] = (version, place.leaving)
+    return changes
+
+
+class _Candidate(NamedTuple):
+    """Where a version may be loaded."""
+
+    taken: int  # 0: beside what the instance holds
+    samples: int
+    seat: Seat
+    leaving: Version | None
+
+
+def _may_load(version: Version, place: _Candidate, changes: dict) -> bool:
+    return place.seat.id not in changes and version not in dict(place.seat.samples)
+
+
+def _kept_first(version: Version, newest: Version) -> Callable[[Seat], tuple]:
+    if version < newest:
+        return lambda seat: (-seat.speed, -dict(seat.samples)[version], seat.id)
+    return lambda seat: (-dict(seat.samples)[version], seat.id)
+
+
+def speed_class(speed: float) -> float:
+    """The nearest of 1, 1.41, 2, ... and 0.71, 0.5, ...: for less of a difference moves cost more than they gain."""
+    return 2 ** (round(2 * math.log2(speed)) / 2)
+
+
+class Mover(NamedTuple):
+    id: SampleId
+    tokens: int
+    pages: int  # it needs at its destination
+
+
+class EmptiedInstance(NamedTuple):
+    """An instance to be emptied."""
+
+    id: InstanceId
+    movers: list[Mover]
+
+
+class Sink(NamedTuple):
+    """An instance of the same version that stays."""
+
+    id: InstanceId
+    used: int
+    slots: int
+    free_pages: int
+    speed: float
+
+
+def plan_moves(
+    sources: list[EmptiedInstance], sinks: list[Sink], limit: int
+) -> list[tuple[SampleId, InstanceId, InstanceId]]:
+    """(sample, src, dst): sources with the fewest samples first, the longest sample first onto the least loaded sink.
+    `limit` bounds the moves of one step; the next trigger goes on."""
+    heap = [(s.used / (s.slots * s.speed), s.id, s.used, s.slots, s.free_pages, s.speed) for s in sinks]
+    heapq.heapify(heap)
+    moves: list[tuple[SampleId, InstanceId, InstanceId]] = []
+    for source in sorted(sources, key=lambda s: (len(s.movers), s.id)):
+        if len(moves) + len(source.movers) > limit:
+            break
+        placed = _place(source, heap)
+        if placed is None:
+            break
+        moves += placed
+    return moves
+
+
+def _place(source: EmptiedInstance, heap: list) -> list[tuple[SampleId, InstanceId, InstanceId]] | None:
+    """Moves for all samples of `source`; None if they do not fit (`heap` is then used up)."""
+    placed = []
+    for mover in sorted(source.movers, key=lambda m: (-m.tokens, m.id)):
+        while heap and (heap[0][2] >= heap[0][3] or heap[0][4] < mover.pages):
+            heapq.heappop(heap)
+        if not heap:
+            return None
+        _, id, used, slots, pages, speed = heapq.heappop(heap)
+        placed.append((mover.id, source.id, id))
+        used, pages = used + 1, pages - mover.pages
+        heapq.heappush(heap, (used / (slots * speed), id, used, slots, pages, speed))
+    return placed
+
+
+def worth_moving(left_tokens: list[float], *, slots: int, token_s: float, move_s: float) -> bool:
+    """Whether emptying an instance gains more than it costs, in slot-seconds, by what was measured so far.
+
+    Gain: its slots are free for as long as the sample with the most tokens left would have run on. Cost: each moved
+    sample stands still for one move.
+    """
+    return slots * max(left_tokens) * token_s >= len(left_tokens) * move_s
+
+
+# A mass migration is spread over several rebalances: each planned sample costs a few microseconds of this step.
+MOVES_A_STEP = 1024
+# A sample whose moves failed this often stays where it is.
+MOVE_ATTEMPTS = 3
+# A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand.
+REBALANCE_S, FREE_INSTANCES = 1e-4, 1000
+
+
+def may_rebalance(s: State) -> bool:
+    """Ten thousand instances that come up one after the other ask for it ten thousand times."""
+    return s.now_s - s.rebalanced_s >= REBALANCE_S * (len(s.fleet.instances) - FREE_INSTANCES)
+
+
+def rebalance(s: State) -> None:
+    s.rebalanced_s = s.now_s
+    present = [instance for instance in s.fleet.instances.values() if not instance.returning]
+    # lent ones keep the version that they were lent for, where there are others
+    instances = [instance for instance in present if instance.id not in s.roles.lent] or present
+    if not instances:
+        return
+    fleet.renew_speeds(s.fleet)
+    demand = _demand(s)
+    # {instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests. A
+    # version of which every sample waits for its environment keeps an instance, to which they come back, where there
+    # are enough for all versions
+    slots, berths = sum(h.slots for h in instances), sum(h.residents for h in instances)
+    if len(demand) >= berths:
+        demand = {v: n for v, n in demand.items() if n > s.queue.in_environment.get(v, 0)}
+    need = {v: -(-min(n, s.queue.wanting(v)) * len(instances) // slots) for v, n in demand.items()}
+    # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
+    cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
+    shares = plan_shares(len(instances), _weights(s, demand), need, cap, s.decisions.spread, berths)
+    changes = plan_partition([_seat(h) for h in instances], shares, s.ledger.base)
+    for instance in instances:
+        if instance.phase != fl.LOADING:
+            coming, leaving = changes.get(instance.id, (None, None))
+            if (coming, leaving) != (instance.coming, instance.leaving):
+                s.fleet.turn(instance, fl.STEADY if coming is None else fl.CLEARING, coming, leaving)
+            if coming is not None or not instance.used:
+                s.due.emptied[instance.id] = None
+    if s.decisions.mixes_versions:
+        # Mode `partial`: training samples that run under older weights are put aside, to go on under the newest
+        for instance in s.fleet.instances.values():
+            units = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and is_training(u.group.id)]
+            _park(s, instance, units)
+    for version in sorted(s.fleet.drains):
+        _move(s, version)
+    if s.roles.lent:
+        _spread(s)
+    _preempt(s)
+    s.wake_all()
+
+
+def _demand(s: State) -> dict[Version, int]:
+    """Requests in flight by version, and those that credit allows at the version meant for them."""
+    meant = ledger.admission_version(s.decisions, s.ledger)
+    if s.decisions.mixes_versions:  # training samples follow the newest weights
+        demand = dict(s.queue.untrained_unfinished)
+        demand[meant] = demand.get(meant, 0) + s.queue.training_unfinished
+    else:
+        demand = dict(s.queue.unfinished)
+    credit = ledger.credit(s.decisions, s.ledger, meant, s.config.total_steps, s.budget)
+    demand[meant] = demand.get(meant, 0) + credit * s.config.group_size
+    return {version: samples for version, samples in demand.items() if samples}
+
+
+def _seat(instance: Instance) -> Seat:
+    versions = instance.versions
+    if instance.phase == fl.LOADING and instance.coming is not None:
+        versions = [*versions, instance.coming]
+    samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
+    speed = speed_class(instance.speed)
+    return Seat(instance.id, samples, instance.residents - len(versions), instance.slots * speed, speed)
+
+
+def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
+    """What a version's share of the instances is in proportion to: its samples, and the KV that they read."""
+    if not s.decisions.kv_weight:
+        return demand
+    tokens = dict.fromkeys(demand, 0)
+    for instance in s.fleet.instances.values():
+        if instance.serving in tokens:
+            tokens[instance.serving] += instance.tokens
+    of_mean = s.decisions.kv_weight / max(1.0, s.fleet.measured.mean_tokens)
+    return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
+
+
+# ---------------------------------------------------------------- samples
+
+
+def _preempt(s: State) -> None:
+    """The trainer is idle, and an older version has samples but no instance: those of the younger version that is to
+    make room are put aside instead of waited for. Older over younger only, so no two versions trade places."""
+    if not s.ledger.missing:
+        return
+    for instance in s.fleet.instances.values():
+        coming, leaving = instance.coming, instance.leaving
+        if coming is not None and leaving is not None and coming < leaving and coming not in s.fleet.holders:
+            _park(s, instance, [u for u in s.fleet.settle(instance) if u.version == leaving])
+
+
+def _park(s: State, instance: Instance, units: list[Unit]) -> None:
+    """Put running samples aside, the longest first: that is the order in which they go on."""
+    running = sorted((u for u in units if u.state == fl.RUNNING), key=lambda u: (-u.tokens, u.group.id, u.index))
+    if running and not instance.returning:
+        for unit in running:
+            unit.state = fl.PARKING
+        s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=instance.id))
+
+
+def consolidate(s: State) -> None:
+    """Plan moves of a draining version again once as many slots are free as it has instances: a look at each instance costs
+    no more than that a slot then."""
+    for version in sorted(s.due.drained):
+        if version not in s.fleet.drains:
+            del s.due.drained[version]
+        elif s.due.drained[version] >= len(s.fleet.holders[version]):
+            _move(s, version)
+
+
+def _move(s: State, version: Version) -> None:
+    """Empty the instances on which `version` drains, onto those that keep it."""
+    s.due.drained.pop(version, None)
+    drained, sinks = [], []
+    for id in sorted(s.fleet.holders.get(version, ())):
+        instance = s.fleet.instances[id]
+        if instance.leaving == version:
+            drained.append(instance)
+        elif version in instance.versions and s.fleet.has_room(instance):
+            free_pages = instance.pages - instance.pages_used
+            sinks.append(Sink(id, instance.used, instance.slots, free_pages, instance.speed))
+    room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))
+    sources = []
+    for instance in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):
+        room -= instance.counts.get(version, 0)
+        if room < 0:
+            break
+        source = _source(s, instance, version)
+        if source.movers:
+            sources.append(source)
+    if sources:
+        _issue_moves(s, plan_moves(sources, sinks, MOVES_A_STEP))
+
+
+def _spread(s: State) -> None:
+    """Lent instances take their part of the samples that run at their versions, those with the least KV first."""
+    lent = [s.fleet.instances[id] for id in s.roles.lent if id in s.fleet.instances]
+    for version in sorted({v for instance in lent for v in instance.versions}):
+        holders = [s.fleet.instances[id] for id in sorted(s.fleet.holders[version])]
+        holders = [h for h in holders if version in h.versions and h.leaving != version and not h.returning]
+        samples, weight = sum(h.counts.get(version, 0) for h in holders), sum(h.weight for h in holders)
+        sources, sinks = [], []
+        for instance in holders:
+            over = instance.counts.get(version, 0) - -(-samples * instance.weight // weight)
+            if instance.id in s.roles.lent and over < 0 and s.fleet.has_room(instance):
+                free_pages = instance.pages - instance.pages_used
+                sinks.append(Sink(instance.id, instance.used, instance.slots, free_pages, instance.speed))
+            elif over > 0:
+                units = sorted(
+                    (u for u in s.fleet.settle(instance) if u.version == version and _movable(u)),
+                    key=lambda u: (u.tokens, u.id),
+                )
+                movers = [
+                    Mover(u.id, u.tokens, s.fleet.measured.pages(instance.page_size, u.tokens)) for u in units[:over]
+                ]
+                sources.append(EmptiedInstance(instance.id, movers))
+        if sources and sinks:
+            _issue_moves(s, plan_moves(sources, sinks, MOVES_A_STEP))
+
+
+def _source(s: State, instance: Instance, version: Version) -> EmptiedInstance:
+    """The samples to take off `instance`: all of the version, or none where that is not possible or not worth it."""
+    measured, units = s.fleet.measured, [u for u in s.fleet.settle(instance) if u.version == version]
+    if (
+        not units
+        or instance.returning
+        or instance.incoming
+        or not all(map(_movable, units))
+        or not worth_moving(
+            [measured.left(u.tokens) for u in units],
+            slots=instance.slots,
+            token_s=measured.token_s(len(instance.units)) / instance.speed,
+            move_s=measured.move_s,
+        )
+    ):
+        return EmptiedInstance(instance.id, [])
+    movers = [Mover(u.id, u.tokens, s.fleet.measured.pages(instance.page_size, u.tokens)) for u in units]
+    return EmptiedInstance(instance.id, movers)
+
+
+def _movable(unit: Unit) -> bool:
+    return unit.state == fl.RUNNING and unit.failed_moves < MOVE_ATTEMPTS
+
+
+def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]]) -> None:
+    routes: dict[tuple[InstanceId, InstanceId], list[SampleId]] = {}
+    s.attempts += 1
+    for id, src, dst in moves:
+        s.fleet.reserve_move(s.live_unit(id), s.fleet.instances[dst], s.attempts, s.now_s)
+        routes.setdefault((src, dst), []).append(id)
+    for (src, dst), ids in routes.items():
+        s.out.append(ev.Move(ids=tuple(ids), src=src, dst=dst, attempt=s.attempts))
+
+
+def relieve_pressed(s: State) -> None:
+    for id in s.due.pressed:
+        if (instance := s.fleet.instances.get(id)) is not None:  # else it was lost later in the batch
+            _relieve(s, instance)
+    s.due.pressed.clear()
+
+
+def _relieve(s: State, instance: Instance) -> None:
+    """KV pressure: the youngest samples of an instance that runs out of pages move to another instance of their version,
+    or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
+    if (
+        instance.returning
+        or not s.short_of_pages(instance)
+        or any(u.state in (fl.PARKING, fl.MOVING) for u in instance.units.values())
+    ):
+        return
+    running = [u for u in s.fleet.settle(instance) if u.state == fl.RUNNING]
+    running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
+    missing = 2 * s.config.kv_pressure * instance.pages - instance.free_reported
+    aside = []
+    for unit in running[: max(0, len(instance.units) - 1)]:
+        if missing <= 0:
+            break
+        missing -= -(-(unit.tokens + int(s.fleet.measured.prompt_tokens)) // instance.page_size)
+        other = s.fleet.best(unit.version, unit.tokens)  # never this instance: it is pressed
+        if other is not None and _movable(unit):
+            _issue_moves(s, [(unit.id, instance.id, other.id)])
+        else:
+            aside.append(unit)
+    _park(s, instance, aside)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def settle_emptied(s: State) -> None:
+    """Instances with nothing left to run of their version take the weights meant for them, or else the newest."""
+    emptied, s.due.emptied = sorted(s.due.emptied), {}
+    for id in emptied:
+        instance = s.fleet.instances.get(id)
+        if instance is None or instance.returning or instance.phase == fl.LOADING:
+            continue
+        coming, drop = instance.coming, instance.leaving
+        if coming is None:
+            # The oldest version it holds that has no sample on it, and none that will come back to it alone
+            last = [v for v in instance.versions if v in s.queue.in_environment and len(s.fleet.holders[v]) == 1]
+            drop = min((v for v in instance.versions if v not in instance.counts and v not in last), default=None)
+            if (coming := _wanted(s)) is None:
+                continue
+        full = len(instance.versions) >= instance.residents
+        if coming not in instance.versions and not (full and (drop is None or drop in instance.counts)):
+            drop = drop if full else None
+            s.fleet.begin_load(instance, coming, drop)
+            s.reloads_total += 1
+            s.out.append(ev.LoadWeights(instance=instance.id, version=coming, drop=drop))
+
+
+def _wanted(s: State) -> Version | None:
+    """What an idle instance should hold: the oldest version that has samples and no instance, or else the newest if anything
+    will run on it."""
+    without_instance = [v for v in s.queue.unfinished if v not in s.fleet.holders and s.queue.wanting(v)]
+    if without_instance:
+        return min(without_instance)
+    base = s.ledger.base
+    return base if base in s.queue.unfinished or ledger.groups_to_issue(s.ledger, s.config.total_steps) > 0 else None
