@@ -28,6 +28,9 @@ from dora_jax.orchestrate.state import State
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 GIVEN_UP = "it is not among the first {} of its round: its prompt waits for a long round"
+# A mass start is spread over several decisions: each sample costs a few microseconds. What a large batch has ended is
+# replaced at once.
+PLACED_A_DECISION, PLACED_A_FACT = 1024, 2
 
 
 def begin_round(s: State) -> None:
@@ -43,18 +46,10 @@ def end_round(s: State) -> None:
         s.give_up(group_id, reason)
 
 
-# ---------------------------------------------------------------- private
-
-
 def _overdue(s: State) -> bool:
     """More prompts wait than the steps after this one train."""
     later = s.config.total_steps - s.ledger.base - 1
     return len(s.redo) + s.returning > later * s.config.groups_per_step
-
-
-# A mass start is spread over several decisions: each sample costs a few microseconds. What a large batch has ended is
-# replaced at once.
-PLACED_A_DECISION, PLACED_A_FACT = 1024, 2
 
 
 def fill_woken(s: State) -> None:

@@ -8,14 +8,13 @@ one with attributes, and a list is a container, whose kind comes first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 from dora_jax.orchestrate.fleet import PENDING, STARTING, Fleet, Group, Instance, Unit
 from dora_jax.orchestrate.measured import DraftGain, Line
 from dora_jax.orchestrate.state import PLACEMENTS, State
-from dora_jax.types import EARLIER, Incarnation, InstanceId
+from dora_jax.types import EARLIER, InstanceId
 
 FORMAT = 15
 OLDEST = 6  # the first format that `_upgraded` knows
@@ -217,19 +216,15 @@ def _load_group(fleet: Fleet, row: list) -> Group:
     id, version, samples, left, abandoned, ran, begins_again, rows = row
     group = Group(id, version, samples)
     group.left, group.abandoned, group.begins_again = left, abandoned, begins_again
-    group.ran = _incarnations(ran)
+    group.ran = tuple((instance, life) for instance, life in ran)
     units, group.units = group.units, [None] * samples
     for dst, values, index in rows:
         unit = group.units[index] = units[index]
         for name, value in zip(UNIT, values, strict=True):
             setattr(unit, name, value)
-        unit.ran = _incarnations(unit.ran)
+        unit.ran = tuple((instance, life) for instance, life in unit.ran)
         unit.dst = None if dst is None else _instance(fleet, *dst)
     return group
-
-
-def _incarnations(ran: Sequence[Sequence[int]]) -> tuple[Incarnation, ...]:
-    return tuple((instance, life) for instance, life in ran)
 
 
 def _instance(fleet: Fleet, id: InstanceId, life: int) -> Instance:

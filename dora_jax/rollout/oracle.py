@@ -88,7 +88,9 @@ class OracleEngine:
 
     def expected(self, version: Version, group_id: int, index: int, n: int) -> np.ndarray:
         """i32[n]: the first n tokens that `version` samples for (group, index), a stop token not included."""
-        return np.array([self._token(mix(version, group_id, index, i)) for i in range(n)], np.int32)
+        return np.array(
+            [self._allowed[mix(version, group_id, index, i) % len(self._allowed)] for i in range(n)], np.int32
+        )
 
     # ---------------------------------------------------------- versions
 
@@ -259,12 +261,9 @@ class OracleEngine:
         for position in new:
             stops = position + 1 == s.length < s.limit and self.eos_ids
             s.drawn.append(mix(version, *id, position))
-            s.out.append(self.eos_ids[0] if stops else self._token(s.drawn[-1]))
+            s.out.append(self.eos_ids[0] if stops else self._allowed[s.drawn[-1] % len(self._allowed)])
             s.stamps.append(mix(version, *id, len(s.stamps)))
         return len(new)
-
-    def _token(self, stamp: int) -> int:
-        return self._allowed[stamp % len(self._allowed)]
 
     def _logprobs(self, s: _Running) -> np.ndarray:
         return np.concatenate(

@@ -125,7 +125,7 @@ class PrefixIndex:
             node = siblings.get(chunk.tobytes())
             siblings = node.children if node else {}
             if node is None or not node.users:
-                cost += self._pages_for(len(chunk))
+                cost += -(-len(chunk) // self._pool.page_size)
         return cost
 
     def acquire(self, version: Version, tokens: Sequence[int] | np.ndarray) -> list[Node]:
@@ -149,7 +149,7 @@ class PrefixIndex:
             path.append(node)
             siblings = node.children
         for start, chunk in chunks[len(path) :]:
-            pages = self.allocate(version, self._pages_for(len(chunk)))
+            pages = self.allocate(version, -(-len(chunk) // self._pool.page_size))
             node = Node(version, path[-1] if path else None, chunk.copy(), start, pages)
             siblings[chunk.tobytes()] = node
             node.users = 1
@@ -203,9 +203,6 @@ class PrefixIndex:
         tokens = np.asarray(tokens, np.int32)
         for start in range(0, len(tokens), self._chunk):
             yield start, tokens[start : start + self._chunk]
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._pool.page_size)
 
     def _remove(self, node: Node) -> None:
         siblings = node.parent.children if node.parent else self._roots[node.version]

@@ -78,7 +78,8 @@ class Rows:
     def growth(self) -> list[tuple[Seq, int]]:
         """(sample, pages that its next decode call needs beyond those it has), in order of arrival."""
         need = (
-            self.shapes.pages_for(self._rows[:, POSITION] + self._tokens(self._rows, self.shapes.reach)) - self._pages
+            self.shapes.pages_for(self._rows[:, POSITION] + np.minimum(self._rows[:, REMAINING], self.shapes.reach))
+            - self._pages
         )
         slots = np.flatnonzero((need > 0) & (self._rows[:, REMAINING] > 0))
         slots = slots[np.argsort(self._arrivals[slots])]
@@ -115,7 +116,7 @@ class Rows:
             self.again(seq)
         rows = self._rows[slots]
         position, table = rows[:, POSITION], rows[:, HEADER:]
-        steps = self._tokens(rows, s.steps if drafts is None else s.drafts + 1)
+        steps = np.minimum(rows[:, REMAINING], s.steps if drafts is None else s.drafts + 1)
         window = HEADER + blocks * s.block_pages
         control = np.full(
             s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks), DUMMY, np.int32
@@ -158,9 +159,6 @@ class Rows:
                 raise RuntimeError(f"{seq.id} decodes although it leaves or its prefix has no KV")
 
     # ----------------------------------------------------------- private
-
-    def _tokens(self, rows: np.ndarray, most: int) -> np.ndarray:
-        return np.minimum(rows[:, REMAINING], most)
 
     def _header(self, seq: Seq) -> tuple[int, ...]:
         return (

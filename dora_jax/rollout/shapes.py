@@ -140,15 +140,12 @@ class Shapes:
     @property
     def window(self) -> int:
         """Pages that a decode call's consecutive positions may touch."""
-        return self._touched(self.steps)
+        return (self.steps + self.page_size - 2) // self.page_size + 1
 
     @property
     def verify_window(self) -> int:
         """The same of a verifying call."""
-        return self._touched(self.drafts + 1)
-
-    def _touched(self, positions: int) -> int:
-        return (positions + self.page_size - 2) // self.page_size + 1
+        return (self.drafts + self.page_size - 1) // self.page_size + 1
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

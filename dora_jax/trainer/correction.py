@@ -56,7 +56,7 @@ def tis(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, C: float = 2.0, le
         raise ValueError(f"correction 'tis': unknown level {level!r}: known are {', '.join(log_w)}")
     raw = jnp.exp(jnp.clip(log_w[level], -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
     w = jnp.where(mask, jnp.minimum(raw, C), 1.0)
-    return w, mask, {"truncated_share": _share(raw > C, mask)}
+    return w, mask, {"truncated_share": jnp.sum((raw > C) & mask) / jnp.maximum(jnp.sum(mask), 1)}
 
 
 def icepop(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, lo: float = 0.5, hi: float = 5.0) -> Result:
@@ -64,7 +64,7 @@ def icepop(gap: jax.Array, mask: jax.Array, segment_ids: Any, *, lo: float = 0.5
     raw = jnp.exp(jnp.clip(gap, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
     inside = (raw >= lo) & (raw <= hi)
     w = jnp.where(mask, jnp.where(inside, raw, 0.0), 1.0)
-    return w, mask, {"zeroed_share": _share(~inside, mask)}
+    return w, mask, {"zeroed_share": jnp.sum(~inside & mask) / jnp.maximum(jnp.sum(mask), 1)}
 
 
 def reject(
@@ -136,10 +136,6 @@ def _clean(x: Any, mask: jax.Array) -> jax.Array:
     x = jnp.asarray(x, jnp.float32)
     x = jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 and mask.ndim == 2 else x
     return jnp.where(mask, x, 0.0)
-
-
-def _share(chosen: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.sum(chosen & mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def _token_metric(gap: jax.Array, metric: str) -> jax.Array:

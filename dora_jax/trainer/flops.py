@@ -50,8 +50,16 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
             total += eqn.params["cost_estimate"].flops
         else:
             inner = jax.extend.core.jaxprs_in_params(eqn.params)
-            unknown = 1 if eqn.primitive.name == "pallas_call" else loops
-            total += _times(eqn, loops) * sum(traced_flops(each, unknown) for each in inner)
+            times, unknown = 1, loops
+            if eqn.primitive.name == "pallas_call":
+                times, unknown = _blocks(eqn), 1
+            elif eqn.primitive.name == "scan":
+                times = eqn.params["length"]
+            elif eqn.primitive.name == "while":
+                times = 1 if EVEN_LOAD in str(eqn.source_info.name_stack) else loops
+            elif eqn.primitive.name == "shard_map":  # its inner shapes are one device's
+                times = eqn.params["mesh"].size
+            total += times * sum(traced_flops(each, unknown) for each in inner)
     return total
 
 
@@ -85,16 +93,6 @@ def _blocks(eqn: Any) -> int:
 def _grouped(eqn: Any) -> bool:
     """Whether the kernel's grid depends on the load, as that of a grouped product."""
     return not all(isinstance(n, int) for n in eqn.params["grid_mapping"].grid) and bool(eqn.params["cost_estimate"])
-
-
-def _times(eqn: Any, loops: int) -> int:
-    if eqn.primitive.name == "pallas_call":
-        return _blocks(eqn)
-    if eqn.primitive.name == "scan":
-        return eqn.params["length"]
-    if eqn.primitive.name == "while":
-        return 1 if EVEN_LOAD in str(eqn.source_info.name_stack) else loops
-    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1  # its inner shapes are one device's
 
 
 class FlopsMeter:

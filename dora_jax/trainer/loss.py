@@ -149,7 +149,7 @@ def dppo_tv(
     d_hi: float = 0.2,
 ) -> jax.Array:
     """Drops tokens whose probability already moved too far the way A pushes it (arXiv 2602.04879)."""
-    pi, mu = _probs(l, anchor if behavior is None else behavior)
+    pi, mu = jnp.exp(jax.lax.stop_gradient(l)), jnp.exp(anchor if behavior is None else behavior)
     return _divergence_masked(l, anchor, adv, up=pi - mu > d_hi, down=mu - pi > d_lo)
 
 
@@ -163,7 +163,7 @@ def dppo_kl(
     d_hi: float = 0.05,
 ) -> jax.Array:
     """The same with the Bernoulli KL(mu || pi) of "this token or another" as distance."""
-    pi, mu = _probs(l, anchor if behavior is None else behavior)
+    pi, mu = jnp.exp(jax.lax.stop_gradient(l)), jnp.exp(anchor if behavior is None else behavior)
     tiny = jnp.finfo(jnp.float32).tiny
     others = (1.0 - mu) * (jnp.log1p(-jnp.minimum(mu, 1 - 1e-7)) - jnp.log1p(-jnp.minimum(pi, 1 - 1e-7)))
     distance = mu * (jnp.log(mu + tiny) - jnp.log(pi + tiny)) + others
@@ -317,10 +317,6 @@ def _clipped(ratio: jax.Array, adv: jax.Array, eps_lo: float, eps_hi: float, dua
     if dual_clip is None:
         return loss
     return jnp.where(adv < 0, jnp.minimum(loss, -dual_clip * adv), loss)
-
-
-def _probs(l: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.exp(jax.lax.stop_gradient(l)), jnp.exp(mu)
 
 
 def _divergence_masked(l: jax.Array, anchor: jax.Array, adv: jax.Array, *, up: jax.Array, down: jax.Array) -> jax.Array:
