@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         "the_digest_at_start_is_not_checked",
         "runtime/journal/resume.py",
-        "published.digest != held:",
-        "published.digest == held + 1:",
+        "published.digest != made:",
+        "published.digest == made + 1:",
         "test_resume_laws.py::test_other_weights_than_the_run_began_with_are_refused",
     ),
     Mutant(

@@ -17,9 +17,8 @@ from dora_jax.publish import HostWeights
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import Follower, Leader
+from dora_jax.runtime.cluster.connection import Follower, HeartbeatSender, Leader
 from dora_jax.runtime.cluster.gang import Gang, GangListener
-from dora_jax.runtime.cluster.heartbeat import HeartbeatSender
 from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
 from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads

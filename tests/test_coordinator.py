@@ -17,7 +17,7 @@ from dora_jax.runtime.instances import rollout_worker
 from dora_jax.runtime.instances.instance_proxy import InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker, progress_period_s, report_period_s
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.runtime.kept_kv import KeptKV
+from dora_jax.runtime.sample_registry import KeptKV
 from dora_jax.types import RENEWAL, SampleId, ScoredGroup, is_eval
 from tests.fakes.coordinator_world import (
     SECTION,

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from dora_jax.runtime.cluster import heartbeat
+from dora_jax.runtime.cluster import connection
 from dora_jax.runtime.common import idle_time
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.worker import StepDone
@@ -44,7 +44,7 @@ def test_a_wait_that_goes_on_counts_up_to_now(clock):
 
 
 def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.005)
+    monkeypatch.setattr(connection, "BEAT_S", 0.005)
     beats = []
 
     def send(beat):
@@ -52,7 +52,7 @@ def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
         if len(beats) == 4:
             threading.Event().wait()  # it has said enough
 
-    pulse = heartbeat.HeartbeatSender(types.SimpleNamespace(send=send))
+    pulse = connection.HeartbeatSender(types.SimpleNamespace(send=send))
     with pulse.waits:
         pulse.start()
         eventually(lambda: len(beats) == 4)

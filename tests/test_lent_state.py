@@ -6,8 +6,7 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.worker import Crashed
-from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory
-from dora_jax.runtime.instances.lent_state import LentState
+from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import RestartPolicy
 from tests.fakes.coordinator_adversary import UP, MovableState
 from tests.fakes.coordinator_world import SECTION, SlowEngine, Weights

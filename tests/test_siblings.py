@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime import siblings
+from dora_jax.runtime import sample_registry
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.common.worker import Finished
-from dora_jax.runtime.siblings import Siblings
+from dora_jax.runtime.sample_registry import Siblings
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import ORACLE, SlowEngine, make, play
 from tests.fakes.remote_pair import A, new_pair
@@ -91,7 +91,7 @@ def test_a_later_life_is_told_again_and_one_that_is_over_is_not(fleet):
 
 def test_what_is_told_of_a_sample_is_bounded(fleet, monkeypatch):
     workers, registry, subject = fleet
-    monkeypatch.setattr(siblings, "MOST_TOKENS", 3)
+    monkeypatch.setattr(sample_registry, "MOST_TOKENS", 3)
     subject.sent(ids(0), 0)
     subject.sent(ids(1), 1)
     subject.ended(registry.end(0, 5))

@@ -50,8 +50,7 @@ from dora_jax.plan import presets
 from dora_jax.publish import placed, sliced
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
-from dora_jax.runtime.assembly.replay import Replay
-from dora_jax.runtime.assembly.run import engine_of, engine_options, publishing_copy, trainer_recipe
+from dora_jax.runtime.assembly.run import Replay, engine_of, engine_options, publishing_copy, trainer_recipe
 from dora_jax.types import Sample, SampleId
 
 T = TypeVar("T")

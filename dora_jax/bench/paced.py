@@ -16,14 +16,7 @@ from typing import Any
 
 import numpy as np
 
-<<<<<<< HEAD:dora_jax/bench/paced.py
 from dora_jax.buffer.pack import MemoryGroupStore
-=======
-from dora_jax.bench.paced_environments import HoldingEngine, PacedEnvironments, TurnsOf
-from dora_jax.bench.paced_lending import LentPacedWorker
-from dora_jax.bench.paced_worker import PacedWorker
-from dora_jax.buffer.pack import MemoryGroupStore
->>>>>>> cc7d3cf (Fewer, larger pages in the brain, the engine, the trainer and the models: what is called once stands where it is called):dora_jax/bench/paced_run.py
 from dora_jax.config import RolloutSection
 from dora_jax.costs import Costs, open_costs
 from dora_jax.orchestrate import events as ev

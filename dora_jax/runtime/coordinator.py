@@ -48,13 +48,11 @@ from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, Instan
 from dora_jax.runtime.episodes import Episodes
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.runtime.kept_kv import KeptKV
-from dora_jax.runtime.sample_registry import OpenGroup, SampleRegistry
-from dora_jax.runtime.siblings import Siblings
+from dora_jax.runtime.sample_registry import KeptKV, OpenGroup, SampleRegistry, Siblings
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import GroupId, InstanceId, Sample, SampleId, ScoredGroup, Version, is_eval, is_served, is_training
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version, is_eval, is_served, is_training
 
 TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
 SMALL_FLEET = 100  # instances whose facts are few enough to be decided on one by one
@@ -202,7 +200,14 @@ class Coordinator:
                     raise RuntimeError("a run without a trainer was told to train")
                 trainer.post(trainer.train, group_ids, base)
             case ev.Cancel(ids=ids, instance=instance, reason=reason):
-                self._cancel(ids, instance, reason)
+                # forgets their groups. Instance None: the answer is given here
+                self._forget(ids)
+                for sample in ids:
+                    if instance is not None:
+                        worker = self._instances[instance]
+                        worker.post(worker.cancel, sample, reason)
+                    else:
+                        self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
             case ev.Discard(group_id=group_id):
                 self._forget([SampleId(group_id, i) for i in range(self._size(group_id))])
                 self._groups.discard(group_id)
@@ -257,16 +262,6 @@ class Coordinator:
                 self._outbox.put(event)
         else:
             worker.post(worker.submit, sample, group.prompt, version, attempt)
-
-    def _cancel(self, ids: Sequence[SampleId], instance: InstanceId | None, reason: str) -> None:
-        """Forgets their groups. Instance None: the answer is given here."""
-        self._forget(ids)
-        for sample in ids:
-            if instance is not None:
-                worker = self._instances[instance]
-                worker.post(worker.cancel, sample, reason)
-            else:
-                self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
 
     def _forget(self, ids: Sequence[SampleId]) -> None:
         self._kept.forget(ids)

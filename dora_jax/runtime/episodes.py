@@ -24,8 +24,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import Environments, Prompts, RolloutWorker
 from dora_jax.runtime.common.worker import Finished, Waiting
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.runtime.kept_kv import KeptKV
-from dora_jax.runtime.sample_registry import SampleRegistry
+from dora_jax.runtime.sample_registry import KeptKV, SampleRegistry
 from dora_jax.tasks.environments import Answer
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.types import (
@@ -116,7 +115,15 @@ class Episodes:
             if answer.id in self._opening:
                 yield from self._opened(answer, self._opening.pop(answer.id))
             elif (held := self._samples.waiting(answer.id)) is not None:
-                yield from self._answered(answer, held)
+                match answer:
+                    case Observed():
+                        yield from self._observed(answer, len(held.out_ids))
+                    case EpisodeEnded(id=id, terms=terms, finish=finish):
+                        yield Finished(sample=self._samples.whole(self._samples.end(id, finish), terms), instance=None)
+                    case EpisodeLost(id=id):
+                        self._begin_again(id, held.version, len(held.out_ids))
+                    case EpisodeFailed():
+                        yield from self._failed(answer)
 
     def finished(self, sample: Sample) -> Sample:
         """Of a sample that an engine ended at a limit: with what its environment gave so far."""
@@ -195,17 +202,6 @@ class Episodes:
             yield from self._observed(answer, waits)
         else:
             yield ev.SampleReady(id=id, tokens=0, attempt=self._attempts.pop(id))
-
-    def _answered(self, answer: Answer, held: InFlightSample) -> Iterator[Item]:
-        match answer:
-            case Observed():
-                yield from self._observed(answer, len(held.out_ids))
-            case EpisodeEnded(id=id, terms=terms, finish=finish):
-                yield Finished(sample=self._samples.whole(self._samples.end(id, finish), terms), instance=None)
-            case EpisodeLost(id=id):
-                self._begin_again(id, held.version, len(held.out_ids))
-            case EpisodeFailed():
-                yield from self._failed(answer)
 
     def _observed(self, answer: Observed, before: int) -> Iterator[Item]:
         after, record = self._samples.observe(answer)

@@ -174,23 +174,20 @@ class CheckpointSaver:
     def __call__(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
         for event in events:
             if isinstance(event, StepPublished):
-                self._published(event.version)
+                checkpoints, orchestrator = self._backing.side.checkpoints, self._backing.begun.orchestrator
+                checkpoints.protect(min(orchestrator.state.alive))
+                checkpoints.poll()
+                if self._backing.mirror:
+                    self._backing.mirror.poll()
+                if self._backing.exports:
+                    self._backing.exports.poll(self._backing.steps)
+                if self._backing.due(event.version):
+                    self._backing.save(event.version, self._log)
+                    if self._durable is not None:
+                        self._durable.want_segment()
+                if self._durable is not None and not self._backing.keep_all and (known := self._backing.steps):
+                    self._durable.forget_before(known[0])
         self._backing.journal_saves(self._durable)
-
-    def _published(self, version: int) -> None:
-        checkpoints, orchestrator = self._backing.side.checkpoints, self._backing.begun.orchestrator
-        checkpoints.protect(min(orchestrator.state.alive))
-        checkpoints.poll()
-        if self._backing.mirror:
-            self._backing.mirror.poll()
-        if self._backing.exports:
-            self._backing.exports.poll(self._backing.steps)
-        if self._backing.due(version):
-            self._backing.save(version, self._log)
-            if self._durable is not None:
-                self._durable.want_segment()
-        if self._durable is not None and not self._backing.keep_all and (known := self._backing.steps):
-            self._durable.forget_before(known[0])
 
 
 # ---------------------------------------------------------------- private
@@ -251,7 +248,10 @@ def _train(
                 build.orchestrator_config(config),
                 writer,
             )
-            exports = _exports(config, parts.workdir, writer)
+            every, last = config.checkpoint.export_hf_every, config.steps
+            exports = (
+                HfExports(parts.workdir, lambda step: step % every == 0 or step == last, writer.note) if every else None
+            )
             backing = RunStorage(
                 side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all, mirror, exports
             )
@@ -265,11 +265,6 @@ def _train(
             side.checkpoints.close()
     finally:
         backend.close()
-
-
-def _exports(config: Config, workdir: Path, writer: Writer) -> HfExports | None:
-    every, last = config.checkpoint.export_hf_every, config.steps
-    return HfExports(workdir, lambda step: step % every == 0 or step == last, writer.note) if every else None
 
 
 def _backend(parts: RunContext, writer: Writer) -> Backend:

@@ -119,9 +119,6 @@ class LiveRequests:
                 case ev.Discard(group_id=group_id, reason=reason) if is_served(group_id):
                     touched.setdefault(group_id, reason)
         for group_id, reason in touched.items():
-            self._end(group_id, reason)
-
-    def _end(self, group_id: GroupId, reason: str) -> None:
-        """Tells the desk, if the orchestrator has let go of the request."""
-        if group_id not in self._orchestrator.state.groups and self._asked.pop(group_id, None) is not None:
-            self.desk.gone(SampleId(group_id, 0), reason)
+            # tells the desk, if the orchestrator has let go of the request
+            if group_id not in self._orchestrator.state.groups and self._asked.pop(group_id, None) is not None:
+                self.desk.gone(SampleId(group_id, 0), reason)

@@ -157,7 +157,12 @@ class LiveSessions:
                 if asked == seat.asked:  # a retry
                     return seat.promise
                 if (new := _news(seat, asked)) is not None:
-                    return self._go_on(seat, asked, new, max_tokens)
+                    self._score(seat, new)
+                    more = seat.turns < self._max_turns and max_tokens >= self._turn_tokens
+                    if more and (promise := self._ask(seat, seat.session, asked, new)):
+                        return promise
+                    self._ends(seat, "length")
+                    return None
                 self._leave(seat)
             if (
                 not self._free
@@ -193,7 +198,15 @@ class LiveSessions:
                 return
             seat.tokens, seat.room, seat.turns = told.tokens, told.room, seat.turns + 1
             self._counts["turns"] += 1
-            self._answered(seat, told.mask, told.tokens, told.logprobs, told.version)
+            n = _turn_length(told.mask)
+            ids = told.tokens[len(told.tokens) - n :]
+            finish = "stop" if n and int(ids[-1]) in self._tokenizer.eos_ids else "length"
+            seat.told = Told(told.version, ids, told.logprobs[len(told.logprobs) - n :], finish)
+            seat.answer, seat.answered_s = self._bridge.message(ids), time.monotonic()
+            assert seat.promise is not None
+            seat.promise.set_result(seat.told)
+            if seat.leaving:
+                self._leave(seat)
 
     def record(self, record: object) -> None:
         """Listener of the world's payload records: a turn that ended at a limit of the engine is told too."""
@@ -261,27 +274,6 @@ class LiveSessions:
         seat.promise.set_running_or_notify_cancel()  # a client that leaves does not take the turn back
         self._results.put(Observed(id=seat.id, token_ids=ids))
         return seat.promise
-
-    def _go_on(self, seat: _Seat, asked: list[Message], new: list[Message], max_tokens: int) -> Promise | None:
-        self._score(seat, new)
-        more = seat.turns < self._max_turns and max_tokens >= self._turn_tokens
-        if more and (promise := self._ask(seat, seat.session, asked, new)):
-            return promise
-        self._ends(seat, "length")
-        return None
-
-    def _answered(
-        self, seat: _Seat, mask: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: Version
-    ) -> None:
-        n = _turn_length(mask)
-        ids = tokens[len(tokens) - n :]
-        finish = "stop" if n and int(ids[-1]) in self._tokenizer.eos_ids else "length"
-        seat.told = Told(version, ids, logprobs[len(logprobs) - n :], finish)
-        seat.answer, seat.answered_s = self._bridge.message(ids), time.monotonic()
-        assert seat.promise is not None
-        seat.promise.set_result(seat.told)
-        if seat.leaving:
-            self._leave(seat)
 
     def _score(self, seat: _Seat, new: Sequence[Message]) -> None:
         """The last turn, by what came next."""

@@ -57,8 +57,7 @@ from dora_jax.runtime.common.seams import (
 )
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
-from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory
-from dora_jax.runtime.instances.lent_state import LentState
+from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
 from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker, TrainerWorker
@@ -100,7 +99,22 @@ class RunContext:
             self.sessions = self._sessions(pool) if pool and config.serving.train else None
             self.environments: Environments | None = self.sessions
             if config.environment.name:
-                self.environments = environments = self._environments()
+                # in processes that start in the background
+                section = self.config.environment
+                observation = "" if self.config.task.template == "chat" else section.observation
+                bridge: Bridge | RendererBridge = Bridge(self.tokenizer, observation, self.task.messages_at)
+                if section.renderer:
+                    bridge = RendererBridge(self.tokenizer, section.renderer, self.task.messages_at)
+                rollout = self.config.rollout
+                policy = PolicyFacts(
+                    path=str(self.tokenizer.path.resolve()),
+                    context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+                    vocab=self.tokenizer.vocab_size,
+                    turn_tokens=section.turn_tokens or rollout.max_new_tokens,
+                    stop_ids=self.tokenizer.eos_ids,
+                    rollout=dataclasses.asdict(rollout),
+                )
+                self.environments = environments = EnvironmentPool(section, bridge, self.config.seed, policy)
                 undo.callback(environments.close)
                 terms = environments.wait_ready()
             with blame("eval.solved"):
@@ -174,24 +188,6 @@ class RunContext:
             idle_s=self.config.serving.session_idle_s,
             context=rollout.max_prompt_tokens + rollout.max_new_tokens,
         )
-
-    def _environments(self) -> EnvironmentPool:
-        """In processes that start in the background."""
-        section = self.config.environment
-        observation = "" if self.config.task.template == "chat" else section.observation
-        bridge: Bridge | RendererBridge = Bridge(self.tokenizer, observation, self.task.messages_at)
-        if section.renderer:
-            bridge = RendererBridge(self.tokenizer, section.renderer, self.task.messages_at)
-        rollout = self.config.rollout
-        policy = PolicyFacts(
-            path=str(self.tokenizer.path.resolve()),
-            context=rollout.max_prompt_tokens + rollout.max_new_tokens,
-            vocab=self.tokenizer.vocab_size,
-            turn_tokens=section.turn_tokens or rollout.max_new_tokens,
-            stop_ids=self.tokenizer.eos_ids,
-            rollout=dataclasses.asdict(rollout),
-        )
-        return EnvironmentPool(section, bridge, self.config.seed, policy)
 
 
 def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:

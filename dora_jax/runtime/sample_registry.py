@@ -1,7 +1,10 @@
-"""The one registry of a run's samples outside the engines: groups that are under way, parked samples, recorded tokens.
+"""What the coordinator knows of samples outside the engines; it uses all of this on the main thread.
+
+`SampleRegistry` has the groups that are under way, parked samples and recorded tokens, `Siblings` tells instances the
+tokens of other samples of a group, `KeptKV` knows which instance keeps the KV of an episode that waits.
 
 Consumes Start, finished and parked samples, and what a restart recovered; produces the prompt of a Start, the group
-whose last sample has finished, and the sample of a Resume. The coordinator uses it, on the main thread. Laws: a Resume
+whose last sample has finished, and the sample of a Resume. Laws: a Resume
 goes on from the tokens that an engine gave, else from those of the journal; a group that is not here is trained,
 filtered, failed or given up, and what comes late for it is dropped; nothing is here of a group that was discarded.
 """
@@ -9,19 +12,23 @@ filtered, failed or given up, and what comes late for it is dropped; nothing is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dora_jax.orchestrate.core import Debts
 from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
-from dora_jax.runtime.common.seams import Prompts
+from dora_jax.runtime.common.seams import Prompts, RolloutWorker
 from dora_jax.runtime.common.worker import FinishedUnheard, HandedOver
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import Branch, GroupId, Observed, Prompt, Sample, SampleId, Version
+from dora_jax.types import Branch, GroupId, InstanceId, Observed, Prompt, Sample, SampleId, Version
+
+MOST_TOKENS = 2**16  # of a sample, that instances are told of its siblings: 256 KiB
+
+_Place = tuple[InstanceId, int]  # a life of an instance
 
 
 @dataclasses.dataclass
@@ -223,3 +230,91 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
 def _without(mask: np.ndarray, shared: int) -> np.ndarray:
     """bool[U]: the first `shared` tokens have their loss elsewhere."""
     return mask & (np.arange(len(mask)) >= shared)
+
+
+class Siblings:
+    """Which instance runs a sample of which group, and what it is told of the group's other samples.
+
+    A group's samples are often on several instances, and drafts are made of the siblings that an engine knows
+    (rollout/drafts.py). Instances that still run samples of the group are told the tokens of those that have ended, and,
+    where a sample comes to an instance that ran none of its group, also those that running siblings elsewhere have in the
+    journal. Laws: what is said of a sample is bounded (MOST_TOKENS); what is not told, told twice or comes late changes
+    speed alone."""
+
+    def __init__(self, instances: Mapping[InstanceId, RolloutWorker], samples: SampleRegistry):
+        self._instances, self._samples = instances, samples
+        self._at: dict[GroupId, dict[SampleId, _Place]] = {}  # where the samples that run were sent last
+
+    def sent(self, ids: Iterable[SampleId], instance: InstanceId) -> None:
+        """The samples start, go on or arrive there."""
+        place = instance, self._instances[instance].life
+        for id in ids:
+            here = self._at.setdefault(id.group_id, {})
+            if place not in here.values():
+                here.pop(id, None)
+                self._tell_all(id.group_id, place)
+            here[id] = place
+
+    def ended(self, sample: Sample) -> None:
+        here = self._at.get(sample.id.group_id, {})
+        ran = here.pop(sample.id, None)
+        for place in dict.fromkeys(here.values()):
+            if place != ran:
+                self._tell(place, sample.id, sample.out_ids)
+        if not here:
+            self._at.pop(sample.id.group_id, None)
+
+    def forget(self, group_ids: Iterable[GroupId]) -> None:
+        """The groups were given up."""
+        for group_id in group_ids:
+            self._at.pop(group_id, None)
+
+    def _tell_all(self, group_id: GroupId, place: _Place) -> None:
+        if (group := self._samples.groups.get(group_id)) is not None:
+            for sample in group.done.values():
+                self._tell(place, sample.id, sample.out_ids)
+        for id in self._at[group_id]:
+            self._tell(place, id, self._samples.recorded(id))
+
+    def _tell(self, place: _Place, id: SampleId, tokens: np.ndarray) -> None:
+        instance, life = place
+        worker = self._instances[instance]
+        if len(tokens) and worker.life == life:
+            worker.post(worker.know, id, tokens[:MOST_TOKENS])
+
+
+class KeptKV:
+    """Which instance keeps the KV of each episode that waits for its environment. Laws: an episode goes on with the KV that
+    an instance keeps, wherever it goes on; KV of an episode that has ended is forgotten."""
+
+    def __init__(self, instances: Mapping[InstanceId, RolloutWorker]):
+        self._instances = instances
+        self._keeper: dict[SampleId, InstanceId] = {}
+
+    def keep(self, held: InFlightSample, instance: InstanceId) -> bool:
+        """Notes an episode whose turn has ended there. False: its KV has come along, and nothing is kept."""
+        if not held.n_pages:
+            self._keeper[held.id] = instance
+        return not held.n_pages
+
+    def resume(self, held: InFlightSample, worker: RolloutWorker, attempt: int) -> None:
+        """The sample goes on at this instance."""
+        keeper = self._keeper.pop(held.id, worker.instance)
+        if keeper == worker.instance:
+            worker.post(worker.resume, held, attempt)
+        else:
+            source = self._instances[keeper]
+            source.post(source.forward, held, worker, attempt)
+
+    def forget(self, ids: Iterable[SampleId]) -> None:
+        for id in ids:
+            if (keeper := self._keeper.pop(id, None)) is not None:
+                worker = self._instances[keeper]
+                worker.post(worker.forget, id)
+
+    def retained(self) -> set[GroupId]:
+        """Groups of whose episodes an instance keeps KV."""
+        return {id.group_id for id in self._keeper}
+
+    def forget_group(self, group_id: GroupId) -> None:
+        self.forget([id for id in self._keeper if id.group_id == group_id])

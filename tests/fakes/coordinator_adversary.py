@@ -30,8 +30,7 @@ from dora_jax.runtime.common.worker import StepDone, Worker
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodePrompts
 from dora_jax.runtime.instances import supervised_worker as instances
-from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory
-from dora_jax.runtime.instances.lent_state import LentState
+from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journaled_world import JournaledWorld

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from dora_jax.buffer.layout import BatchShape, layout
 from dora_jax.buffer.pack import pack_step
-from dora_jax.config import Config, blame
+from dora_jax.config import Config, RolloutSection, blame
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF, Lora
@@ -27,11 +27,12 @@ from dora_jax.models.routes import RouteShape
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices
-from dora_jax.publish import offered_copy
+from dora_jax.publish import offered_copy, placed, sliced
 from dora_jax.rollout.device_calls import Calls, new_calls
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import HostKV
-from dora_jax.runtime.assembly.replay import Replay
+from dora_jax.rollout.replay import Answer, ReplayEngine
+from dora_jax.rollout.shapes import shapes_of
 from dora_jax.runtime.common.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.advantage import Prepare, Unjudged
@@ -42,6 +43,28 @@ from dora_jax.types import InstanceId, ScoredGroup, Version
 
 if TYPE_CHECKING:
     from dora_jax.models.tokenizer import Tokenizer
+
+
+class Replay:
+    """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.exact.Replay` on the first devices of the trainer's mesh, as many as
+    an instance has. The weights take the way of a published version: a copy in the engines' dtype, then the serving layout.
+    """
+
+    def __init__(self, model: ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, **options: Any):
+        """options: those of the engines."""
+        shapes = shapes_of(section)
+        pages = shapes.slots * shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
+        held = dataclasses.replace(section, pages=min(section.pages, pages), residents=1)
+        where = sharding.make_mesh(list(mesh.devices.flat[: section.tensor]), 1, 1, section.tensor)
+        self._engine = ReplayEngine(model, held, where, **options)
+        self._copied = offered_copy(str(np.dtype(options["dtype"])))
+
+    def __call__(self, params: Any, answers: Sequence[Answer]) -> list[np.ndarray]:
+        weights = placed(sliced(self._copied(params)), self._engine.param_shardings)
+        return self._engine.logprobs(weights, answers)
+
+    def warmup(self) -> None:
+        self._engine.warmup()
 
 
 def new_engine(
@@ -59,18 +82,14 @@ def new_engine(
         host=host,
     )
     if config.lora.on:
-        engine.take_base(_base(config, engine))
+        # the weights of model.path as they are published, for this engine
+        from dora_jax.models import hf
+
+        with blame("model.path"):
+            _, params = hf.load(config.model.path, engine.mesh, jnp.dtype(config.model.dtype))
+        laid_out = functools.partial(decoder.serving_layout, layout=engine.shapes.layout)
+        engine.take_base(jax.jit(laid_out, out_shardings=engine.base_shardings)(params))
     return engine
-
-
-def _base(config: Config, engine: Engine) -> Tree:
-    """The weights of model.path as they are published, for this engine."""
-    from dora_jax.models import hf
-
-    with blame("model.path"):
-        _, params = hf.load(config.model.path, engine.mesh, jnp.dtype(config.model.dtype))
-    laid_out = functools.partial(decoder.serving_layout, layout=engine.shapes.layout)
-    return jax.jit(laid_out, out_shardings=engine.base_shardings)(params)
 
 
 def engine_of(
@@ -206,6 +225,7 @@ def partial_s(config: Config) -> float:
 
 
 def orchestrator_config(config: Config) -> OrchestratorConfig:
+    limits = tuple((name, part.limit) for name, part in sorted(config.task.mix.items()))
     return OrchestratorConfig.of(
         config.orchestrator,
         config.rollout,
@@ -215,18 +235,13 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         eval_groups=0 if config.serving.train else config.eval.prompts,  # users are nowhere held out
         eval_samples=config.eval.samples,
         task_cycle=cycle_of(config.task.mix),
-        task_ratios=_limits(config),
+        task_ratios=limits if any(limit != 1 for _, limit in limits) else (),
         task_lead=config.task.lead,
         task_adaptive=config.task.adaptive,
         lendable=lendable(config),
         hold_versions=config.serving.hold_versions,
         hold_s=config.serving.hold_s,
     )
-
-
-def _limits(config: Config) -> tuple[tuple[str, float], ...]:
-    limits = tuple((name, part.limit) for name, part in sorted(config.task.mix.items()))
-    return limits if any(limit != 1 for _, limit in limits) else ()
 
 
 def lendable(config: Config) -> tuple[InstanceId, ...]:

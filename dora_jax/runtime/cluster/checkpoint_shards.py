@@ -18,7 +18,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -38,73 +38,52 @@ BAD_BATCHES = "bad_batch_*"  # left for a person by trainer/health.py
 OCDBT = "manifest.ocdbt"  # an item that has it was written by a run in one process
 
 
-class StepStore(Protocol):
-    """The checkpointed steps, as the controller sees them. OSError: the storage did not do it."""
-
-    def tidy(self) -> None:
-        """Removes what is half done. Nothing may write meanwhile."""
-
-    def steps(self) -> list[Version]:
-        """The steps with a manifest."""
-
-    def unsealed(self) -> list[Version]:
-        """The steps that are complete but for their manifest."""
-
-    def adopt(self, step: Version) -> None:
-        """Writes the manifest of an unsealed step."""
-
-    def aside(self) -> list[str]:
-        """Names of the folders of steps that were put aside."""
-
-    def fault(self, step: Version) -> str | None:
-        """Reads every byte of the step; returns what is wrong with it, or None."""
-
-    def read_json(self, step: Version, item: str) -> dict[str, Any]: ...
-
-    def put_aside(self, step: Version, why: str) -> None:
-        """Takes the step off the list; `why` names the folder that keeps it."""
-
-    def seal(self, step: Version, parts: Sequence[Files]) -> None:
-        """Makes a step of the files that each process of one gang has put; of a bucket only."""
-
-
 class StepFolder:
-    """Steps in a folder that all processes see."""
+    """The checkpointed steps, as the controller sees them, in a folder that all processes see. OSError: the storage did not do
+    it."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):
         self._folder, self._notify = folder.absolute(), notify
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def tidy(self) -> None:
+        """Removes what is half done. Nothing may write meanwhile."""
         checkpoint.tidy(self._folder, self._notify)
 
     def steps(self) -> list[Version]:
+        """The steps with a manifest."""
         return checkpoint.steps(self._folder)
 
     def unsealed(self) -> list[Version]:
+        """The steps that are complete but for their manifest."""
         return checkpoint.unsealed(self._folder)
 
     def adopt(self, step: Version) -> None:
+        """Writes the manifest of an unsealed step."""
         manifest.write(self._folder / str(step))
 
     def aside(self) -> list[str]:
+        """Names of the folders of steps that were put aside."""
         return checkpoint.aside(self._folder)
 
     def fault(self, step: Version) -> str | None:
+        """Reads every byte of the step; returns what is wrong with it, or None."""
         return checkpoint.verify(self._folder, step, full=True)
 
     def read_json(self, step: Version, item: str) -> dict[str, Any]:
         return checkpoint.read_json(self._folder, step, item)
 
     def put_aside(self, step: Version, why: str) -> None:
+        """Takes the step off the list; `why` names the folder that keeps it."""
         checkpoint.put_aside(self._folder / str(step), why)
 
     def seal(self, step: Version, parts: Sequence[Files]) -> None:
+        """Makes a step of the files that each process of one gang has put; of a bucket only."""
         raise RuntimeError("in a folder the processes of the trainer seal a step themselves")
 
 
 class StepBucket:
-    """Steps in a bucket. A step that is put aside is deleted."""
+    """As StepFolder, in a bucket. A step that is put aside is deleted."""
 
     def __init__(self, url: str):
         self._store = Objects(url)
@@ -161,7 +140,10 @@ class StepBucket:
         self._stored.sweep(before=step)  # of those that not all processes came to put
 
 
-def steps_at(place: str, notify: Callable[[str], None]) -> StepFolder | StepBucket:
+StepStore = StepFolder | StepBucket
+
+
+def steps_at(place: str, notify: Callable[[str], None]) -> StepStore:
     """`place`: a workdir, which may be a URL."""
     if "://" not in place:
         return StepFolder(Path(place) / STEPS, notify)

@@ -5,6 +5,7 @@
 `RecordConnection` carries records of messages.py over an authenticated connection (runtime/listener.py), many records a
 frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after that one is
 killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
+`HeartbeatSender` tells the controller every second that the process lives, and how far it is.
 
 Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called
 once.
@@ -25,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError, connection
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
@@ -41,11 +42,13 @@ from dora_jax.runtime.cluster.messages import (
 )
 from dora_jax.runtime.cluster.run_registry import address_in
 from dora_jax.runtime.common.codec import CodecError
+from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.listener import dial
 
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most
 LOOK_S = 0.5
+BEAT_S = 1.0
 BATCH_BYTES = 1 << 20  # and none are added to so much: records with KV are large
 
 
@@ -207,6 +210,36 @@ class ControllerConnection:
             self._link = link
             return
         self._end()
+
+
+class ProcessStatus(Protocol):
+    """What a role tells of its progress, once a second."""
+
+    waits: IdleTimer  # of the role's thread
+    busy: bool
+    progress: int
+
+
+class HeartbeatSender:
+    """`ProcessStatus` that is sent."""
+
+    def __init__(self, link: ControllerConnection):
+        self.progress = 0
+        self.busy = False
+        self.waits = IdleTimer()
+        self._link = link
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._beat, name="status", daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def _beat(self) -> None:
+        while not self._ended.is_set():
+            self._link.send(Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
+            self._ended.wait(BEAT_S)
 
 
 class Leader:

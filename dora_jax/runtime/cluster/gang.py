@@ -252,7 +252,10 @@ class Gang:
     def fault(self) -> str | None:
         """What is wrong with the gang, judged by its silence or its standstill; None: nothing."""
         now, limits = time.monotonic(), self._limits
-        start_s = self._start_s()
+        start_s = limits.start_s
+        if self.again:  # the processes of a gang that is taken over may have to finish a step first
+            at_work = self._ranks and not any(process.ready for process in self._ranks)
+            start_s = limits.stall_s if at_work else RETURN_S
         if not self.ready.is_set() and now - self._began_s > start_s:
             self.final = True
             ready = sum(process.ready is not None for process in self._ranks)
@@ -280,14 +283,6 @@ class Gang:
         self._began_s = time.monotonic()
 
     # ------------------------------------------------------------ private
-
-    def _start_s(self) -> float:
-        """Seconds that the start may take. The processes of a gang that is taken over may have to finish a step
-        first."""
-        if not self.again:
-            return self._limits.start_s
-        at_work = self._ranks and not any(process.ready for process in self._ranks)
-        return self._limits.stall_s if at_work else RETURN_S
 
     def _seat_if_complete(self) -> None:
         if self._begin is None or self._ranks or len(self._joined) < self.hosts:

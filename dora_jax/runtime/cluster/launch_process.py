@@ -74,7 +74,11 @@ class ProcessLauncher:
         logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
-        env = {**os.environ, "DORA_TICKET": _json(ticket), "DORA_TOKEN": token.hex()}
+        env = {
+            **os.environ,
+            "DORA_TICKET": json.dumps({"controller": ticket.controller, "gang": ticket.gang, "epoch": ticket.epoch}),
+            "DORA_TOKEN": token.hex(),
+        }
         children = []
         for number in range(hosts):
             with (self._logs / f"{ticket.gang}.{ticket.epoch}.{number}.log").open("w") as log:
@@ -163,10 +167,6 @@ def _of_run(pid: int, token: bytes) -> psutil.Process | None:
         return process if process.environ().get("DORA_TOKEN") == token.hex() else None
     except psutil.Error:
         return None
-
-
-def _json(ticket: Ticket) -> str:
-    return json.dumps({"controller": ticket.controller, "gang": ticket.gang, "epoch": ticket.epoch})
 
 
 def ticket_of(text: str) -> Ticket:

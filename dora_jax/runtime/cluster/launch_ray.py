@@ -126,7 +126,21 @@ class RayGang:
         self._actors: list[Any] = []
         self._ends: list[Any] = []
         if work is None:
-            self._adopt()
+            # what there is of it in the cluster
+            try:
+                self._room = get_placement_group(self.name)
+                self._nodes = _nodes_of(self._room)
+            except ValueError:
+                pass  # its actors alone are there
+            for actor in sorted(ray.util.list_named_actors()):
+                if actor.rpartition("/")[0] == self.name:
+                    try:
+                        self._actors.append(ray.get_actor(actor))
+                    except ValueError:
+                        continue  # it has just ended
+            self._ends = [actor.end.remote() for actor in self._actors]
+            if self._slice_type:
+                self._slices.hold(self.name, self._nodes)
 
     @property
     def placed(self) -> bool:
@@ -139,7 +153,26 @@ class RayGang:
     def ended(self) -> str | None:
         if not self._actors:
             if self._work is not None:
-                self._place(self._work)
+                # reserves a place, then starts the actors; called until both are done
+                now = time.monotonic()
+                if self._room is None:
+                    if now - self._looked_s > LOOK_S:
+                        self._looked_s = self._asked_s = now
+                        named: dict[str, str] = {"name": self.name, "lifetime": "detached"} if self._work[2] else {}
+                        if not self._slice_type:
+                            self._room = placement_group([{"CPU": 1}] * self._hosts, **named)
+                        elif got := self._slices.take(self.name, self._slice_type, self._hosts):
+                            name, chips = got
+                            self._room = placement_group(
+                                [{"TPU": chips}] * self._hosts,
+                                strategy="STRICT_SPREAD",
+                                bundle_label_selector=[{SLICE: name}] * self._hosts,
+                                **named,
+                            )
+                elif self._room.wait(timeout_seconds=0.01):
+                    self._start(self._room, self._work)
+                elif self._slice_type and now - self._asked_s > PLACED_S:
+                    self._give_back()
             return None
         done, _ = ray.wait(self._ends, timeout=0)
         if not done:
@@ -166,31 +199,6 @@ class RayGang:
 
     # ------------------------------------------------------------ private
 
-    def _place(self, work: Work) -> None:
-        """Reserves a place, then starts the actors; called until both are done."""
-        now = time.monotonic()
-        if self._room is None:
-            if now - self._looked_s > LOOK_S:
-                self._looked_s = self._asked_s = now
-                self._reserve(lasting=work[2])
-        elif self._room.wait(timeout_seconds=0.01):
-            self._start(self._room, work)
-        elif self._slice_type and now - self._asked_s > PLACED_S:
-            self._give_back()
-
-    def _reserve(self, lasting: bool) -> None:
-        named: dict[str, str] = {"name": self.name, "lifetime": "detached"} if lasting else {}
-        if not self._slice_type:
-            self._room = placement_group([{"CPU": 1}] * self._hosts, **named)
-        elif got := self._slices.take(self.name, self._slice_type, self._hosts):
-            name, chips = got
-            self._room = placement_group(
-                [{"TPU": chips}] * self._hosts,
-                strategy="STRICT_SPREAD",
-                bundle_label_selector=[{SLICE: name}] * self._hosts,
-                **named,
-            )
-
     def _start(self, room: PlacementGroup, work: Work) -> None:
         env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         _, _, lasting = work
@@ -213,23 +221,6 @@ class RayGang:
             self._actors.append(actor)
             self._ends.append(actor.run.remote(*work))
         self._nodes = _nodes_of(room)
-
-    def _adopt(self) -> None:
-        """What there is of it in the cluster."""
-        try:
-            self._room = get_placement_group(self.name)
-            self._nodes = _nodes_of(self._room)
-        except ValueError:
-            pass  # its actors alone are there
-        for name in sorted(ray.util.list_named_actors()):
-            if name.rpartition("/")[0] == self.name:
-                try:
-                    self._actors.append(ray.get_actor(name))
-                except ValueError:
-                    continue  # it has just ended
-        self._ends = [actor.end.remote() for actor in self._actors]
-        if self._slice_type:
-            self._slices.hold(self.name, self._nodes)
 
     def _give_back(self) -> None:
         if self._room is not None:

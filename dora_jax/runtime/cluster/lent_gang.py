@@ -111,12 +111,8 @@ class LentSupervisor(GangSupervisor):
                 self._lost = 0
             elif self._begun:
                 self._lost += 1
-                stays = ", and it stays away" if self._away else ""
+                stays = ", and it stays away" if (self._lost > self._limits.restarts) else ""
                 self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}{stays}")
-
-    @property
-    def _away(self) -> bool:
-        return self._lost > self._limits.restarts
 
     def _next(self) -> Gang | None:
         try:
@@ -131,7 +127,7 @@ class LentSupervisor(GangSupervisor):
     def _started(self, gang: Gang) -> StartedGang | None:
         ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
         try:
-            if self._away:
+            if self._lost > self._limits.restarts:
                 raise RunError(f"{self._lost} lives in a row were lost")
             started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
         except RunError as error:

@@ -19,12 +19,11 @@ import jax
 
 from dora_jax.config import Config, ConfigError
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import ControllerConnection, turns
-from dora_jax.runtime.cluster.heartbeat import HeartbeatSender
+from dora_jax.runtime.cluster.connection import ControllerConnection, HeartbeatSender, turns
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.rollout_role import InstanceParts
 from dora_jax.runtime.common.listener import Listener
-from dora_jax.runtime.instances.lent_state import LentState, MovableState
+from dora_jax.runtime.instances.lent_instance import LentState, MovableState
 
 LAST_WORDS_S = 5.0
 

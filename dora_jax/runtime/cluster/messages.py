@@ -6,7 +6,7 @@ Call -> Answer                       to the trainer's first process, which share
 weight_messages.py                   between the controller and every process: how a version travels
 StartSample, UseWeights, ...         to the first process of a rollout gang, which shares them as TickCommands
 events, Finished, ...                back from the first process of a rollout gang
-MoveStarted, kv_messages.py          between the controller and every process: how the KV of a sample travels
+MoveStarted, FetchKV, ...            between the controller and every process: how the KV of a sample travels
 Heartbeat                            from every process: it lives, and how far it is
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.cluster.kv_messages import DropStagedKV, FetchKV, KVStaged, ReleaseKV, StageKV
 from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.common.sample_gaps import SampleGap
 from dora_jax.runtime.common.sample_log import TokenView
@@ -373,6 +372,47 @@ class HandOverDone:
     """The process has handed everything over; the controller has heard it by now."""
 
     hosts: int  # that say it
+
+
+# ----------------------------------------------- the KV of a sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchKV:
+    """Rollout, every process: fetch the KV shard of the process of the same rank."""
+
+    number: int
+    epoch: int  # of the gang that fetches
+    lent: tuple[Lent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVStaged:
+    number: int
+    host: int
+    fault: str  # empty: it is here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageKV:
+    """Rollout, every process: the process's shard of the pages of a sample that resumes here. KVStaged answers it."""
+
+    number: int
+    in_flight: InFlightSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropStagedKV:
+    """Drop the KV that was staged under this number: another process could not fetch its shard."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseKV:
+    """Release the KV that was lent under this number."""
+
+    number: int
 
 
 CODEC = Codec(

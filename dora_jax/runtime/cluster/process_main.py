@@ -23,9 +23,8 @@ import threading
 import traceback
 from collections.abc import Callable, MutableMapping
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dora_jax.runtime.cluster.heartbeat import HeartbeatSender
 from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
     """Never returns; `leave` is the last thing that this process does."""
     from dora_jax.config import ConfigError
     from dora_jax.runtime.cluster import messages
-    from dora_jax.runtime.cluster.connection import ControllerConnection
+    from dora_jax.runtime.cluster.connection import ControllerConnection, HeartbeatSender
     from dora_jax.runtime.common.listener import Listener
 
     def end(code: int) -> None:
@@ -73,7 +72,18 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
         )
         status.start()
         begin = link.inbox.get()
-        role = _open(begin, link, status, token, arrivals)
+        # opens the role of this process; it is compiled on return
+        from dora_jax.plan import validate
+
+        config = validate.from_config_dict(begin.config)
+        link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
+        _enter_world(begin, config)
+        from dora_jax.runtime.cluster.connection import turns
+        from dora_jax.runtime.cluster.rollout_role import open_rollout
+        from dora_jax.runtime.cluster.worker_roles import TrainerRole
+
+        open_role = TrainerRole if begin.instance is None else open_rollout
+        role = open_role(begin, config, link, status, turns(begin, token, arrivals))
         listener.close()
         link.send(messages.Ready())
         role.run(link.inbox)
@@ -104,23 +114,6 @@ def pass_on_notice(link: ControllerConnection) -> None:
         link.send(PreemptionNotice(reason="SIGTERM"))
 
     threading.Thread(target=wait, name="notice", daemon=True).start()
-
-
-def _open(
-    begin: Begin, link: ControllerConnection, status: HeartbeatSender, token: bytes, arrivals: queue.SimpleQueue
-) -> Any:
-    """Opens the role of this process; it is compiled on return."""
-    from dora_jax.plan import validate
-
-    config = validate.from_config_dict(begin.config)
-    link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
-    _enter_world(begin, config)
-    from dora_jax.runtime.cluster.connection import turns
-    from dora_jax.runtime.cluster.rollout_role import open_rollout
-    from dora_jax.runtime.cluster.worker_roles import TrainerRole
-
-    open_role = TrainerRole if begin.instance is None else open_rollout
-    return open_role(begin, config, link, status, turns(begin, token, arrivals))
 
 
 def _enter_world(begin: Begin, config: Config) -> None:

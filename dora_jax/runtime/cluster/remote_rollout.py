@@ -28,8 +28,7 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import Notify, Outbox
 from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, HandedOver
-from dora_jax.runtime.instances import garbage
-from dora_jax.runtime.instances.instance_proxy import Destination, ForwardTarget, InstanceProxy
+from dora_jax.runtime.instances.instance_proxy import Destination, ForwardTarget, InstanceProxy, garbage_in
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Offered, Staged, TransferFailed
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
@@ -179,11 +178,45 @@ class GangWorker:
     def heard(self, item: Any) -> None:
         match item:
             case messages.MoveStarted():
-                self._move_started(item)
+                # one process's word that a sample has left
+                with self._lock:
+                    shards = self._shards.setdefault(item.number, {})
+                    shards[item.host] = item
+                    if len(shards) < item.hosts:
+                        return
+                    del self._shards[item.number]
+                    dst = self._moves.pop(item.lent.in_flight.id)
+                departed = Departed(shards=[shards[host] for host in range(item.hosts)], source=self.gang)
+                if not dst.deliver(departed.id, departed, item.src, item.attempt):
+                    departed.release()
             case messages.KVStaged():
-                self._kv_staged(item)
+                with self._lock:
+                    staging = self._stagings.get(item.number)
+                    if staging is None:
+                        return  # an earlier controller asked for it
+                    staging.answers[item.host] = item.fault
+                    if len(staging.answers) < self.gang.hosts:
+                        return
+                    del self._stagings[item.number]
+                    fault = next(filter(None, staging.answers.values()), "")
+                    for message in (staging.take_in(0 if fault else item.number), *staging.later):
+                        self.gang.post(message)
+                    if fault:
+                        self.gang.tell_all(messages.DropStagedKV(number=item.number))
+                staging.release()
+                if fault:
+                    self._notify(
+                        f"the KV of sample {tuple(staging.id)} did not reach {self._owner.role}, where it is made again: {fault}"
+                    )
             case messages.HandedOverShard():
-                self._shard_handed_over(item)
+                with self._lock:
+                    parts = self._handed.setdefault(item.in_flight.id, {})
+                    parts[item.host] = item.in_flight
+                    if len(parts) < item.hosts:
+                        return
+                    del self._handed[item.in_flight.id]
+                whole = joined([parts[host] for host in range(0, item.hosts, item.alike)])
+                self._owner.heard(self, HandedOver(in_flight=whole))
             case _:
                 if isinstance(item, ev.MoveFailed):
                     with self._lock:
@@ -207,49 +240,6 @@ class GangWorker:
         self.gang.post(messages.UseWeights(version=version, drop=drop))
         if drop is not None:
             self._publisher.dropped(self.gang, drop)
-
-    def _move_started(self, shard: messages.MoveStarted) -> None:
-        """One process's word that a sample has left."""
-        with self._lock:
-            shards = self._shards.setdefault(shard.number, {})
-            shards[shard.host] = shard
-            if len(shards) < shard.hosts:
-                return
-            del self._shards[shard.number]
-            dst = self._moves.pop(shard.lent.in_flight.id)
-        departed = Departed(shards=[shards[host] for host in range(shard.hosts)], source=self.gang)
-        if not dst.deliver(departed.id, departed, shard.src, shard.attempt):
-            departed.release()
-
-    def _kv_staged(self, answer: messages.KVStaged) -> None:
-        with self._lock:
-            staging = self._stagings.get(answer.number)
-            if staging is None:
-                return  # an earlier controller asked for it
-            staging.answers[answer.host] = answer.fault
-            if len(staging.answers) < self.gang.hosts:
-                return
-            del self._stagings[answer.number]
-            fault = next(filter(None, staging.answers.values()), "")
-            for message in (staging.take_in(0 if fault else answer.number), *staging.later):
-                self.gang.post(message)
-            if fault:
-                self.gang.tell_all(messages.DropStagedKV(number=answer.number))
-        staging.release()
-        if fault:
-            self._notify(
-                f"the KV of sample {tuple(staging.id)} did not reach {self._owner.role}, where it is made again: {fault}"
-            )
-
-    def _shard_handed_over(self, shard: messages.HandedOverShard) -> None:
-        with self._lock:
-            shards = self._handed.setdefault(shard.in_flight.id, {})
-            shards[shard.host] = shard.in_flight
-            if len(shards) < shard.hosts:
-                return
-            del self._handed[shard.in_flight.id]
-        whole = joined([shards[host] for host in range(0, shard.hosts, shard.alike)])
-        self._owner.heard(self, HandedOver(in_flight=whole))
 
 
 class RemoteInstance(InstanceProxy[GangWorker]):
@@ -302,7 +292,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             case _:
                 if (life := self._life) is None:
                     return
-                if fault := garbage.fault(item):
+                if fault := garbage_in(item):
                     self._unhealthy(life, f"it returned garbage: {fault}")
                 else:
                     life.heard(item)

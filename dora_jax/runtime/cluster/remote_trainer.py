@@ -194,7 +194,8 @@ class RemoteTrainer:
                 answers = self._brought().call(what)
             except GangDied:
                 continue
-            if len({_essence(answer) for answer in answers}) > 1:
+            said = {answer.digest if isinstance(answer, messages.StepFinished) else answer for answer in answers}
+            if len(said) > 1:
                 raise RuntimeError(f"the processes of the trainer disagree over {type(what).__name__}: {answers}")
             return answers[0]
 
@@ -268,10 +269,6 @@ class RemoteTrainer:
 def _restoring(step: Version, digests: Mapping[Version, Digests]) -> messages.RestoreCheckpoint:
     known = digests.get(step, Digests(0, 0, 0))
     return messages.RestoreCheckpoint(step=step, params=known.params, opt_state=known.opt_state)
-
-
-def _essence(answer: Any) -> Any:
-    return answer.digest if isinstance(answer, messages.StepFinished) else answer
 
 
 def digest_of(trainer: RemoteTrainer) -> int:
@@ -413,27 +410,22 @@ class RemoteCheckpoints:
             self._notify(f"the trainer did not finish with its checkpoint: {error}")
             return
         if all(isinstance(answer, Saved) for answer in answers):
-            self._take(answers)
+            # of all processes, which have computed the same
+            if len(set(answers)) > 1:
+                raise RuntimeError(f"the processes of the trainer disagree over SaveCheckpoint: {answers}")
+            saved = answers[0]
+            digests = Digests(params=saved.params, opt_state=saved.opt_state, rl_state=saved.rl_state)
+            self._trainer.digests[saved.version] = digests
+            self._saves.append((saved.version, digests))
         put = {answer.step: answer for answer in answers if isinstance(answer, messages.CheckpointFiles)}
         if len(put) == 1 and all(isinstance(answer, messages.CheckpointFiles) for answer in answers):
-            self._seal(answers[0].step, [answer.files for answer in answers])
-
-    def _take(self, answers: Sequence[Saved]) -> None:
-        """Of all processes, which have computed the same."""
-        if len(set(answers)) > 1:
-            raise RuntimeError(f"the processes of the trainer disagree over SaveCheckpoint: {answers}")
-        saved = answers[0]
-        digests = Digests(params=saved.params, opt_state=saved.opt_state, rl_state=saved.rl_state)
-        self._trainer.digests[saved.version] = digests
-        self._saves.append((saved.version, digests))
-
-    def _seal(self, step: Version, parts: Sequence[Any]) -> None:
-        """Beside the run; a store that fails is asked again with the next poll."""
-        if self._sealing is not None and not self._sealing.done():
-            return
-        self._heard()
-        if step not in self.steps():
-            self._sealing = self._pool.submit(self._finish, step, parts)
+            step = answers[0].step
+            # beside the run; a store that fails is asked again with the next poll
+            if self._sealing is not None and not self._sealing.done():
+                return
+            self._heard()
+            if step not in self.steps():
+                self._sealing = self._pool.submit(self._finish, step, [answer.files for answer in answers])
 
     def _finish(self, step: Version, parts: Sequence[Any]) -> None:
         self._stored.seal(step, parts)

@@ -22,8 +22,7 @@ from dora_jax.publish import HostWeights
 from dora_jax.rollout.migrate import HostKV, holders_alike
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader
-from dora_jax.runtime.cluster.heartbeat import ProcessStatus
+from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader, ProcessStatus
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.sample_transfer import (
     KVEndpoint,
@@ -157,59 +156,54 @@ class RolloutRole:
             self._status.busy = True
             for post in turn:
                 if isinstance(post, messages.HandOver):
-                    return self._leave()
-                self._do(post)
+                    self._sender.leave(self._hand_over)
+                    self._status.busy = False
+                    return
+                worker = self._worker
+                match post:
+                    case messages.UseWeights(version=version, drop=drop):
+                        worker.load(version, drop)
+                        if drop is not None:
+                            self._weights.weights.drop(drop)
+                            self._sender.forget(drop)
+                    case messages.StartSample(id=id, prompt=prompt, version=version, attempt=attempt):
+                        worker.submit(id, prompt, version, attempt)
+                    case messages.CancelSample(id=id, reason=reason):
+                        worker.cancel(id, reason)
+                    case messages.MoveSample(id=id, attempt=attempt):
+                        worker.move(id, self._target(post), attempt)
+                    case messages.FinishMove(in_flight=in_flight, src=src, attempt=attempt, number=number):
+                        worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
+                    case messages.ParkSample(id=id):
+                        worker.park(id)
+                    case messages.ResumeSample(in_flight=in_flight, number=number, attempt=attempt):
+                        worker.resume(
+                            self._kv.take(number) if number else self._sender.with_own_pages(in_flight), attempt
+                        )
+                    case messages.ForgetKept(id=id):
+                        worker.forget(id)
+                        self._sender.forget_sample(id)
+                    case messages.KnowSibling(id=id, tokens=tokens):
+                        worker.know(id, tokens)
+                    case messages.Rejoin():
+                        # another controller has come, and takes it for a new gang that has samples and weights from
+                        # before
+                        samples = self._sender.recall(self._worker.hand_over)  # the first process tells of all
+                        for version in tuple(self._engine.versions):
+                            self._engine.drop(version)
+                        holds = self._transfers.settle()
+                        self._link.rejoin()
+                        for sample in samples:
+                            self._link.send(sample)
+                        self._link.send(messages.Ready(holds=holds))
             if self._worker.busy:
                 self._worker.work()
             self._status.progress += 1
             self._status.busy = self._worker.busy
 
-    def _leave(self) -> None:
-        self._sender.leave(self._hand_over)
-        self._status.busy = False
-
     def _hand_over(self) -> None:
         self._worker.hand_over()
         self._free()
-
-    def _settle(self) -> None:
-        """Another controller has come, and takes it for a new gang that has samples and weights from before."""
-        samples = self._sender.recall(self._worker.hand_over)  # the first process tells of all
-        for version in tuple(self._engine.versions):
-            self._engine.drop(version)
-        holds = self._transfers.settle()
-        self._link.rejoin()
-        for sample in samples:
-            self._link.send(sample)
-        self._link.send(messages.Ready(holds=holds))
-
-    def _do(self, post: messages.GangCommand) -> None:
-        worker = self._worker
-        match post:
-            case messages.UseWeights(version=version, drop=drop):
-                worker.load(version, drop)
-                if drop is not None:
-                    self._weights.weights.drop(drop)
-                    self._sender.forget(drop)
-            case messages.StartSample(id=id, prompt=prompt, version=version, attempt=attempt):
-                worker.submit(id, prompt, version, attempt)
-            case messages.CancelSample(id=id, reason=reason):
-                worker.cancel(id, reason)
-            case messages.MoveSample(id=id, attempt=attempt):
-                worker.move(id, self._target(post), attempt)
-            case messages.FinishMove(in_flight=in_flight, src=src, attempt=attempt, number=number):
-                worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
-            case messages.ParkSample(id=id):
-                worker.park(id)
-            case messages.ResumeSample(in_flight=in_flight, number=number, attempt=attempt):
-                worker.resume(self._kv.take(number) if number else self._sender.with_own_pages(in_flight), attempt)
-            case messages.ForgetKept(id=id):
-                worker.forget(id)
-                self._sender.forget_sample(id)
-            case messages.KnowSibling(id=id, tokens=tokens):
-                worker.know(id, tokens)
-            case messages.Rejoin():
-                self._settle()
 
     def _target(self, move: messages.MoveSample) -> MoveTarget:
         if self._lends:

@@ -72,7 +72,10 @@ class ResultSender:
         if self._host:
             return
         if isinstance(item, Finished):
-            self._remember(item.sample)
+            now = time.monotonic()
+            self._finished.append((now, item.sample))
+            while not self._link.alone and self._finished[0][0] < now - UNHEARD_S:
+                self._finished.popleft()
         if self._recalled is None:
             self._link.send(item)
         elif isinstance(item, Waiting):  # what waits for its environment is told again once it goes on
@@ -116,12 +119,6 @@ class ResultSender:
             )
         )
         return without_pages(in_flight)
-
-    def _remember(self, sample: Sample) -> None:
-        now = time.monotonic()
-        self._finished.append((now, sample))
-        while not self._link.alone and self._finished[0][0] < now - UNHEARD_S:
-            self._finished.popleft()
 
 
 class MoveThroughController:
@@ -320,25 +317,20 @@ class TransferThreads:
                     self._weights.weights.drop(version)
                 case messages.FetchKV() | messages.StageKV() | messages.ReleaseKV() | messages.DropStagedKV():
                     if self._kv is not None:
-                        self._do_kv(self._kv, item)
+                        match item:
+                            case messages.FetchKV():
+                                self._link.send(self._kv.fetch(item))
+                            case messages.StageKV():
+                                self._link.send(self._kv.keep(item))
+                            case messages.ReleaseKV(number=number):
+                                self._kv.give_back(number)
+                            case messages.DropStagedKV(number=number):
+                                self._kv.leave(number)
                 case _:
                     if (fact := self._weights.execute(item)) is not None:
                         self._link.send(fact)
         except BaseException as error:  # a transfers that fell silent would only look slow: its process ends, its gang
             self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))
-
-    def _do_kv(
-        self, kv: KVEndpoint, item: messages.FetchKV | messages.StageKV | messages.ReleaseKV | messages.DropStagedKV
-    ) -> None:
-        match item:
-            case messages.FetchKV():
-                self._link.send(kv.fetch(item))
-            case messages.StageKV():
-                self._link.send(kv.keep(item))
-            case messages.ReleaseKV(number=number):
-                kv.give_back(number)
-            case messages.DropStagedKV(number=number):
-                kv.leave(number)
 
     def _written(self, version: Version) -> messages.Done | messages.CallDeclined:
         try:

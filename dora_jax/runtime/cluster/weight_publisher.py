@@ -176,7 +176,20 @@ class WeightPublisher:
     def tell(self, fact: Any) -> None:
         with self._lock:
             for each in self._publication.step(fact):
-                self._carry_out(each)
+                match each:
+                    case ex.Loaded(world=world, version=version):
+                        if then := self._then.pop((world, version), None):
+                            then()
+                    case ex.NotLoaded(world=world, version=version, reason=reason):
+                        self._then.pop((world, version), None)
+                        self._end(world, f"version {version} cannot be brought to it: {reason}")
+                    case ex.Broken(world=world, reason=reason):
+                        self._end(world, reason)
+                    case ex.Abort(world=world, key=key, reason=reason):
+                        self._notify(f"version {key.version} did not reach {world} at this attempt: {reason}")
+                        self._send(world, each)
+                    case _:
+                        self._send(each.world, each)
 
     # ------------------------------------------------------------ private
 
@@ -219,22 +232,6 @@ class WeightPublisher:
                 self.tell(ex.Stored(version=version, there=True))
         if not wanted:
             self.stored.drop(version)
-
-    def _carry_out(self, each: Any) -> None:
-        match each:
-            case ex.Loaded(world=world, version=version):
-                if then := self._then.pop((world, version), None):
-                    then()
-            case ex.NotLoaded(world=world, version=version, reason=reason):
-                self._then.pop((world, version), None)
-                self._end(world, f"version {version} cannot be brought to it: {reason}")
-            case ex.Broken(world=world, reason=reason):
-                self._end(world, reason)
-            case ex.Abort(world=world, key=key, reason=reason):
-                self._notify(f"version {key.version} did not reach {world} at this attempt: {reason}")
-                self._send(world, each)
-            case _:
-                self._send(each.world, each)
 
     def _send(self, world: str, command: Any) -> None:
         if gang := self._gangs.get(world):

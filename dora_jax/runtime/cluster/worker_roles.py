@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,8 +27,7 @@ from dora_jax.publish import HostWeights, Slices, same_types
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import home
-from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader
-from dora_jax.runtime.cluster.heartbeat import ProcessStatus
+from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader, ProcessStatus
 from dora_jax.runtime.cluster.lent_role import LentRole
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads
@@ -45,7 +44,7 @@ from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.types import ScoredGroup, Version
+from dora_jax.types import Version
 
 Restore = Callable[[Version, Tree, Tree], tuple[Tree, Tree]]  # (step, params, opt_state), the two as they lie
 
@@ -99,27 +98,22 @@ class TrainerRole:
             for call in turn:
                 match call:
                     case messages.HandOver():  # what waits for a later call asks the next gang
-                        return self._link.send(messages.HandOverDone(hosts=self._leave()))
+                        return self._link.send(
+                            messages.HandOverDone(hosts=1 if self._lent is None else self._lent.leave())
+                        )
                     case messages.Rejoin():
-                        self._settle()
+                        # another controller has come: it starts from a checkpoint, and asks for the steps since
+                        self._come_home()
+                        holds = self._transfers.settle()
+                        if self._checkpoints is not None:
+                            self._checkpoints.wait()
+                        self._cache.doubt()
+                        self._link.rejoin()
+                        self._link.send(messages.Ready(holds=holds))
                     case messages.Call(number=number, what=what):
                         self._link.send(messages.Answer(number=number, what=self._answer(what)))
                 self._status.progress += 1
             self._status.busy = False
-
-    def _leave(self) -> int:
-        """Hands over what samples it has; how many processes say so."""
-        return 1 if self._lent is None else self._lent.leave()
-
-    def _settle(self) -> None:
-        """Another controller has come: it starts from a checkpoint, and asks for the steps since."""
-        self._come_home()
-        holds = self._transfers.settle()
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-        self._cache.doubt()
-        self._link.rejoin()
-        self._link.send(messages.Ready(holds=holds))
 
     def _come_home(self) -> None:
         if self._lent is not None:
@@ -136,9 +130,22 @@ class TrainerRole:
             case messages.TrainGroups(base=base) | messages.FinishStep(base=base) if base != self._version:
                 raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
             case messages.TrainGroups(base=base, groups=groups):
-                self._learn(base, groups)
+                self._digest()  # while the weights are those of a version
+                began = self._cache.mid_step
+                if new := self._cache.new(base, groups):
+                    self._trainer.learn(self._pack(new, base), **({} if began else self._gap.among(new, base)))
             case messages.FinishStep(base=base):
-                return self._make(base)
+                if (known := self._cache.recall(base)) is not None:
+                    return known
+                metrics = self._trainer.finish()
+                made = messages.StepFinished(
+                    digest=digest(self._trainer.params),
+                    metrics={name: float(value) for name, value in metrics.items()},
+                    views=tuple(self._views.take(base + 1).values()),
+                    gaps=self._gaps.gaps(base + 1) if self._gaps else (),
+                )
+                self._cache.made(base, made)
+                return made
             case messages.PublishWeights(version=version) if version < self._held or self._cache.mid_step:
                 if version not in self._kept.versions:
                     raise RuntimeError(f"version {version} is asked for of a trainer that is beyond it")
@@ -192,25 +199,6 @@ class TrainerRole:
         if other := checkpoint.difference((what.params, what.opt_state, 0), (*map(digest, state), 0)):
             return messages.CallDeclined(error=other)
         return state
-
-    def _learn(self, base: Version, groups: Sequence[ScoredGroup]) -> None:
-        self._digest()  # while the weights are those of a version
-        began = self._cache.mid_step
-        if new := self._cache.new(base, groups):
-            self._trainer.learn(self._pack(new, base), **({} if began else self._gap.among(new, base)))
-
-    def _make(self, base: Version) -> messages.StepFinished:
-        if (known := self._cache.recall(base)) is not None:
-            return known
-        metrics = self._trainer.finish()
-        made = messages.StepFinished(
-            digest=digest(self._trainer.params),
-            metrics={name: float(value) for name, value in metrics.items()},
-            views=tuple(self._views.take(base + 1).values()),
-            gaps=self._gaps.gaps(base + 1) if self._gaps else (),
-        )
-        self._cache.made(base, made)
-        return made
 
     def _at_hand(self, version: Version) -> Tree | None:
         """The weights of a version that was published, if they are kept for the gap."""

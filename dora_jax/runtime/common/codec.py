@@ -85,7 +85,7 @@ class Codec:
         self._checks = {cls: tuple(self._check(hint) for hint in _hints(cls)) for cls in self._classes.values()}
 
     def encode(self, record: Any) -> bytes:
-        return _pack(self._row(record), self._row)
+        return msgpack.Packer(default=self._row, buf_size=BUFFER_BYTES).pack(self._row(record))
 
     def decode(self, data: bytes, upgrade: Callable[[Any], Any] | None = None) -> Any:
         """CodecError: the bytes are no record. upgrade: the row [class name, field, ...] of an older format ->
@@ -106,7 +106,12 @@ class Codec:
         if names is not None:
             return [type(value).__name__, *(getattr(value, name) for name in names)]
         if isinstance(value, np.ndarray):
-            return _extension(value)
+            name = NAMES.get(value.dtype)
+            if name is None or value.ndim > MAX_DIMENSIONS:
+                raise CodecError(f"an array of {value.dtype} with {value.ndim} dimensions cannot be written")
+            return msgpack.ExtType(
+                ARRAY, msgpack.Packer(default=None, buf_size=BUFFER_BYTES).pack([name, value.shape, value.tobytes()])
+            )
         raise CodecError(f"a {type(value).__name__} cannot be written: it is neither a record, an array nor plain data")
 
     def _record(self, row: Any) -> Any:
@@ -200,17 +205,6 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (int, float, str, bool):
         return value
     raise CodecError(f"a {type(value).__name__} stands where plain data is expected")
-
-
-def _extension(array: np.ndarray) -> msgpack.ExtType:
-    name = NAMES.get(array.dtype)
-    if name is None or array.ndim > MAX_DIMENSIONS:
-        raise CodecError(f"an array of {array.dtype} with {array.ndim} dimensions cannot be written")
-    return msgpack.ExtType(ARRAY, _pack([name, array.shape, array.tobytes()]))
-
-
-def _pack(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
-    return msgpack.Packer(default=default, buf_size=BUFFER_BYTES).pack(value)
 
 
 def _array_of(code: int, data: bytes) -> np.ndarray:

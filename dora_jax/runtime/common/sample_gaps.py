@@ -59,7 +59,12 @@ class SampleGaps:
         def watched(groups: Sequence[ScoredGroup], base: Version) -> Any:
             if base != self._base:  # a later part of a step meets other weights
                 self._base = base
-                found = self._look(groups, base)
+                before = self._weights.get(base - 1)
+                self._weights = {base: self._published(base)} | ({base - 1: before} if before is not None else {})
+                known = [(group, version) for group in groups if (version := self._comparable(group)) is not None]
+                n = min(len(known), max(1, len(groups) // LOOKED_AT))
+                turns = [known[(base * n + i) % len(known)] for i in range(n)]
+                found = tuple(gap for group, version in turns for gap in self._of(group, version))
                 with self._lock:
                     self._seen[base + 1] = found
             return pack(groups, base)
@@ -73,14 +78,6 @@ class SampleGaps:
         return found
 
     # ------------------------------------------------------------ private
-
-    def _look(self, groups: Sequence[ScoredGroup], base: Version) -> tuple[SampleGap, ...]:
-        before = self._weights.get(base - 1)
-        self._weights = {base: self._published(base)} | ({base - 1: before} if before is not None else {})
-        known = [(group, version) for group in groups if (version := self._comparable(group)) is not None]
-        n = min(len(known), max(1, len(groups) // LOOKED_AT))
-        turns = [known[(base * n + i) % len(known)] for i in range(n)]
-        return tuple(gap for group, version in turns for gap in self._of(group, version))
 
     def _comparable(self, group: ScoredGroup) -> Version | None:
         """The newest version with tokens in the group whose weights are here."""

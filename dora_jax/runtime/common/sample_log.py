@@ -205,15 +205,13 @@ class SampleLog:
         """gap: log-prob of the trainer - of the engine, nats; null where the policy did not sample the token."""
         gap = view.logprobs.astype(np.float64) - sample.logprobs
         columns = {"advantage": view.advantages, "logprob": sample.logprobs, "gap": gap}
-        return {"text": self._pieces(sample.out_ids.tolist()[:SHOWN_TOKENS])} | {
-            name: [round(float(x), DIGITS) if np.isfinite(x) else None for x in values[:SHOWN_TOKENS]]
-            for name, values in columns.items()
-        }
-
-    def _pieces(self, ids: list[int]) -> list[str]:
-        """The text of each token."""
+        ids = sample.out_ids.tolist()[:SHOWN_TOKENS]
+        # the text of each token
         pieces = []
         for i in range(len(ids)):
             before = ids[max(0, i - CONTEXT) : i]
             pieces.append(self._decode([*before, ids[i]])[len(self._decode(before)) :])
-        return pieces
+        return {"text": pieces} | {
+            name: [round(float(x), DIGITS) if np.isfinite(x) else None for x in values[:SHOWN_TOKENS]]
+            for name, values in columns.items()
+        }

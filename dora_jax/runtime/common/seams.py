@@ -240,12 +240,8 @@ class Environments(Protocol):
     def close(self) -> None: ...
 
 
-class StageWorker(Protocol):
-    """A stage with a thread of its own, here or elsewhere."""
-
-    def start(self) -> None: ...
-
-    def stop(self, timeout_s: float = ...) -> None: ...
+class PostedWorker(Protocol):
+    """A worker whose methods are called by posts."""
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         """Calls a method of this worker on its own thread, in the order of the posts."""
@@ -259,11 +255,16 @@ class StageWorker(Protocol):
         """A few words for a diagnosis."""
 
 
-class RolloutWorker(StageWorker, Protocol):
-    """One instance. A command of the orchestrator is one post; every one but `load` names one sample."""
+class StageWorker(PostedWorker, Protocol):
+    """A stage with a thread of its own, here or elsewhere."""
 
-    @property
-    def instance(self) -> InstanceId: ...
+    def start(self) -> None: ...
+
+    def stop(self, timeout_s: float = ...) -> None: ...
+
+
+class SampleWorker(PostedWorker, Protocol):
+    """An instance, or one life of it. A command of the orchestrator is one post; every one but `load` names one sample."""
 
     @property
     def life(self) -> int:
@@ -295,6 +296,13 @@ class RolloutWorker(StageWorker, Protocol):
     def pause(self) -> None: ...
 
     def unpause(self) -> None: ...
+
+
+class RolloutWorker(StageWorker, SampleWorker, Protocol):
+    """One instance."""
+
+    @property
+    def instance(self) -> InstanceId: ...
 
     def lend(self, version: Version) -> None:
         """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or InstanceDown."""

@@ -141,14 +141,11 @@ class GuardedWorld:
     def events(self) -> Iterator[ev.Event]:
         self._guard.look()
         for event in self._world.events():
-            if _moves(event):
+            if not isinstance(event, ev.TimePassed) and not (
+                isinstance(event, ev.InstanceReported) and not event.tokens
+            ):
                 self._guard.moved()
             yield event
 
     def execute(self, command: ev.Command) -> None:
         self._world.execute(command)
-
-
-def _moves(event: ev.Event) -> bool:
-    """The clock goes on, and an instance reports, whether or not anything moves."""
-    return not isinstance(event, ev.TimePassed) and not (isinstance(event, ev.InstanceReported) and not event.tokens)

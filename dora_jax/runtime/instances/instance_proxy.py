@@ -24,53 +24,22 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.common.seams import Outbox
-from dora_jax.runtime.common.worker import HandedOver, InstanceReady
+from dora_jax.runtime.common.seams import Outbox, SampleWorker
+from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Parked, Waiting
+from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 LOST = "its instance is lost"
+MAX_LOGPROB = 0.01  # rounding may lift one over 0
+NOT_FINITE = "its log-probs are not finite"
 
 
-class Life(Protocol):
-    """The worker of one life: an engine's thread here, or the messages to a gang."""
-
-    @property
-    def life(self) -> int: ...
-
-    @property
-    def wait_s(self) -> float: ...
-
-    @property
-    def state(self) -> str: ...
-
-    def post(self, call: Callable[..., None], *args: Any) -> None: ...
-
-    def load(self, version: Version, drop: Version | None) -> None: ...
-
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None: ...
-
-    def cancel(self, sample: SampleId, reason: str) -> None: ...
-
-    def park(self, sample: SampleId) -> None: ...
-
-    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
-
-    def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
-        """dst: the Destination of the move."""
+class Life(SampleWorker, Protocol):
+    """The worker of one life: an engine's thread here, or the messages to a gang. `move` takes the Destination of the move,
+    `forward` the ForwardTarget of the episode."""
 
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
         """in_flight: what `move` of the source's life gave to the Destination."""
-
-    def forward(self, in_flight: InFlightSample, dst: Any, attempt: int) -> None:
-        """dst: the ForwardTarget of the episode."""
-
-    def forget(self, sample: SampleId) -> None: ...
-
-    def know(self, sample: SampleId, tokens: np.ndarray) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def unpause(self) -> None: ...
 
 
 AnyLife = TypeVar("AnyLife", bound=Life)
@@ -273,3 +242,32 @@ class Destination(Generic[AnyLife]):
     def deliver(self, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
         """False: the sample does not arrive as it left: one of the two lives is over."""
         return self._src.left(self._source, id) and self._dst.take(self.life, id, in_flight, src, attempt)
+
+
+def garbage_in(item: Any, vocab_size: int | None = None) -> str | None:
+    """What is wrong with the sampled tokens of a record; None: nothing, or it carries none. What an environment said is not
+    looked at: it is no instance's fault. vocab_size: None where it is not known."""
+    match item:
+        case Finished(sample=sample):
+            found = _fault(sample.out_ids, sample.logprobs, sample.mask, vocab_size)
+            return found or (NOT_FINITE if sample.finish == "error" else None)
+        case Partial():
+            return _fault(item.out_ids, item.logprobs, None, vocab_size)
+        case Waiting(in_flight=held) | Parked(in_flight=held):
+            return _fault(held.out_ids, held.logprobs, held.mask, vocab_size)
+    return None
+
+
+def _fault(out_ids: np.ndarray, logprobs: np.ndarray, mask: np.ndarray | None, vocab_size: int | None) -> str | None:
+    """mask: bool[U], False where an environment said the token; None: all of them were sampled."""
+    if len(out_ids) != len(logprobs):
+        return f"{len(out_ids)} tokens have {len(logprobs)} log-probs"
+    if mask is not None:
+        out_ids, logprobs = out_ids[mask], logprobs[mask]
+    if not len(out_ids):
+        return None
+    if out_ids.min() < 0 or (vocab_size is not None and out_ids.max() >= vocab_size):
+        return f"token {out_ids.max() if out_ids.min() >= 0 else out_ids.min()} of {vocab_size}"
+    if not np.isfinite(logprobs).all():
+        return NOT_FINITE
+    return f"a log-prob of {logprobs.max()}" if logprobs.max() > MAX_LOGPROB else None

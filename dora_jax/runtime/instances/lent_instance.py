@@ -3,7 +3,7 @@
 `LentInstance` is a LocalInstance that begins no life by itself. Lend begins one: the engine, which keeps its
 programs, takes the weights of the version that is named. Return ends it: its samples leave with their KV, and the
 weights go. The trainer's state stays on its devices, which then hold the memory of both sides, or is in host memory
-meanwhile (lent_state.py), as `trainer.lent_memory` says; the pages of the KV go with the weights then. Laws: every
+meanwhile (LentState), as `trainer.lent_memory` says; the pages of the KV go with the weights then. Laws: every
 Lend is answered by InstanceUp or InstanceDown, and every Return by InstanceDown; a life that dies gives the devices
 back.
 """
@@ -14,18 +14,70 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import RolloutEngine, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, HandedOver
-from dora_jax.runtime.instances.lent_state import LentState
 from dora_jax.runtime.instances.supervised_worker import EngineLife, LocalInstance
-from dora_jax.types import Version
+from dora_jax.types import InstanceId, Version
 
 RETURNED = "its devices are the trainer's again"
+
+
+class MovableState(Protocol):
+    """trainer.step.Trainer."""
+
+    def to_host(self) -> None: ...
+
+    def to_devices(self) -> None: ...
+
+
+class LentState:
+    """The trainer's state while its devices are lent: in host memory from the first Lend to the last return.
+
+    first instance: to_host -> weights, pages ... last instance: no weights, no pages -> to_devices -> the next batch
+
+    Any thread may use it; the state moves on that thread. Laws: the state is off the devices before an instance takes
+    their memory; it is back on them before the trainer takes a batch, whatever became of the instance; compiled programs
+    stay."""
+
+    def __init__(self, trainer: MovableState):
+        self._trainer = trainer
+        self._here = True  # on the devices
+        self._lent: set[InstanceId] = set()
+        self._changed = threading.Condition()
+
+    def lend(self, instance: InstanceId) -> None:
+        """The instance is about to take the devices' memory."""
+        with self._changed:
+            if self._here:
+                self._trainer.to_host()
+                self._here = False
+            self._lent.add(instance)
+
+    def give_back(self, instance: InstanceId) -> None:
+        """The instance has freed what it took, or never took any. On return the state is on the devices, unless another
+        instance has them."""
+        with self._changed:
+            self._lent.discard(instance)
+            self._changed.notify_all()
+            self._bring()
+
+    def come_home(self) -> None:
+        """Returns when the state is on the devices."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lent)
+            self._bring()
+
+    # ------------------------------------------------------------ private
+
+    def _bring(self) -> None:
+        if not self._lent and not self._here:
+            self._trainer.to_devices()
+            self._here = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, Parked, Waiting, Worker
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.types import InstanceId, Prompt, Sample, SampleId, Version, is_served
+from dora_jax.types import InstanceId, Prompt, SampleId, Version, is_served
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
 SKEW = 1.0  # nats a token, of the fault of that name
@@ -246,7 +246,16 @@ class EngineWorker(Worker):
         self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
             self._forget(sample.id)
-            self.outbox.put(Finished(sample=self._told_wrong(sample), instance=self.instance, life=self.life))
+            # the sample as a fault that a test asks for makes the engine tell it (fault_injection.py)
+            self._skewed |= armed("rollout.skew")
+            off = np.nan if armed("rollout.nan") else SKEW if self._skewed else 0.0
+            self.outbox.put(
+                Finished(
+                    sample=dataclasses.replace(sample, logprobs=sample.logprobs - np.float32(off)) if off else sample,
+                    instance=self.instance,
+                    life=self.life,
+                )
+            )
         for in_flight in result.waiting:
             attempt = self._attempts.get(in_flight.id, 0)
             self._report_rest(in_flight)
@@ -257,27 +266,18 @@ class EngineWorker(Worker):
         now = time.monotonic()
         if now - self._reported_s >= self._report_s:
             self._reported_s = now
-            self._say_how_far(now, result.free_pages)
+            progress, took = {}, _Decoding()
+            if self._grew and now - self._progressed_s >= self._progress_s:
+                self._progressed_s, self._grew = now, False
+                progress = self._progress
+                took, self._decoding = self._decoding, took
+            report = ev.InstanceReported.of(self.instance, result.free_pages, progress, self.life, **took.said())
+            self.outbox.put(report)
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
             for sample_id in self._grown:
                 self._grow(sample_id)
             self._grown.clear()
-
-    def _told_wrong(self, sample: Sample) -> Sample:
-        """The sample as a fault that a test asks for makes the engine tell it (fault_injection.py)."""
-        self._skewed |= armed("rollout.skew")
-        off = np.nan if armed("rollout.nan") else SKEW if self._skewed else 0.0
-        return dataclasses.replace(sample, logprobs=sample.logprobs - np.float32(off)) if off else sample
-
-    def _say_how_far(self, now: float, free_pages: int) -> None:
-        progress, took = {}, _Decoding()
-        if self._grew and now - self._progressed_s >= self._progress_s:
-            self._progressed_s, self._grew = now, False
-            progress = self._progress
-            took, self._decoding = self._decoding, took
-        report = ev.InstanceReported.of(self.instance, free_pages, progress, self.life, **took.said())
-        self.outbox.put(report)
 
     def _import(self, in_flight: InFlightSample, attempt: int) -> None:
         self.engine.import_(in_flight)

@@ -18,8 +18,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, Finished, Job, Waiting
-from dora_jax.runtime.instances import garbage
-from dora_jax.runtime.instances.instance_proxy import InstanceProxy
+from dora_jax.runtime.instances.instance_proxy import InstanceProxy, garbage_in
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.types import InstanceId, Version
 
@@ -114,7 +113,7 @@ class LocalInstance(InstanceProxy["EngineLife"]):
         if isinstance(item, Crashed):
             self._over(life, f"{type(item.error).__name__}: {item.error}", item.error)
             return
-        fault = garbage.fault(item, self._restart.vocab_size)
+        fault = garbage_in(item, self._restart.vocab_size)
         if fault:
             self._over(life, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
             return

@@ -200,11 +200,30 @@ class EventLog:
         try:
             if self._syncing is not None and self._syncing.done():
                 self._end_sync()
-            self._write()
+            if self._buffer or self._degraded_since is not None:
+                self._log.append(frames(self._buffer, self._segment, self._index))
+                self._index += len(self._buffer)
+                self._unsynced = True
+                self.commits += 1
+                if self._rotation is not None:
+                    self._rotation.late += self._buffer
+                    self._rotation.late_bytes += self._bytes
+                    if self._rotation.late_bytes > MAX_BACKLOG_BYTES:
+                        self._drop_rotation(f"{self._rotation.late_bytes >> 20} MiB were written meanwhile")
+                self._buffer.clear()
+                self._bytes = 0
             if sync or not self._sync_s or not self._log.lasting or self._degraded_since is not None:
-                self._make_durable()
-            elif due:
-                self._begin_sync()
+                # blocks until everything that was written is durable
+                self._end_sync()
+                self._synced_s, self._unsynced = time.monotonic(), False
+                try:
+                    self._log.sync()
+                except OSError:
+                    self._unsynced = True
+                    raise
+            elif due and (self._syncing is None or self._syncing.done()):
+                self._end_sync()  # else the disk is slow: the next sync covers what is written meanwhile
+                self.sync_soon()
         except OSError as error:
             self._refused(error)
             return False
@@ -254,37 +273,6 @@ class EventLog:
     def _following(self) -> int:
         """The number of the next segment."""
         return max((number for number in self._log.segments() if number < MAX_SEGMENT), default=0) + 1
-
-    def _write(self) -> None:
-        if not self._buffer and self._degraded_since is None:
-            return
-        self._log.append(frames(self._buffer, self._segment, self._index))
-        self._index += len(self._buffer)
-        self._unsynced = True
-        self.commits += 1
-        if self._rotation is not None:
-            self._rotation.late += self._buffer
-            self._rotation.late_bytes += self._bytes
-            if self._rotation.late_bytes > MAX_BACKLOG_BYTES:
-                self._drop_rotation(f"{self._rotation.late_bytes >> 20} MiB were written meanwhile")
-        self._buffer.clear()
-        self._bytes = 0
-
-    def _make_durable(self) -> None:
-        """Blocks until everything that was written is durable."""
-        self._end_sync()
-        self._synced_s, self._unsynced = time.monotonic(), False
-        try:
-            self._log.sync()
-        except OSError:
-            self._unsynced = True
-            raise
-
-    def _begin_sync(self) -> None:
-        if self._syncing is not None and not self._syncing.done():
-            return  # the disk is slow: the next sync covers what is written meanwhile
-        self._end_sync()
-        self.sync_soon()
 
     def _end_sync(self) -> None:
         """Raises what the last sync on the other thread failed of."""

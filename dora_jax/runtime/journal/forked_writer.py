@@ -15,7 +15,6 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
 
 FIRST_FD = 3  # behind stdin, stdout and stderr
 
@@ -50,21 +49,17 @@ def fork(work: Callable[[], None]) -> Child:
             )  # it is about children that go on with locks of lost threads: this one takes none
             pid = os.fork()
         if not pid:
-            _work(work)
+            # runs in the child
+            code = 1
+            try:
+                gc.disable()  # a collection would copy every page
+                os.closerange(FIRST_FD, os.sysconf("SC_OPEN_MAX"))
+                work()
+                code = 0
+            except BaseException:  # the child must not go on from here: its exit code tells the parent
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(code)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return Child(pid)
-
-
-def _work(work: Callable[[], None]) -> NoReturn:
-    """Runs in the child."""
-    code = 1
-    try:
-        gc.disable()  # a collection would copy every page
-        os.closerange(FIRST_FD, os.sysconf("SC_OPEN_MAX"))
-        work()
-        code = 0
-    except BaseException:  # the child must not go on from here: its exit code tells the parent
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(code)

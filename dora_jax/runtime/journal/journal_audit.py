@@ -18,7 +18,7 @@ from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore, LogStore, ObjectLogStore
 from dora_jax.runtime.journal.object_storage import opened
 from dora_jax.runtime.journal.records import Batch, Entry, Fact, reader
-from dora_jax.runtime.journal.recovery import ReplayedState, replay
+from dora_jax.runtime.journal.recovery import replay
 from dora_jax.types import GroupId, SampleId, is_training, issued_first_as
 
 
@@ -74,30 +74,13 @@ def audit(folder: Path | str) -> Audit:
                     ends[group_id] = "filtered"
                 case ev.GroupFailed(group_id=group_id, reason=reason) if is_training(group_id):
                     ends[group_id] = reason
-    return _balance(len(numbers), end, finished, ends)
-
-
-def entries(records: Sequence[bytes]) -> list[Entry]:
-    """What a segment's batches hold, in order."""
-    read = reader(records[0])
-    batches = [record for record in map(read, records) if isinstance(record, Batch)]
-    return [entry for batch in batches for entry in batch.entries]
-
-
-def facts(records: Sequence[bytes]) -> list[Fact]:
-    return [entry for entry in entries(records) if isinstance(entry, Fact)]
-
-
-def _balance(
-    segments: int, end: ReplayedState, finished: collections.Counter[SampleId], ends: dict[GroupId, str]
-) -> Audit:
     state = end.orchestrator.state
     trained = collections.Counter(group.group_id for step in end.steps for group in step.groups)
     live = set(state.ledger.live) | set(state.redo)
     issued = {g for g in range(max(state.cursors.values())) if g < state.cursors[state.config.task(g)]}
     reasons = collections.Counter(reason for reason in ends.values() if reason != "filtered")
     return Audit(
-        segments=segments,
+        segments=len(numbers),
         issued=len(issued),
         trained=len(trained),
         filtered=sum(reason == "filtered" for reason in ends.values()),
@@ -110,3 +93,14 @@ def _balance(
         epochs=end.epoch + 1,
         weights=len({step.published.digest for step in end.steps}),
     )
+
+
+def entries(records: Sequence[bytes]) -> list[Entry]:
+    """What a segment's batches hold, in order."""
+    read = reader(records[0])
+    batches = [record for record in map(read, records) if isinstance(record, Batch)]
+    return [entry for batch in batches for entry in batch.entries]
+
+
+def facts(records: Sequence[bytes]) -> list[Fact]:
+    return [entry for entry in entries(records) if isinstance(entry, Fact)]

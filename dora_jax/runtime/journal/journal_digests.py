@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import CodecError
@@ -64,13 +63,9 @@ def _known(records: Sequence[bytes], version: Version) -> tuple[int | None, int 
                 published |= {int(at): each.digest for at, each in item.digests.items()}
             case Batch(entries=entries):
                 for entry in entries:
-                    _note(entry, saved, published)
+                    match entry:
+                        case Saved(version=at, params=digest):
+                            saved[at] = digest
+                        case Fact(event=ev.StepPublished(version=at), payload=Published(digest=digest)):
+                            published[at] = digest
     return saved.get(version), published.get(version)
-
-
-def _note(entry: Any, saved: dict[Version, int], published: dict[Version, int]) -> None:
-    match entry:
-        case Saved(version=at, params=digest):
-            saved[at] = digest
-        case Fact(event=ev.StepPublished(version=at), payload=Published(digest=digest)):
-            published[at] = digest

@@ -76,11 +76,32 @@ class JournaledWorld:
 
     def events(self) -> Iterator[ev.Event]:
         if self._journal.rotating:
-            self._end_rotation()
+            number = self._journal.rotated()
+            if number is not None:
+                self.payloads.prune_groups(self._orchestrator.state)
+                self._began(number, self._rotation_base)
         elif self._rotate_due and not self._held:
             self.rotate()
         if self._journal.holds or not self._held:
-            self._take_in()
+            # takes one batch of the world's facts into the journal
+            try:
+                for event in self._world.events():
+                    self._entries.append(Fact(event=event, payload=self._payload_of(event)))
+            finally:  # what a stage reported before another one raised
+                entries, self._entries = self._entries, []
+                for batch in batches(entries):
+                    self._journal.append(CODEC.encode(batch))
+                kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
+                now = time.monotonic()
+                if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
+                    self._committed_s = now
+                    point("journal.before_commit")
+                    if ev.StepPublished in kinds:
+                        self._journal.wait_synced()
+                    self._journal.commit(urgent=ev.StepPublished in kinds)
+                    point("journal.after_commit")
+                if entries:
+                    self._held.append(entries)
         if self._journal.holds or not self._held:
             return
         for entry in self._held.popleft():
@@ -137,39 +158,9 @@ class JournaledWorld:
 
     # ------------------------------------------------------------ private
 
-    def _take_in(self) -> None:
-        """Takes one batch of the world's facts into the journal."""
-        try:
-            for event in self._world.events():
-                self._entries.append(Fact(event=event, payload=self._payload_of(event)))
-        finally:  # what a stage reported before another one raised
-            entries, self._entries = self._entries, []
-            self._write(entries)
-            if entries:
-                self._held.append(entries)
-
-    def _end_rotation(self) -> None:
-        number = self._journal.rotated()
-        if number is not None:
-            self.payloads.prune_groups(self._orchestrator.state)
-            self._began(number, self._rotation_base)
-
     def _began(self, number: int, base: Version) -> None:
         self._own += 1
         self.segments[number] = base
-
-    def _write(self, entries: list[Entry]) -> None:
-        for batch in batches(entries):
-            self._journal.append(CODEC.encode(batch))
-        kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
-        now = time.monotonic()
-        if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
-            self._committed_s = now
-            point("journal.before_commit")
-            if ev.StepPublished in kinds:
-                self._journal.wait_synced()
-            self._journal.commit(urgent=ev.StepPublished in kinds)
-            point("journal.after_commit")
 
     def _hear(self, item: Any) -> None:
         match item:

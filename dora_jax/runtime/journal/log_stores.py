@@ -21,7 +21,7 @@ import signal
 import tempfile
 import zlib
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import tensorstore
 
@@ -40,44 +40,10 @@ class JournalError(RuntimeError):
     """The journal can no longer keep its promise."""
 
 
-class LogStore(Protocol):
-    """Keeps segments, for one writer."""
-
-    lasting: bool  # appended bytes outlive this process before they are synced; else `append` takes long, and syncs
-
-    def segments(self) -> list[int]:
-        """Numbers of the segments that are there, oldest first."""
-
-    def read(self, segment: int) -> bytes:
-        """The bytes that were written to a segment, perhaps with a torn end."""
-
-    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
-        """Begins a new last segment with this content: durable, whole or not at all. `staged`: the content follows the
-        head that `stage` has brought."""
-
-    def head(self, segment: int) -> Path:
-        """The file in which the head of a segment to come is written. It is not yet part of the log."""
-
-    def stage(self, segment: int) -> None:
-        """Brings that file to where `begin` needs it. May take long; may run beside `append`."""
-
-    def append(self, data: bytes) -> None:
-        """Adds to the last segment, behind the bytes that a failed sync has left in doubt. OSError: nothing was
-        added."""
-
-    def sync(self) -> None:
-        """Makes durable what had been appended; may run beside `append`. OSError: it is in doubt."""
-
-    def drop(self, segment: int) -> None:
-        """Forgets an old segment."""
-
-    def close(self) -> None: ...
-
-
 class FileLogStore:
-    """`LogStore` in a folder. `read_only`: another process may be writing it. JournalError: another run writes it."""
+    """Keeps segments in a folder, for one writer. `read_only`: another process may be writing it. JournalError: another run writes it."""
 
-    lasting = True
+    lasting = True  # appended bytes outlive this process before they are synced; else `append` takes long, and syncs
 
     def __init__(self, directory: str | os.PathLike, read_only: bool = False):
         self._dir = Path(directory)
@@ -97,19 +63,24 @@ class FileLogStore:
                     part.unlink()
 
     def segments(self) -> list[int]:
+        """Numbers of the segments that are there, oldest first."""
         names = (path.stem for path in self._dir.glob("*.log") if path.stem.isascii() and path.stem.isdigit())
         return sorted(int(name) for name in names if int(name) and name == self._path(int(name)).stem)
 
     def read(self, segment: int) -> bytes:
+        """The bytes that were written to a segment, perhaps with a torn end."""
         return self._path(segment).read_bytes()
 
     def head(self, segment: int) -> Path:
+        """The file in which the head of a segment to come is written. It is not yet part of the log."""
         return self._path(segment).with_suffix(f".{os.getpid()}.part")
 
     def stage(self, segment: int) -> None:
-        """The head is written where it belongs."""
+        """Brings the file of the head to where `begin` needs it: it is there. Elsewhere it may take long, beside `append`."""
 
     def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
+        """Begins a new last segment with this content: durable, whole or not at all. `staged`: the content follows the
+        head that `stage` has brought."""
         path, part = self._path(segment), self.head(segment)
         try:
             how = os.O_APPEND if staged else os.O_CREAT | os.O_TRUNC
@@ -133,8 +104,14 @@ class FileLogStore:
         point("journal.after_segment")
 
     def append(self, data: bytes) -> None:
+        """Adds to the last segment, behind the bytes that a failed sync has left in doubt. OSError: nothing was
+        added."""
         if self._doubtful:
-            self._write_again()
+            # after a failed sync the kernel may have forgotten pages that it could not write
+            recent = b"".join(self._recent)
+            self._cut(self._size - len(recent))
+            write_all(self._file, recent)
+            self._doubtful = False
         try:
             if armed("journal.half_commit"):
                 write_all(self._file, data[: len(data) // 2 + 1])
@@ -147,6 +124,7 @@ class FileLogStore:
         self._recent.append(data)
 
     def sync(self) -> None:
+        """Makes durable what had been appended; may run beside `append`. OSError: it is in doubt."""
         if self._doubtful:
             raise OSError("what was written before is not on the disk")
         covered = len(self._recent)
@@ -158,6 +136,7 @@ class FileLogStore:
         del self._recent[:covered]
 
     def drop(self, segment: int) -> None:
+        """Forgets an old segment."""
         with contextlib.suppress(IsADirectoryError):  # no run has made that one: it stays
             self._path(segment).unlink()
 
@@ -183,20 +162,13 @@ class FileLogStore:
     def _path(self, segment: int) -> Path:
         return self._dir / f"{segment:06d}.log"
 
-    def _write_again(self) -> None:
-        """After a failed sync the kernel may have forgotten pages that it could not write."""
-        recent = b"".join(self._recent)
-        self._cut(self._size - len(recent))
-        write_all(self._file, recent)
-        self._doubtful = False
-
     def _cut(self, size: int) -> None:
         os.ftruncate(self._file, size)
         os.lseek(self._file, size, os.SEEK_SET)
 
 
 class ObjectLogStore:
-    """`LogStore` over a key-value store. `read_only`: another process may be writing it."""
+    """As FileLogStore, over a key-value store. `read_only`: another process may be writing it."""
 
     lasting = False
 
@@ -210,7 +182,12 @@ class ObjectLogStore:
         self._next = 0
         self._done = self._tried = 0  # bytes of the append that was refused: put, and put or perhaps put
         if self._folders and not read_only:
-            self._seal(self._folders[max(self._folders)])
+            folder = self._folders[max(self._folders)]
+            # puts an empty object where the writer of the segment would put its next one
+            while keys := self._keys(folder):
+                if self._try(f"{folder}/{len(keys):06d}", b"", ABSENT):
+                    return
+            raise JournalError(f"the manifest names {folder}, which is not there")
 
     def segments(self) -> list[int]:
         return sorted(self._folders)
@@ -266,20 +243,15 @@ class ObjectLogStore:
         there = {key.decode() for key in self._answer(self._store.list(within))}
         return list(itertools.takewhile(there.__contains__, (f"{folder}/{n:06d}" for n in itertools.count())))
 
-    def _seal(self, folder: str) -> None:
-        """Puts an empty object where the writer of the segment would put its next one."""
-        while keys := self._keys(folder):
-            if self._try(f"{folder}/{len(keys):06d}", b"", ABSENT):
-                return
-        raise JournalError(f"the manifest names {folder}, which is not there")
-
     def _name(self, folders: dict[int, str]) -> None:
         """Puts the manifest, if the one that is there is still the one that was read or written last."""
         if self._unanswered:
             found = self._answer(self._store.read(MANIFEST))
             if found.value == self._unanswered:
                 self._generation = found.stamp.generation
-        self._unanswered = _manifest(folders)
+        names = {str(number): folder for number, folder in folders.items()}
+        content = {"format": MANIFEST_FORMAT, "segments": names}
+        self._unanswered = json.dumps({**content, "crc32": _checksum(content)}).encode()
         self._generation = self._put(MANIFEST, self._unanswered, self._generation)
         self._unanswered, self._folders = b"", folders
 
@@ -311,6 +283,9 @@ class ObjectLogStore:
                 self._answer(self._store.write(key, None))
 
 
+LogStore = FileLogStore | ObjectLogStore
+
+
 def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -323,12 +298,6 @@ def write_all(fd: int, data: bytes) -> None:
 def _folder(segment: int) -> str:
     """The folder of a new segment. The manifest does not name it yet."""
     return f"{segment:06d}-{os.urandom(4).hex()}"
-
-
-def _manifest(folders: dict[int, str]) -> bytes:
-    names = {str(number): folder for number, folder in folders.items()}
-    content = {"format": MANIFEST_FORMAT, "segments": names}
-    return json.dumps({**content, "crc32": _checksum(content)}).encode()
 
 
 def _folders(data: bytes) -> dict[int, str]:

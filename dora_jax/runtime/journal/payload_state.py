@@ -45,7 +45,17 @@ class PayloadState:
         """`state`: the orchestrator's, before it steps the event. Returns the step that ended, and forgets its
         groups."""
         if isinstance(entry, Partial):
-            self._grow(entry, state)
+            if state.unit(entry.id) is not None:  # else the sample ended while its tokens were on the way
+                chunks = self.partial.setdefault(entry.id, [])
+                while chunks and chunks[-1].start >= entry.start:
+                    chunks.pop()  # reported again: the sample moved, or went on from fewer tokens than were recorded
+                if chunks and _end(chunks[-1]) > entry.start:
+                    chunk = chunks[-1]
+                    n = entry.start - chunk.start
+                    chunks[-1] = dataclasses.replace(chunk, out_ids=chunk.out_ids[:n], logprobs=chunk.logprobs[:n])
+                if (_end(chunks[-1]) if chunks else 0) != entry.start:
+                    raise RuntimeError(f"tokens of {entry.id} are missing in front of {entry.start}")
+                chunks.append(entry)
             return None
         if isinstance(entry, Saved):
             self.saved[entry.version] = entry
@@ -59,7 +69,10 @@ class PayloadState:
             case ev.GroupScored(group_id=group_id, trainable=trainable):
                 done = self.samples.pop(group_id)
                 if trainable or is_eval(group_id):
-                    self._scored(group_id, done, _payload(entry, ScoredGroup))
+                    group = dataclasses.replace(
+                        _payload(entry, ScoredGroup), samples=tuple(done[i] for i in sorted(done))
+                    )
+                    (self.evaluated if is_eval(group_id) else self.scored)[group_id] = group
             case ev.GroupFailed(group_id=group_id):
                 self.samples.pop(group_id, None)
             case ev.StepPublished(version=version):
@@ -162,22 +175,6 @@ class PayloadState:
         chunks = self.partial.get(id, [])
         return [] if any(chunk.kind == REWRITTEN for chunk in chunks) else chunks
 
-    def _grow(self, chunk: Partial, state: State) -> None:
-        if state.unit(chunk.id) is None:
-            return  # the sample ended while its tokens were on the way
-        chunks = self.partial.setdefault(chunk.id, [])
-        while chunks and chunks[-1].start >= chunk.start:
-            chunks.pop()  # reported again: the sample moved, or went on from fewer tokens than were recorded
-        if chunks and _end(chunks[-1]) > chunk.start:
-            chunks[-1] = _shortened(chunks[-1], chunk.start)
-        if (_end(chunks[-1]) if chunks else 0) != chunk.start:
-            raise RuntimeError(f"tokens of {chunk.id} are missing in front of {chunk.start}")
-        chunks.append(chunk)
-
-    def _scored(self, group_id: GroupId, done: dict[int, Sample], scores: ScoredGroup) -> None:
-        group = dataclasses.replace(scores, samples=tuple(done[i] for i in sorted(done)))
-        (self.evaluated if is_eval(group_id) else self.scored)[group_id] = group
-
 
 P = TypeVar("P", Sample, ScoredGroup, Published)
 
@@ -190,8 +187,3 @@ def _payload(fact: Fact, kind: type[P]) -> P:
 
 def _end(chunk: Partial) -> int:
     return chunk.start + len(chunk.out_ids)
-
-
-def _shortened(chunk: Partial, stop: int) -> Partial:
-    n = stop - chunk.start
-    return dataclasses.replace(chunk, out_ids=chunk.out_ids[:n], logprobs=chunk.logprobs[:n])

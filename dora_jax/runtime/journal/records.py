@@ -123,28 +123,26 @@ def upgrade(row: Any, written: int) -> Any:
     if not OLDEST <= written <= FORMAT:
         raise UnknownFormat(f"it is of format {written}, and this version of dora_jax reads {OLDEST} to {FORMAT}")
     try:
-        return _upgraded(row, written)
+        if written == 3:  # a sample had no table, and each event was decided on by itself
+            row = _with_tables(row)
+            row = [Batch.__name__, [row], True] if _is(row, Fact) else row
+        if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
+            row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
+        if written <= 5:
+            row = _with_lead(_with_episodes(row))
+        if written <= 6:
+            # the row of a head: its configuration kept no version for sessions
+            kept = {"hold_versions": 0, "hold_s": 0.0}
+            row = [*row[:3], kept | row[3], *row[4:]] if _is(row, Head) else row
+        if written <= 7:  # it lent no chips; late runs of format 7 say so themselves
+            row = [*row[:3], {"lendable": [], "switch_s": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
+        if written <= 7 and _is(row, Batch) and isinstance(row[1], list):
+            row = [row[0], [_with_drafts(entry) for entry in row[1]], *row[2:]]
+        if written <= 8:
+            row = _with_digests(row)
+        return row
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise CodecError(f"it is no record of format {written}: {type(error).__name__} {error}") from error
-
-
-def _upgraded(row: Any, written: int) -> Any:
-    if written == 3:  # a sample had no table, and each event was decided on by itself
-        row = _with_tables(row)
-        row = [Batch.__name__, [row], True] if _is(row, Fact) else row
-    if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
-        row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
-    if written <= 5:
-        row = _with_lead(_with_episodes(row))
-    if written <= 6:
-        row = _with_sessions(row)
-    if written <= 7:
-        row = _with_lending(row)
-    if written <= 7 and _is(row, Batch) and isinstance(row[1], list):
-        row = [row[0], [_with_drafts(entry) for entry in row[1]], *row[2:]]
-    if written <= 8:
-        row = _with_digests(row)
-    return row
 
 
 def _with_digests(row: Any) -> Any:
@@ -176,17 +174,6 @@ def _with_drafts(row: Any) -> Any:
     if _is(row, Fact) and _is(row[1], ev.InstanceReported):
         return [row[0], [*row[1], None], *row[2:]]
     return row
-
-
-def _with_lending(row: Any) -> Any:
-    """The row of a head: its configuration lent no chips. Late runs of format 7 say so themselves."""
-    return [*row[:3], {"lendable": [], "switch_s": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
-
-
-def _with_sessions(row: Any) -> Any:
-    """The row of a head: its configuration kept no version for sessions."""
-    kept = {"hold_versions": 0, "hold_s": 0.0}
-    return [*row[:3], kept | row[3], *row[4:]] if _is(row, Head) else row
 
 
 def _with_lead(row: Any) -> Any:

@@ -105,7 +105,10 @@ def recover(
         end = replay(journal, [newest], notify)
         debts = restart(end.orchestrator)
     floor = min(debts.versions, default=end.base)
-    checkpoints = sorted({*checkpoints, *adopt(_expected(end))})
+    # what checkpoints must restore to. Of one that was saved in an older format the params may be known
+    published = {v: each.digest for v, each in end.payloads.digests.items() if each.epoch == end.epoch}
+    params = {v: Saved(version=v, params=digest, opt_state=0, rl_state=0) for v, digest in published.items()}
+    checkpoints = sorted({*checkpoints, *adopt(params | end.payloads.saved)})
     for start in sorted((v for v in checkpoints if v <= floor), reverse=True):
         first = max((n for n, base in heads.items() if base <= start), default=None)
         if first is None:
@@ -158,13 +161,6 @@ def replay(journal: EventLog, segments: Sequence[int], notify: Notify) -> Replay
 
 
 # ---------------------------------------------------------------- private
-
-
-def _expected(end: ReplayedState) -> dict[Version, Saved]:
-    """What checkpoints must restore to. Of one that was saved in an older format the params may be known."""
-    published = {v: each.digest for v, each in end.payloads.digests.items() if each.epoch == end.epoch}
-    params = {v: Saved(version=v, params=digest, opt_state=0, rl_state=0) for v, digest in published.items()}
-    return params | end.payloads.saved
 
 
 def _replay_one(
@@ -276,26 +272,22 @@ def _open(number: int, records: Sequence[bytes]) -> tuple[Head, PayloadState, Se
             payloads.load(read(data))
         payloads.digests = {int(version): published for version, published in head.digests.items()}
         payloads.saved = {int(version): saved for version, saved in head.saved.items()}
-        _check_known(head)
+        # raise UnknownFormat where a head of a known format holds a snapshot or a configuration of another one
+        written = head.orchestrator["format"]
+        if type(written) is int and not snapshot.OLDEST <= written <= snapshot.FORMAT:
+            raise UnknownFormat(
+                f"its snapshot is of format {written}, and this version of dora_jax reads {snapshot.OLDEST} to "
+                f"{snapshot.FORMAT}"
+            )
+        if differing := {str(name) for name in head.config} ^ {
+            field.name for field in dataclasses.fields(OrchestratorConfig)
+        }:
+            raise UnknownFormat(f"its configuration differs in {', '.join(sorted(differing))}")
     except (UnknownFormat, UnknownRecord) as error:
         raise _unknown(number, str(error)) from error
     except (CodecError, ValueError, KeyError, TypeError) as error:
         raise JournalError(f"journal segment {number} has no readable head: {error}") from error
     return head, payloads, records[1 + head.payload_records :], read
-
-
-def _check_known(head: Head) -> None:
-    """Raise UnknownFormat where a head of a known format holds a snapshot or a configuration of another one."""
-    written = head.orchestrator["format"]
-    if type(written) is int and not snapshot.OLDEST <= written <= snapshot.FORMAT:
-        raise UnknownFormat(
-            f"its snapshot is of format {written}, and this version of dora_jax reads {snapshot.OLDEST} to "
-            f"{snapshot.FORMAT}"
-        )
-    if differing := {str(name) for name in head.config} ^ {
-        field.name for field in dataclasses.fields(OrchestratorConfig)
-    }:
-        raise UnknownFormat(f"its configuration differs in {', '.join(sorted(differing))}")
 
 
 @contextlib.contextmanager

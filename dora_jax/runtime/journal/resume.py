@@ -95,7 +95,16 @@ def begin(
         _refuse_lost(journal, checkpoints, starts, fault, writer.file)
     elif fault:
         writer.note(f"{fault}; the run goes on from its newest checkpoint, and what was in flight is generated again")
-    return _from_checkpoint(checkpoints, starts, trainer, weights, digest, config, writer)
+    # starts after the checkpoint that was read last. Every group that was issued and has not ended is issued again
+    rl_state = starts.load()
+    if starts.step != INITIAL:
+        checkpoints.undo_after(starts.step)
+        writer.resume(starts.step)
+        writer.note(f"resuming from step {starts.step}")
+    version = int(trainer.state.step)
+    payloads = PayloadState()
+    payloads.digests[version] = _publish(version, trainer.params, digest(trainer.params), None, weights, epoch=0)
+    return Begun(Orchestrator(config, **rl_state), payloads)
 
 
 # ---------------------------------------------------------------- private
@@ -210,27 +219,6 @@ def _reached(metrics: Path) -> Version:
     return reached
 
 
-def _from_checkpoint(
-    checkpoints: CheckpointStore,
-    starts: _Starts,
-    trainer: PolicyTrainer,
-    weights: PublishedWeights,
-    digest: Digest,
-    config: OrchestratorConfig,
-    writer: Writer,
-) -> Begun:
-    """Starts after the checkpoint that was read last. Every group that was issued and has not ended is issued again."""
-    rl_state = starts.load()
-    if starts.step != INITIAL:
-        checkpoints.undo_after(starts.step)
-        writer.resume(starts.step)
-        writer.note(f"resuming from step {starts.step}")
-    version = int(trainer.state.step)
-    payloads = PayloadState()
-    payloads.digests[version] = _publish(version, trainer.params, digest(trainer.params), None, weights, epoch=0)
-    return Begun(Orchestrator(config, **rl_state), payloads)
-
-
 def _again(
     found: Recovered,
     checkpoints: CheckpointStore,
@@ -245,7 +233,9 @@ def _again(
     starts.load()
     made = digest(trainer.params)
     if found.start == INITIAL:
-        _check_initial(found, made)
+        published = found.payloads.digests.get(INITIAL)
+        if published is not None and published.epoch == found.epoch and published.digest != made:
+            raise ConfigError("model.path: model.path holds other weights than the run of this workdir began with")
     checkpoints.undo_after(found.base)
     found.payloads.forget_saved(INITIAL, found.base)
     writer.resume(found.base)
@@ -297,9 +287,3 @@ def _publish(
             f"equal weights gave {expected:016x} before; the same command tries it again"
         )
     return Published(epoch=epoch, digest=made, copy=copy)
-
-
-def _check_initial(found: Recovered, held: int) -> None:
-    published = found.payloads.digests.get(INITIAL)
-    if published is not None and published.epoch == found.epoch and published.digest != held:
-        raise ConfigError("model.path: model.path holds other weights than the run of this workdir began with")

@@ -240,7 +240,12 @@ class _Copy:
     def push(self) -> None:
         """Copies new steps, then deletes old ones, then copies the logs."""
         if self._copies_steps:
-            self._push_steps()
+            here = manifest.steps(self._dir / STEPS)
+            for step in here:
+                if not self._same(self._dir / STEPS / str(step)):
+                    self._push_step(step)
+            for step in [step for step in self.steps.steps() if step not in here]:
+                self.steps.drop(step)
         if time.monotonic() - self._pushed_s > LOGS_PERIOD_S:
             self._pushed_s = time.monotonic()
             self.push_files()
@@ -254,14 +259,6 @@ class _Copy:
             if self._pushed.get(name) != (stat.st_size, stat.st_mtime_ns):
                 self._put(name, path.read_bytes())
                 self._pushed[name] = stat.st_size, stat.st_mtime_ns
-
-    def _push_steps(self) -> None:
-        here = manifest.steps(self._dir / STEPS)
-        for step in here:
-            if not self._same(self._dir / STEPS / str(step)):
-                self._push_step(step)
-        for step in [step for step in self.steps.steps() if step not in here]:
-            self.steps.drop(step)
 
     def _push_step(self, step: int) -> None:
         root = self._dir / STEPS / str(step)

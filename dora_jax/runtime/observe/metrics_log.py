@@ -58,18 +58,14 @@ class VersionOverlap:
                 self._version[sample] = version
                 self._running[version] += 1
             case ev.SampleDone(id=sample) | ev.SampleCancelled(id=sample):
-                self._leave(sample)
+                if (ended := self._version.pop(sample, None)) is not None:
+                    self._running[ended] -= 1
+                    if not self._running[ended]:
+                        del self._running[ended]
 
     @property
     def share(self) -> float:
         return self.overlap_s / self.total_s if self.total_s else 0.0
-
-    def _leave(self, sample: SampleId) -> None:
-        version = self._version.pop(sample, None)
-        if version is not None:
-            self._running[version] -= 1
-            if not self._running[version]:
-                del self._running[version]
 
 
 class TaskShares:
@@ -125,7 +121,13 @@ class ScoringFailures:
         kind = failure.kind or failure.reason
         if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
             self._kinds.add(kind)
-            self._notify(self._described(failure))
+            prompt = self._prompt_of(failure.group_id)
+            said = [
+                f"a group cannot be scored: {failure.reason}; others like it are only counted, in groups/failed_share",
+                f"  prompt   {shorten(repr(prompt.text), WIDTH)}",
+                f"  answer   {shorten(repr(prompt.answer), WIDTH)}",
+            ]
+            self._notify("\n".join(said + [f"  response {shorten(repr(failure.response), WIDTH)}"]))
         total = self._failed + self._scored
         enough = total >= MIN_GROUPS_FOR_FAILED_SHARE or self._failed == total >= MIN_GROUPS_ALL_FAILED
         if enough and self._failed > self._max_failed_share * total:
@@ -146,15 +148,6 @@ class ScoringFailures:
             "prompts/skipped": self._skipped,
             "prompts/skipped_share": self._skipped / max(1, groups + self._skipped),
         }
-
-    def _described(self, failure: GroupFailure) -> str:
-        prompt = self._prompt_of(failure.group_id)
-        said = [
-            f"a group cannot be scored: {failure.reason}; others like it are only counted, in groups/failed_share",
-            f"  prompt   {shorten(repr(prompt.text), WIDTH)}",
-            f"  answer   {shorten(repr(prompt.answer), WIDTH)}",
-        ]
-        return "\n".join(said + [f"  response {shorten(repr(failure.response), WIDTH)}"])
 
 
 class EpisodeFailures:
@@ -275,8 +268,19 @@ class RunLog:
 
     def _step_done(self, done: StepDone) -> None:
         now = time.monotonic()
-        elapsed_s = self._elapsed_s(now)
-        idle_share = self._idle_share(elapsed_s)
+        # since the last step ended
+        first, began_s, self._step_s = not self.metrics, self._step_s, now
+        elapsed_s = now - (self._began_s if began_s is None else began_s)
+        if not first:
+            self._recent_s.append(elapsed_s)
+        # of the instances' time since the last step
+        idle = [
+            min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
+            for worker, old in zip(self._instances, self._idle_s, strict=True)
+        ]
+        idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
+        self._idle_s = idle
+        idle_share = float(np.mean(idle_s)) / elapsed_s
         metrics = group_metrics(done.groups, done.version - 1)
         metrics |= {**self._served.metrics(done.groups), **done.metrics}
         metrics |= {**self._unscored.metrics(), **self._episodes.metrics()}
@@ -308,24 +312,6 @@ class RunLog:
         )
         self._writer.write(done.version, metrics, waits=waits)
         self._samples.write(done.version, done.groups)
-
-    def _elapsed_s(self, now: float) -> float:
-        """Since the last step ended."""
-        first, began_s, self._step_s = not self.metrics, self._step_s, now
-        elapsed_s = now - (self._began_s if began_s is None else began_s)
-        if not first:
-            self._recent_s.append(elapsed_s)
-        return elapsed_s
-
-    def _idle_share(self, elapsed_s: float) -> float:
-        """Of the instances' time since the last step."""
-        idle = [
-            min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
-            for worker, old in zip(self._instances, self._idle_s, strict=True)
-        ]
-        idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
-        self._idle_s = idle
-        return float(np.mean(idle_s)) / elapsed_s
 
 
 def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:

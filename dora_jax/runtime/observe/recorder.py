@@ -149,7 +149,25 @@ class Recorder:
         self._journal(events, commands)
         now = time.monotonic()
         for event in events:
-            self._answer(event, now)
+            match event:
+                case ev.InstanceUp(pages=pages):
+                    self._pages = pages
+                case ev.WeightsLoaded(instance=instance):
+                    self._answered("load", instance, now)
+                case ev.SampleMoved(id=id, src=src):
+                    self._left_at(id, src, now)
+                case ev.SampleParked(id=id, instance=instance):
+                    self._left_at(id, instance, now)
+                case ev.SampleDone(id=id):
+                    self._asked["score", id.group_id] = now  # of a group, the last one stays
+                case ev.GroupScored(group_id=group_id):
+                    self._answered("score", group_id, now)
+                case ev.StepPublished(version=version):
+                    self._answered("train", 0, now)
+                    if version == self._warmup_steps:
+                        self.took.clear()
+                        for engine in self._engines:
+                            engine.ticks = []  # not cleared: its thread may be adding to the old one
         for command in commands:
             match command:
                 case ev.LoadWeights(instance=instance):
@@ -166,30 +184,6 @@ class Recorder:
             (self._directory / COSTS).write_text(json.dumps(self._costs(np.array(rows)), indent=1))
 
     # ------------------------------------------------------------ private
-
-    def _answer(self, event: ev.Event, now: float) -> None:
-        match event:
-            case ev.InstanceUp(pages=pages):
-                self._pages = pages
-            case ev.WeightsLoaded(instance=instance):
-                self._answered("load", instance, now)
-            case ev.SampleMoved(id=id, src=src):
-                self._left_at(id, src, now)
-            case ev.SampleParked(id=id, instance=instance):
-                self._left_at(id, instance, now)
-            case ev.SampleDone(id=id):
-                self._asked["score", id.group_id] = now  # of a group, the last one stays
-            case ev.GroupScored(group_id=group_id):
-                self._answered("score", group_id, now)
-            case ev.StepPublished(version=version):
-                self._answered("train", 0, now)
-                if version == self._warmup_steps:
-                    self._forget()
-
-    def _forget(self) -> None:
-        self.took.clear()
-        for engine in self._engines:
-            engine.ticks = []  # not cleared: its thread may be adding to the old one
 
     def _left_at(self, id: SampleId, src: InstanceId, now: float) -> None:
         """Samples leave an instance one after the other, to another or to be put aside: each costs what it adds behind

@@ -38,7 +38,14 @@ class RunTrace:
     def row(self, row: Mapping[str, Any]) -> None:
         """A row of timeline.jsonl."""
         if self._most_bytes and self._file.size >= self._most_bytes:
-            self._begin_anew()
+            # end this file, and go on in another with what every row is doing
+            self._rows.end(self._now_s)
+            self._file.write(END)
+            self._before = BEGIN if self._file.begin_anew() else BETWEEN
+            self._rows = chrome_trace.Rows("live", self._emit)
+            self._rows.turn(TRAINER, 0, self._training, self._now_s)
+            for instance in self._busy:
+                self._turn(instance, self._busy[instance])
         self._now_s = now_s = row["t"]
         match row:
             case {"up": instance}:
@@ -57,7 +64,11 @@ class RunTrace:
                     self._turn(instance, chrome_trace.versions(v for v, n in counts.items() if n))
             case {"moves": moves}:
                 for source, target, samples in moves:
-                    self._arrow(source, target, samples)
+                    self._arrows += 1
+                    left_s = self._now_s - 1 / MICRO  # within the slice that may end now
+                    self._rows.arrow(
+                        f"{samples} moved", self._arrows, (ROLLOUT, source, left_s), (ROLLOUT, target, self._now_s)
+                    )
             case {"train": base}:
                 self._training = f"v{base + 1}"
                 self._rows.turn(TRAINER, 0, self._training, now_s)
@@ -70,24 +81,9 @@ class RunTrace:
         self._file.write(END)
         self._file.close()
 
-    def _begin_anew(self) -> None:
-        """End this file, and go on in another with what every row is doing."""
-        self._rows.end(self._now_s)
-        self._file.write(END)
-        self._before = BEGIN if self._file.begin_anew() else BETWEEN
-        self._rows = chrome_trace.Rows("live", self._emit)
-        self._rows.turn(TRAINER, 0, self._training, self._now_s)
-        for instance in self._busy:
-            self._turn(instance, self._busy[instance])
-
     def _turn(self, instance: InstanceId, name: str) -> None:
         self._busy[instance] = name
         self._rows.turn(ROLLOUT, instance, name or ("load" if instance in self._loading else ""), self._now_s)
-
-    def _arrow(self, source: InstanceId, target: InstanceId, samples: int) -> None:
-        self._arrows += 1
-        left_s = self._now_s - 1 / MICRO  # within the slice that may end now
-        self._rows.arrow(f"{samples} moved", self._arrows, (ROLLOUT, source, left_s), (ROLLOUT, target, self._now_s))
 
     def _emit(self, event: chrome_trace.Event) -> None:
         self._file.write(self._before + json.dumps(event, separators=(",", ":")).encode())

@@ -34,7 +34,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.observe.metrics_log import quarantined
 from dora_jax.runtime.observe.run_trace import RunTrace
-from dora_jax.types import InstanceId, Sample, SampleId, Version, is_training
+from dora_jax.types import InstanceId, SampleId, Version, is_training
 
 ROWS = 2000
 PERIOD_S = 0.1  # the shortest between two samples of time
@@ -77,7 +77,15 @@ class Timeline:
         match record:
             case Finished(sample=sample, instance=instance) if is_training(sample.id.group_id):
                 if instance is not None:
-                    self._count(instance, sample)
+                    # a finished sample goes into the statistics of the instance that finished it
+                    row = self._instances.setdefault(instance, dict.fromkeys(STATISTICS, 0))
+                    logprobs = np.asarray(sample.logprobs, np.float64)
+                    finite = np.isfinite(logprobs)
+                    row["samples"] += 1
+                    row["tokens"] += len(sample.out_ids)
+                    row["zero_tokens"] += int(np.count_nonzero(np.asarray(sample.out_ids) == 0))
+                    row["nonfinite"] += int(np.count_nonzero(~finite))
+                    row["logprob_sum"] += float(logprobs[finite].sum())
                 self._lengths["generated"][length_bucket(len(sample.out_ids))] += 1
             case StepDone(groups=groups):
                 lengths = (len(sample.out_ids) for group in groups for sample in group.samples)
@@ -117,7 +125,14 @@ class Timeline:
                     self._write({"train": base})
                 case ev.Quarantine(instance=i):
                     self._write({"quarantine": i, "said": quarantined(command)})
-        self._sample()
+        now = self._clock()
+        if now - self._sampled_s >= (
+            max(PERIOD_S, (now - self._began_s) / ROWS) * max(1.0, len(self._busy) / INSTANCES)
+        ):
+            self._flush(now)
+        if now - self._summed_s >= SUMMARY_PERIOD_S:
+            self._summed_s = now
+            self._write_summary()
 
     def close(self) -> None:
         self._flush(self._clock())
@@ -143,28 +158,6 @@ class Timeline:
                 del busy[at[1]]
             self._changed.add(at[0])
         return at
-
-    def _count(self, instance: InstanceId, sample: Sample) -> None:
-        """A finished sample goes into the statistics of the instance that finished it."""
-        row = self._instances.setdefault(instance, dict.fromkeys(STATISTICS, 0))
-        logprobs = np.asarray(sample.logprobs, np.float64)
-        finite = np.isfinite(logprobs)
-        row["samples"] += 1
-        row["tokens"] += len(sample.out_ids)
-        row["zero_tokens"] += int(np.count_nonzero(np.asarray(sample.out_ids) == 0))
-        row["nonfinite"] += int(np.count_nonzero(~finite))
-        row["logprob_sum"] += float(logprobs[finite].sum())
-
-    def _sample(self) -> None:
-        now = self._clock()
-        if now - self._sampled_s >= self._period_s(now):
-            self._flush(now)
-        if now - self._summed_s >= SUMMARY_PERIOD_S:
-            self._summed_s = now
-            self._write_summary()
-
-    def _period_s(self, now: float) -> float:
-        return max(PERIOD_S, (now - self._began_s) / ROWS) * max(1.0, len(self._busy) / INSTANCES)
 
     def _flush(self, now: float) -> None:
         self._sampled_s = now

@@ -59,23 +59,14 @@ class Agreement:
         if not isinstance(record, StepDone):
             return
         for gap in self._seen.gaps(record.version):
-            if (life := self._ran.get(gap.id.group_id, {}).get(gap.id.index)) is not None:
-                self._add(life, gap)
+            life = self._ran.get(gap.id.group_id, {}).get(gap.id.index)
+            if life is not None and life not in self._blamed:
+                newest = self._newest[life]
+                newest.append(gap)
+                while sum(g.tokens for g in newest) - newest[0].tokens >= ENOUGH_TOKENS:
+                    newest.popleft()
         for group in record.groups:
             self._ran.pop(group.group_id, None)
-        self._judge()
-
-    # ------------------------------------------------------------ private
-
-    def _add(self, life: Life, gap: SampleGap) -> None:
-        if life in self._blamed:
-            return
-        newest = self._newest[life]
-        newest.append(gap)
-        while sum(g.tokens for g in newest) - newest[0].tokens >= ENOUGH_TOKENS:
-            newest.popleft()
-
-    def _judge(self) -> None:
         if over := [(i, life) for i, life in self._newest if self._instances[i].life != life]:
             untrained = {life for samples in self._ran.values() for life in samples.values()}
             for each in over:
@@ -93,15 +84,17 @@ class Agreement:
                 "instance is blamed; trainer.max_mismatch would stop such a run"
             )
         if len(far) < len(means):
-            for (instance, life), mean in far.items():
-                gaps = self._newest.pop((instance, life))
-                self._blamed.add((instance, life))
+            for (instance, number), mean in far.items():
+                gaps = self._newest.pop((instance, number))
+                self._blamed.add((instance, number))
                 self._instances[instance].doubt(
-                    life,
+                    number,
                     f"its log-probs differ from the trainer's by {mean:.3g} nats a token at the same version, measured "
                     f"on {sum(g.tokens for g in gaps)} tokens of version {gaps[-1].version}, above "
                     f"trainer.max_instance_mismatch={self._limit}",
                 )
+
+    # ------------------------------------------------------------ private
 
 
 def _mean(gaps: Sequence[SampleGap]) -> float | None:

@@ -33,9 +33,26 @@ class HfExports:
         """Hears of the export under way, and starts the next of these saved steps. Cheap."""
         if self._running is not None and self._running[1].poll() is not None:
             self._ended()
-        waiting = [step for step in steps if self._due(step) and step not in self._failed and not self._made(step)]
+        waiting = [
+            step
+            for step in steps
+            if self._due(step) and step not in self._failed and not (self._workdir / FOLDER / str(step)).exists()
+        ]
         if self._running is None and waiting:
-            self._start(waiting[0])
+            step = waiting[0]
+            draft = self._draft(step)
+            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+            draft.parent.mkdir(exist_ok=True)
+            workdir = self._url or self._workdir
+            command = ["-m", "dora_jax.export_hf", f"--workdir={workdir}", f"--step={step}", f"--out={draft}"]
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,  # Ctrl-C reaches the run alone
+            )
+            self._running = step, process
 
     def finish(self, steps: Sequence[Version]) -> None:
         """Blocks until every saved step that is due is exported, or has failed."""
@@ -53,26 +70,8 @@ class HfExports:
 
     # ------------------------------------------------------------ private
 
-    def _made(self, step: Version) -> bool:
-        return (self._workdir / FOLDER / str(step)).exists()
-
     def _draft(self, step: Version) -> Path:
         return self._workdir / FOLDER / f"{step}.partial"
-
-    def _start(self, step: Version) -> None:
-        draft = self._draft(step)
-        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
-        draft.parent.mkdir(exist_ok=True)
-        workdir = self._url or self._workdir
-        command = ["-m", "dora_jax.export_hf", f"--workdir={workdir}", f"--step={step}", f"--out={draft}"]
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,  # Ctrl-C reaches the run alone
-        )
-        self._running = step, process
 
     def _ended(self) -> None:
         assert self._running is not None
@@ -82,14 +81,11 @@ class HfExports:
             if process.returncode:
                 raise OSError((said.strip().splitlines() or [f"exit code {process.returncode}"])[-1][-LAST_LINE:])
             if self._url:
-                self._push(step)
+                # to the bucket
+                store, draft = Objects(str(self._url)), self._draft(step)
+                names = [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()]
+                side_by_side(lambda name: store.put(f"{FOLDER}/{step}/{name}", (draft / name).read_bytes()), names)
             self._draft(step).rename(self._workdir / FOLDER / str(step))
         except OSError as error:
             self._failed.add(step)
             self._notify(f"step {step} is not exported as a Hugging Face folder: {one_line(error)}")
-
-    def _push(self, step: Version) -> None:
-        """To the bucket."""
-        store, draft = Objects(str(self._url)), self._draft(step)
-        names = [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()]
-        side_by_side(lambda name: store.put(f"{FOLDER}/{step}/{name}", (draft / name).read_bytes()), names)

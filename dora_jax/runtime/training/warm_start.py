@@ -114,11 +114,21 @@ def _train(
         section.pack_tokens,
         tokenizer.pad_id,
     )
-    mesh = _mesh(section)
+    # as many devices as divide the rows of a step; parameters are replicated, since the model is small
+    n = math.gcd(len(jax.devices()), section.batch_rows)
+    mesh = sharding.make_mesh(jax.devices()[:n], n, 1, 1)
     progress.phase("sft", "compiling")
     cfg, params = _model(config, tokenizer.vocab_size, mesh)
     order = row_order(len(data.tokens), section.batch_rows, section.steps, config.seed)
-    kept = _Kept(keep, _identity(section, data, order, params), progress.note)
+    # of everything that the result depends on
+    fields = {**dataclasses.asdict(section), "out": ""}
+    kept = _Kept(
+        keep,
+        hashlib.sha256(
+            b"".join([repr(fields).encode(), *(x.tobytes() for x in (*data, order)), str(digest(params)).encode()])
+        ).hexdigest(),
+        progress.note,
+    )
     for state in _steps(cfg, section, mesh, params, data, order, kept):
         last = state.losses[-1]
         progress.phase("sft", f"step {len(state.losses)}/{section.steps}, loss {last:.3f}")
@@ -137,16 +147,9 @@ def _train(
     return state.losses
 
 
-def _identity(section: SftSection, data: TextRows, order: np.ndarray, params: Any) -> str:
-    """Of everything that the result depends on."""
-    fields = {**dataclasses.asdict(section), "out": ""}
-    return hashlib.sha256(
-        b"".join([repr(fields).encode(), *(x.tobytes() for x in (*data, order)), str(digest(params)).encode()])
-    ).hexdigest()
-
-
 class _Kept:
-    """The state of an unfinished warm start, as the newest checkpoint of a folder. `identity`: see `_identity`."""
+    """The state of an unfinished warm start, as the newest checkpoint of a folder. `identity`: a digest of all that the result
+    depends on."""
 
     def __init__(self, folder: Path, identity: str, notify: Callable[[str], None]):
         self._folder, self._identity, self._notify = folder, identity, notify
@@ -197,12 +200,6 @@ class _Kept:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _mesh(section: SftSection) -> Any:
-    """As many devices as divide the rows of a step; parameters are replicated, since the model is small."""
-    n = math.gcd(len(jax.devices()), section.batch_rows)
-    return sharding.make_mesh(jax.devices()[:n], n, 1, 1)
 
 
 def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:

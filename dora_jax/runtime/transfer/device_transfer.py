@@ -99,7 +99,15 @@ class Wire:
         check(manifests, wanted, key)
         timeout_s = deadline_s(sum(shard.bytes for shard in wanted)) if timeout_s is None else timeout_s
         until_s = time.monotonic() + timeout_s
-        homes = _homes(manifests, wanted)
+        # the wanted shard in which each piece lies
+        by_path: dict[str, list[Shard]] = {}
+        for shard in wanted:
+            by_path.setdefault(shard.path, []).append(shard)
+        homes = {
+            piece: next(shard for shard in by_path[piece.path] if inside(piece, shard))
+            for manifest in manifests
+            for piece in manifest.shards
+        }
         got: dict[Shard, list[tuple[Shard, np.ndarray]]] = {shard: [] for shard in wanted}
         reads: list[_Reading] = []
         for manifest in manifests:
@@ -228,18 +236,6 @@ def _parts(pieces: Iterable[np.ndarray], start: int, stop: int) -> Iterator[memo
 
 def _extent(shard: Shard) -> list[int]:
     return [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
-
-
-def _homes(manifests: Sequence[Manifest], wanted: Iterable[Shard]) -> dict[Shard, Shard]:
-    """The wanted shard in which each piece lies."""
-    by_path: dict[str, list[Shard]] = {}
-    for shard in wanted:
-        by_path.setdefault(shard.path, []).append(shard)
-    return {
-        piece: next(shard for shard in by_path[piece.path] if inside(piece, shard))
-        for manifest in manifests
-        for piece in manifest.shards
-    }
 
 
 def _joined(shard: Shard, pieces: list[tuple[Shard, np.ndarray]]) -> np.ndarray:

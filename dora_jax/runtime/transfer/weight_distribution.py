@@ -117,9 +117,22 @@ class WeightDistribution:
     def _facts(self, fact: Fact) -> Iterator[Command | Outcome]:
         match fact:
             case TimePassed(now_s=now_s):
-                yield from self._pass(now_s)
+                self._now_s = max(now_s, self._now_s)
+                for late in [t for t in self._transfers.values() if t.until_s < self._now_s]:
+                    missing = sorted(set(range(self._worlds[self._answers(late)].hosts)) - set(late.answers))
+                    yield from self._fail(
+                        late, f"process {missing[0]} of {self._answers(late)} is late with {late.phase.__name__}"
+                    )
             case WorldUp():
-                yield from self._up(fact)
+                known = self._worlds.get(fact.world)
+                if known is not None and known.epoch >= fact.epoch:
+                    return
+                if known is not None:
+                    yield from self._down(fact.world)
+                self._worlds[fact.world] = _Endpoint(fact.epoch, fact.hosts, fact.trainer)
+                for world in self._worlds.values():
+                    for failed in world.wanted.values():
+                        failed.pop(fact.world, None)  # an earlier life of this world failed, not this one
             case WorldDown(world=name, epoch=epoch):
                 if name in self._worlds and self._worlds[name].epoch == epoch:
                     yield from self._down(name)
@@ -142,26 +155,19 @@ class WeightDistribution:
             case _:
                 transfer = self._transfers.get(fact.key.receiver)
                 if transfer is not None and transfer.key == fact.key:
-                    yield from self._answer(transfer, fact)
-
-    def _pass(self, now_s: float) -> Iterator[Command | Outcome]:
-        self._now_s = max(now_s, self._now_s)
-        for transfer in [t for t in self._transfers.values() if t.until_s < self._now_s]:
-            missing = sorted(set(range(self._answering(transfer).hosts)) - set(transfer.answers))
-            yield from self._fail(
-                transfer, f"process {missing[0]} of {self._answers(transfer)} is late with {transfer.phase.__name__}"
-            )
-
-    def _up(self, up: WorldUp) -> Iterator[Command | Outcome]:
-        known = self._worlds.get(up.world)
-        if known is not None and known.epoch >= up.epoch:
-            return
-        if known is not None:
-            yield from self._down(up.world)
-        self._worlds[up.world] = _Endpoint(up.epoch, up.hosts, up.trainer)
-        for world in self._worlds.values():
-            for failed in world.wanted.values():
-                failed.pop(up.world, None)  # an earlier life of this world failed, not this one
+                    if isinstance(fact, TransferFailed):
+                        yield from self._fail(transfer, fact.reason)
+                        return
+                    if not isinstance(fact, transfer.phase):
+                        return  # an answer of a phase that is over
+                    hosts = self._worlds[self._answers(transfer)].hosts
+                    if not 0 <= fact.host < hosts:
+                        raise ValueError(
+                            f"{self._answers(transfer)} has {hosts} processes, and number {fact.host} has answered"
+                        )
+                    transfer.answers[fact.host] = fact
+                    if len(transfer.answers) == hosts:
+                        yield from self._advance(transfer, [transfer.answers[host] for host in range(hosts)])
 
     def _down(self, name: str) -> Iterator[Command | Outcome]:
         if (transfer := self._transfers.pop(name, None)) is not None:
@@ -180,19 +186,6 @@ class WeightDistribution:
         else:
             world.wanted.setdefault(version, {})
 
-    def _answer(self, transfer: _Transfer, fact: Answer | TransferFailed) -> Iterator[Command | Outcome]:
-        if isinstance(fact, TransferFailed):
-            yield from self._fail(transfer, fact.reason)
-            return
-        if not isinstance(fact, transfer.phase):
-            return  # an answer of a phase that is over
-        hosts = self._answering(transfer).hosts
-        if not 0 <= fact.host < hosts:
-            raise ValueError(f"{self._answers(transfer)} has {hosts} processes, and number {fact.host} has answered")
-        transfer.answers[fact.host] = fact
-        if len(transfer.answers) == hosts:
-            yield from self._advance(transfer, [transfer.answers[host] for host in range(hosts)])
-
     def _advance(self, transfer: _Transfer, answers: list[Answer]) -> Iterator[Command | Outcome]:
         """Every process has answered, in the kind of this phase."""
         if transfer.phase is Accepted:
@@ -202,7 +195,10 @@ class WeightDistribution:
         elif transfer.phase is Staged:
             yield from self._staged(transfer, [answer for answer in answers if isinstance(answer, Staged)])
         else:
-            yield from self._committed(transfer)
+            world, version = self._end(transfer), transfer.key.version
+            world.holds.add(version)
+            del world.wanted[version]
+            yield Loaded(world=transfer.key.receiver, version=version)
 
     # ------------------------------------------------------------ phases
 
@@ -215,19 +211,16 @@ class WeightDistribution:
                 sources = self._sources(version, failed)
                 free = [source for source in sources if source == STORAGE or self._serving(source) < self._fanout]
                 if free:
-                    yield self._start(name, version, min(free, key=self._cost))
+                    self._sequence += 1
+                    key = Key(epoch=self._worlds[name].epoch, version=version, receiver=name, sequence=self._sequence)
+                    self._transfers[name] = _Transfer(key, min(free, key=self._cost), Accepted, self._now_s + GRACE_S)
+                    yield Propose(world=name, key=key)
                 elif not sources and not self._is_to_come(version, failed):
                     del world.wanted[version]
                     reasons = [f"from {source}: {reason}" for source, reason in failed.items()]
                     yield NotLoaded(
                         world=name, version=version, reason="; ".join(reasons) or f"no process holds version {version}"
                     )
-
-    def _start(self, name: str, version: Version, source: str) -> Propose:
-        self._sequence += 1
-        key = Key(epoch=self._worlds[name].epoch, version=version, receiver=name, sequence=self._sequence)
-        self._transfers[name] = _Transfer(key, source, Accepted, self._now_s + GRACE_S)
-        return Propose(world=name, key=key)
 
     def _accepted(self, transfer: _Transfer, answers: list[Accepted]) -> Iterator[Command]:
         transfer.shards = tuple(answer.shards for answer in answers)
@@ -258,12 +251,6 @@ class WeightDistribution:
         yield Commit(world=transfer.key.receiver, key=transfer.key)
         yield from self._release(transfer, staged=True)
 
-    def _committed(self, transfer: _Transfer) -> Iterator[Outcome]:
-        world, version = self._end(transfer), transfer.key.version
-        world.holds.add(version)
-        del world.wanted[version]
-        yield Loaded(world=transfer.key.receiver, version=version)
-
     def _fail(self, transfer: _Transfer, reason: str) -> Iterator[Command | Outcome]:
         world, key = self._end(transfer), transfer.key
         if transfer.phase is Committed:
@@ -290,9 +277,6 @@ class WeightDistribution:
 
     def _answers(self, transfer: _Transfer) -> str:
         return transfer.source if transfer.phase is Offered else transfer.key.receiver
-
-    def _answering(self, transfer: _Transfer) -> _Endpoint:
-        return self._worlds[self._answers(transfer)]
 
     def _serving(self, name: str) -> int:
         return sum(transfer.source == name for transfer in self._transfers.values())

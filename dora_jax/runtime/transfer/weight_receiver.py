@@ -61,7 +61,13 @@ class WeightEndpoint:
         try:
             match command:
                 case ex.Propose(key=key):
-                    return self._propose(key)
+                    with self._lock:
+                        if self._newest is not None and key.sequence < self._newest.sequence:
+                            raise self._over(key)
+                        if key != self._newest:
+                            self._newest, self._phase, self._staged = key, ex.Accepted, None
+                        self._check(key)
+                    return ex.Accepted(key=key, host=self._host, shards=self._wanted)
                 case ex.Offer():
                     return self._offer(command)
                 case ex.Pull(key=key):
@@ -69,9 +75,18 @@ class WeightEndpoint:
                 case ex.Read(key=key):
                     return self._stage(key, lambda: self._read(key))
                 case ex.Commit(key=key):
-                    return self._commit(key)
+                    with self._lock:
+                        self._check(key)
+                        if self._phase is ex.Accepted:
+                            raise WireError(f"{words(key)} is to be committed and is not staged")
+                        if self._phase is ex.Staged:
+                            self.weights.put(key.version, self._staged)
+                            self._phase, self._staged = ex.Committed, None
+                    return ex.Committed(key=key, host=self._host)
                 case ex.Abort(key=key):
-                    self._abort(key)
+                    with self._lock:
+                        if self._newest is None or key.sequence >= self._newest.sequence:
+                            self._newest, self._phase, self._staged = key, None, None
                 case ex.Release():
                     self._release(command)
             return None
@@ -125,15 +140,6 @@ class WeightEndpoint:
 
     # ------------------------------------------------------- as a receiver
 
-    def _propose(self, key: Key) -> ex.Accepted:
-        with self._lock:
-            if self._newest is not None and key.sequence < self._newest.sequence:
-                raise self._over(key)
-            if key != self._newest:
-                self._newest, self._phase, self._staged = key, ex.Accepted, None
-            self._check(key)
-        return ex.Accepted(key=key, host=self._host, shards=self._wanted)
-
     def _stage(self, key: Key, bring: Callable[[], Tree]) -> ex.Staged | None:
         with self._lock:
             self._check(key)
@@ -158,21 +164,6 @@ class WeightEndpoint:
         if self._stored is None:
             raise WireError(f"{words(key)} is to be read from storage, and this process has none")
         return self._stored.get(key.version, self._like)
-
-    def _commit(self, key: Key) -> ex.Committed:
-        with self._lock:
-            self._check(key)
-            if self._phase is ex.Accepted:
-                raise WireError(f"{words(key)} is to be committed and is not staged")
-            if self._phase is ex.Staged:
-                self.weights.put(key.version, self._staged)
-                self._phase, self._staged = ex.Committed, None
-        return ex.Committed(key=key, host=self._host)
-
-    def _abort(self, key: Key) -> None:
-        with self._lock:
-            if self._newest is None or key.sequence >= self._newest.sequence:
-                self._newest, self._phase, self._staged = key, None, None
 
     def _check(self, key: Key) -> None:
         if key != self._newest or self._phase is None:

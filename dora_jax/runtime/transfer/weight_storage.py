@@ -72,7 +72,19 @@ class StoredWeights:
 
     def put(self, version: Version, weights: Tree) -> None:
         """weights: the Slices that this process gives."""
-        _write(self._place(version), weights)
+        place = self._place(version)
+        leaves = jax.tree_util.tree_leaves_with_path(weights)
+        try:
+            stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
+            writes = [
+                store.result()[within(box, _whole(leaf))].write(leaf.at(box))
+                for store, (_, leaf) in zip(stores, leaves, strict=True)
+                for box in leaf.given
+            ]
+            for write in writes:
+                write.result()
+        except (ValueError, OSError) as error:  # tensorstore's statuses, as of `Objects`
+            raise StoreError(" ".join(str(error).split())) from error
 
     def seal(self, version: Version) -> None:
         """Every process of the trainer has put its slices: the version is whole from now on."""
@@ -141,21 +153,6 @@ Place = Callable[[str], dict[str, Any]]  # the name of an array -> the spec of i
 
 def _key(version: Version) -> str:
     return f"{WEIGHTS}/v{version}"
-
-
-def _write(place: Place, weights: Tree) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(weights)
-    try:
-        stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
-        writes = [
-            store.result()[within(box, _whole(leaf))].write(leaf.at(box))
-            for store, (_, leaf) in zip(stores, leaves, strict=True)
-            for box in leaf.given
-        ]
-        for write in writes:
-            write.result()
-    except (ValueError, OSError) as error:  # tensorstore's statuses, as of `Objects`
-        raise StoreError(" ".join(str(error).split())) from error
 
 
 def _read(version: Version, place: Place, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
