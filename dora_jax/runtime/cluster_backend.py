@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dora_jax import config as configs
 from dora_jax.config import ClusterSection, Config, ConfigError
@@ -27,7 +27,7 @@ from dora_jax.runtime.cluster.launch_process import Launcher, ProcessLauncher
 from dora_jax.runtime.cluster.lent_gang import LentLauncher, LentRemoteInstance, LentSupervisor
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
-from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, digest_of, part
+from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
 from dora_jax.runtime.cluster.run_registry import RunRegistry, build_of
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import StageWorker, TrainerSide
@@ -98,7 +98,7 @@ class ClusterBackend:
         return TrainerSide(
             trainer=self._trainer,
             checkpoints=checkpoints,
-            digest=digest_of,
+            digest=RemoteTrainer.digest,
             pack=part,
             views=self._trainer,
             gaps=self._trainer if self._parts.config.trainer.max_instance_mismatch else None,
@@ -240,10 +240,6 @@ def wish_at(place: str) -> Callable[[], str | None]:
     return wish
 
 
-class Scalable(Protocol):
-    def want(self, wanted: bool) -> None: ...
-
-
 class InstanceScaler:
     """Reads the wish once before it returns, so that no gang is started for nothing; then on a thread of its own.
 
@@ -253,7 +249,7 @@ class InstanceScaler:
     def __init__(
         self,
         wish: Callable[[], str | None],
-        instances: Sequence[Scalable],
+        instances: Sequence[RemoteInstance],
         notify: Callable[[str], None],
         look_s: float = LOOK_S,
     ):

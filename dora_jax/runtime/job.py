@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -163,31 +164,30 @@ class RunStorage:
         return JournaledWorld(world, self.journal, begun.orchestrator, begun.payloads, begun.epoch, begun.segments)
 
 
-class CheckpointSaver:
+def save_published(
+    backing: RunStorage,
+    durable: JournaledWorld | None,
+    log: RunLog,
+    events: Sequence[Event],
+    commands: Sequence[Command],
+) -> None:
     """Loop observer: saves right after a version is published, while the trainer is still idle."""
-
-    def __init__(self, backing: RunStorage, durable: JournaledWorld | None, log: RunLog):
-        self._backing = backing
-        self._durable = durable
-        self._log = log
-
-    def __call__(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        for event in events:
-            if isinstance(event, StepPublished):
-                checkpoints, orchestrator = self._backing.side.checkpoints, self._backing.begun.orchestrator
-                checkpoints.protect(min(orchestrator.state.alive))
-                checkpoints.poll()
-                if self._backing.mirror:
-                    self._backing.mirror.poll()
-                if self._backing.exports:
-                    self._backing.exports.poll(self._backing.steps)
-                if self._backing.due(event.version):
-                    self._backing.save(event.version, self._log)
-                    if self._durable is not None:
-                        self._durable.want_segment()
-                if self._durable is not None and not self._backing.keep_all and (known := self._backing.steps):
-                    self._durable.forget_before(known[0])
-        self._backing.journal_saves(self._durable)
+    for event in events:
+        if isinstance(event, StepPublished):
+            checkpoints, orchestrator = backing.side.checkpoints, backing.begun.orchestrator
+            checkpoints.protect(min(orchestrator.state.alive))
+            checkpoints.poll()
+            if backing.mirror:
+                backing.mirror.poll()
+            if backing.exports:
+                backing.exports.poll(backing.steps)
+            if backing.due(event.version):
+                backing.save(event.version, log)
+                if durable is not None:
+                    durable.want_segment()
+            if durable is not None and not backing.keep_all and (known := backing.steps):
+                durable.forget_before(known[0])
+    backing.journal_saves(durable)
 
 
 # ---------------------------------------------------------------- private
@@ -324,7 +324,7 @@ def run_stages(
         each(log.event),
         each(timeline.event),
         *([each(agreement.event)] if agreement else []),
-        *([CheckpointSaver(backing, durable, log)] if backing else []),
+        *([functools.partial(save_published, backing, durable, log)] if backing else []),
         *([requests.observe] if requests else []),
     ]
     with contextlib.closing(timeline), _ending(durable, world, backend, log, recorder, guard):

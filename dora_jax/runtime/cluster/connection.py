@@ -242,26 +242,26 @@ class HeartbeatSender:
             self._ended.wait(BEAT_S)
 
 
+@dataclasses.dataclass
 class Leader:
-    def __init__(self, followers: list[RecordConnection]):
-        self._followers = followers
+    followers: list[RecordConnection]
 
     def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
         """The commands that came since the last tick. wait: the engine is idle, so this waits for a command."""
         turn = [posts.get()] if wait else []
         while not posts.empty():
             turn.append(posts.get())
-        for follower in self._followers:
+        for follower in self.followers:
             follower.send(TickCommands(posts=tuple(turn)))
         return tuple(turn)
 
 
+@dataclasses.dataclass
 class Follower:
-    def __init__(self, turns: queue.SimpleQueue):
-        self._turns = turns
+    turns: queue.SimpleQueue
 
     def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
-        return self._turns.get().posts
+        return self.turns.get().posts
 
 
 def turns(begin: Begin, token: bytes, arrivals: queue.SimpleQueue) -> Leader | Follower:

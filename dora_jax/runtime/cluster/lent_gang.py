@@ -48,26 +48,27 @@ class LentProcesses:
         """Their part in this life ends with its connections."""
 
 
+@dataclasses.dataclass
 class LentLauncher:
     """`Launcher` of the instances that the trainer's processes make up. trainer: its gang; None: it is not there now."""
 
-    def __init__(self, ip: str, trainer: Callable[[], Gang | None], instance: InstanceId, first: int):
-        """first: the first of the trainer's processes that are the instance."""
-        self.ip = ip
-        self._trainer, self._instance, self._first = trainer, instance, first
+    ip: str
+    trainer: Callable[[], Gang | None]
+    instance: InstanceId
+    first: int  # of the trainer's processes that are the instance
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         """RunError: there is no gang of the trainer to ask."""
         call = messages.LendDevices(
-            instance=self._instance,
+            instance=self.instance,
             gang=ticket.gang,
             epoch=ticket.epoch,
             controller=ticket.controller,
-            first=self._first,
+            first=self.first,
             hosts=hosts,
         )
         try:
-            if (gang := self._trainer()) is None:
+            if (gang := self.trainer()) is None:
                 raise GangDied("it is being started")
             gang.cast(call)
         except GangDied as error:

@@ -27,7 +27,7 @@ from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import Notify, Outbox
-from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, HandedOver
+from dora_jax.runtime.common.worker import CalledHere, Crashed, FinishedUnheard, HandedOver
 from dora_jax.runtime.instances.instance_proxy import Destination, ForwardTarget, InstanceProxy, garbage_in
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Offered, Staged, TransferFailed
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
@@ -80,7 +80,7 @@ class _Staging:
             self.departed.release()
 
 
-class GangWorker:
+class GangWorker(CalledHere):
     """The worker of one gang. The main thread calls the commands, the gang's connections call `heard`."""
 
     def __init__(self, owner: RemoteInstance, gang: Gang, publisher: WeightPublisher, notify: Notify):
@@ -103,9 +103,6 @@ class GangWorker:
         return f"{self._owner.role} is up (epoch {self.life})"
 
     # -------------------------------------------------------------- commands
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
 
     def load(self, version: Version, drop: Version | None) -> None:
         self._publisher.want(self.gang, version, lambda: self._use(version, drop))

@@ -93,7 +93,7 @@ class RemoteTrainer:
 
     @property
     def params(self) -> RemoteTrainer:
-        """What `weights.put` and `digest_of` take for the weights."""
+        """What `weights.put` and `digest` take for the weights."""
         return self
 
     def step(self, batch: Iterable[Part], probe: Probe | None = None) -> Mapping[str, float]:
@@ -271,20 +271,16 @@ def _restoring(step: Version, digests: Mapping[Version, Digests]) -> messages.Re
     return messages.RestoreCheckpoint(step=step, params=known.params, opt_state=known.opt_state)
 
 
-def digest_of(trainer: RemoteTrainer) -> int:
-    return trainer.digest()
-
-
+@dataclasses.dataclass
 class RemoteWeights:
     """`PublishedWeights` of the controller, to which weights never come: the trainer's processes hold them for the
     instances."""
 
-    def __init__(self, publisher: WeightPublisher):
-        self._publisher = publisher
+    publisher: WeightPublisher
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        return self._publisher.versions
+        return self.publisher.versions
 
     def put(self, version: Version, weights: RemoteTrainer, digest: int = 0, copy: int = 0) -> int:
         return weights.publish(version, copy)
@@ -293,7 +289,7 @@ class RemoteWeights:
         raise KeyError(f"version {version} is in the trainer's processes, not in the controller's")
 
     def drop(self, version: Version) -> None:
-        self._publisher.drop(version)
+        self.publisher.drop(version)
 
 
 class RemoteCheckpoints:

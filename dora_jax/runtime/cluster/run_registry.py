@@ -38,9 +38,10 @@ class RunRegistry:
     of another are of no use."""
 
     def __init__(self, place: str | None = None, build: str = "", notify: Callable[[str], None] = print):
-        self._page, self._build, self._notify = None if place is None else page_at(place), build, notify
+        self._place, self._build, self._notify = place, build, notify
+        self._store = Objects(place) if place is not None and "://" in place else None
         try:
-            data = self._page.read() if self._page is not None else None
+            data = None if place is None else _read(place)
             found = {} if data is None else state_files.decode(data, f"{place}/{ROSTER}", FORMAT)
             self.token = secrets.token_bytes(32) if data is None else bytes.fromhex(found["token"])
             self.left = {} if data is None else _gangs(found["gangs"])
@@ -70,25 +71,34 @@ class RunRegistry:
         self._write()
 
     def close(self) -> None:
-        if self._page is not None:
-            self._try(self._page.remove)
+        if self._place is not None:
+            self._put(None)
 
     # ------------------------------------------------------------ private
 
     def _write(self) -> None:
-        if (page := self._page) is None:
+        if self._place is None:
             return
         with self._lock:
             gangs = {name: [member.epoch, member.pids] for name, member in self._gangs.copy().items()}
-            data = state_files.encode(
-                {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}, FORMAT
+            self._put(
+                state_files.encode(
+                    {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}, FORMAT
+                )
             )
-            self._try(lambda: page.write(data))
 
-    def _try(self, do: Callable[[], None]) -> None:
-        """A supervisor must go on where a disk is full, or a bucket does not answer."""
+    def _put(self, data: bytes | None) -> None:
+        """None removes it. A supervisor must go on where a disk is full, or a bucket does not answer."""
+        path = Path(self._place or "") / ROSTER
         try:
-            do()
+            if self._store is not None and data is None:
+                self._store.drop(ROSTER)
+            elif self._store is not None and data is not None:
+                self._store.put(ROSTER, data)
+            elif data is None:
+                path.unlink(missing_ok=True)
+            else:
+                state_files.replace(path, data, PRIVATE)
         except OSError as error:
             self._notify(
                 f"{ROSTER} is not up to date ({error}): another controller would not find all gangs of this one"
@@ -100,7 +110,7 @@ def address_in(place: str) -> str | None:
 
     ValueError: the file is damaged, which the controller mends with its next change.
     """
-    data = page_at(place).read()
+    data = _read(place)
     if data is None:
         return None
     address = state_files.decode(data, f"{place}/{ROSTER}", FORMAT).get("address")
@@ -119,39 +129,13 @@ def _gangs(found: dict[str, Any]) -> dict[str, RegisteredGang]:
     return gangs
 
 
-class _File:
-    def __init__(self, path: Path):
-        self._path = path
-
-    def read(self) -> bytes | None:
-        try:
-            return self._path.read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def write(self, data: bytes) -> None:
-        state_files.replace(self._path, data, PRIVATE)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
-class _Object:
-    def __init__(self, url: str):
-        self._store = Objects(url)
-
-    def read(self) -> bytes | None:
-        return self._store.get(ROSTER)
-
-    def write(self, data: bytes) -> None:
-        self._store.put(ROSTER, data)
-
-    def remove(self) -> None:
-        self._store.drop(ROSTER)
-
-
-def page_at(place: str) -> _File | _Object:
-    return _Object(place) if "://" in place else _File(Path(place) / ROSTER)
+def _read(place: str) -> bytes | None:
+    if "://" in place:
+        return Objects(place).get(ROSTER)
+    try:
+        return (Path(place) / ROSTER).read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def build_of(config: Any) -> str:

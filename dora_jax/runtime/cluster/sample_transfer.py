@@ -27,7 +27,7 @@ from typing import Any
 from dora_jax.rollout.migrate import InFlightSample, with_kv_of, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
-from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
+from dora_jax.runtime.common.worker import CalledHere, Finished, FinishedUnheard, HandedOver, Parked, Waiting
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
@@ -121,15 +121,12 @@ class ResultSender:
         return without_pages(in_flight)
 
 
-class MoveThroughController:
+class MoveThroughController(CalledHere):
     """Where a sample goes, as its instance sees it: through the controller."""
 
     def __init__(self, move: messages.MoveSample, sender: ResultSender):
         self.instance = move.dst
         self._number, self._sender = move.number, sender
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
 
     def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
         lent = Lent(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
@@ -140,15 +137,12 @@ class MoveThroughController:
         )
 
 
-class MoveBetweenProcesses:
+class MoveBetweenProcesses(CalledHere):
     """As `MoveThroughController`; its KV goes from process to process."""
 
     def __init__(self, move: messages.MoveSample, link: ControllerConnection, kv: KVEndpoint, host: int, hosts: int):
         self.instance = move.dst
         self._move, self._link, self._kv, self._host, self._hosts = move, link, kv, host, hosts
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
 
     def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
         lent = self._kv.lend(in_flight, self._move)

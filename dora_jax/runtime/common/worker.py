@@ -92,6 +92,13 @@ class Crashed:
 Job = tuple[Callable[..., None], tuple]
 
 
+class CalledHere:
+    """A worker whose methods run on the thread that posts."""
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+
 class Worker:
     """A thread that runs posted calls in order, and `work` between them while `busy`."""
 

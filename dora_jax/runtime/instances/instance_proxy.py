@@ -25,7 +25,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import Outbox, SampleWorker
-from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Parked, Waiting
+from dora_jax.runtime.common.worker import CalledHere, Finished, HandedOver, InstanceReady, Parked, Waiting
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
@@ -53,7 +53,7 @@ class _Leaving(Generic[AnyLife]):
     life: AnyLife | None  # of the destination
 
 
-class InstanceProxy(Generic[AnyLife]):
+class InstanceProxy(CalledHere, Generic[AnyLife]):
     """Called by the main thread, but for `heard`, `left` and `take`, which the threads of lives call too."""
 
     def __init__(self, up: ev.InstanceUp, outbox: Outbox):
@@ -70,9 +70,6 @@ class InstanceProxy(Generic[AnyLife]):
         self._waited_s = 0.0  # of earlier lives
 
     # ---------------------------------------------------------- as a worker
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
 
     @property
     def life(self) -> int:
@@ -212,29 +209,24 @@ class InstanceProxy(Generic[AnyLife]):
         self._leaving, self._arriving, self._forwarding = {}, {}, {}
 
 
-class ForwardTarget(Generic[AnyLife]):
+@dataclass
+class ForwardTarget(CalledHere, Generic[AnyLife]):
     """Where an episode goes on, as the life that has its KV sees it."""
 
-    def __init__(self, src: InstanceProxy[AnyLife], dst: InstanceProxy[AnyLife]):
-        self._src, self._dst = src, dst
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
+    src: InstanceProxy[AnyLife]
+    dst: InstanceProxy[AnyLife]
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None:
-        self._src.forwarded(in_flight, self._dst, attempt)
+        self.src.forwarded(in_flight, self.dst, attempt)
 
 
-class Destination(Generic[AnyLife]):
+class Destination(CalledHere, Generic[AnyLife]):
     """The destination of a move, as the life that gives the sample away sees it."""
 
     def __init__(self, src: InstanceProxy[AnyLife], source: AnyLife, dst: InstanceProxy[AnyLife], life: AnyLife | None):
         self._src, self._source, self._dst = src, source, dst
         self.life = life
         self.instance = dst.instance
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
 
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
         self.deliver(in_flight.id, in_flight, src, attempt)

@@ -124,10 +124,6 @@ class PayloadState:
                 known = new if known is None else np.concatenate([known[: chunk.row], new])
         return TokenTable(routes=known)
 
-    def forget_partials(self) -> None:
-        """Makes running samples start over: the weights of their version are not bit for bit what they were."""
-        self.partial.clear()
-
     def forget_saved(self, first: Version, last: float = math.inf) -> None:
         """Forgets the digests of checkpoints that are gone: all but those from `first` to `last`."""
         self.saved = {version: saved for version, saved in self.saved.items() if first <= version <= last}

@@ -252,7 +252,7 @@ def _again(
         made = digest(trainer.params)
         if made != step.published.digest and epoch == found.epoch:
             epoch += 1
-            found.payloads.forget_partials()
+            found.payloads.partial.clear()
             checkpoints.undo_after(found.start)
             found.payloads.forget_saved(INITIAL, found.start)
             writer.note(
