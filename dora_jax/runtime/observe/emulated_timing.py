@@ -94,26 +94,49 @@ class TickStats:
         return TickWork(steps=steps, batches=batches, context=context, prefills=prefills)
 
 
-class PacedEngine:
-    """The Engine seam around another engine; what is not defined here is the engine's own.
+class CountedEngine:
+    """The Engine seam around another engine whose ticks are counted; what is not defined here is the engine's own."""
+
+    def __init__(self, engine: RolloutEngine):
+        self.engine = engine
+        self._account = TickStats()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit(
+        self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
+    ) -> None:
+        self.engine.submit(id, prompt_ids, version, max_new_tokens, turn_tokens)
+        self._account.enter(id, version, len(prompt_ids))
+
+    def import_(self, in_flight: InFlightSample) -> None:
+        self.engine.import_(in_flight)
+        self._account.enter(
+            in_flight.id, in_flight.version, len(in_flight.prompt_ids), len(in_flight.out_ids), in_flight.kv_len
+        )
+
+    def cancel(self, id: SampleId) -> bool:
+        self._account.leave(id)
+        return self.engine.cancel(id)
+
+
+class PacedEngine(CountedEngine):
+    """The Engine seam around another engine, whose work lasts as long as `costs` say.
 
     `report_ticks`: progress is handed on every so many ticks, as an instance of the modelled size would in its time.
     `speed`: of this instance, in that of the cost model.
     """
 
     def __init__(self, engine: RolloutEngine, costs: Costs, pace: float, *, report_ticks: int = 1, speed: float = 1.0):
-        self.engine = engine
+        super().__init__(engine)
         self.decode_s = self.prefill_s = self.move_s = 0.0  # real seconds, by their use
         self._costs, self._pace = costs, pace
         self._report_ticks, self._speed = report_ticks, speed
         self._ticks = 0
-        self._account = TickStats()
         self._due = 0.0  # when the modelled time of everything so far is over
         self._rested = True  # the engine had nothing to do since: its timeline begins anew
         self._handed_over: list[int] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
 
     # ------------------------------------------------------------------ what takes time
 
@@ -159,24 +182,6 @@ class PacedEngine:
         self.move_s += self._pace * seconds
         self._spend(began, seconds)
         return in_flight
-
-    # ------------------------------------------------------------------ what is only noted
-
-    def submit(
-        self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
-    ) -> None:
-        self.engine.submit(id, prompt_ids, version, max_new_tokens, turn_tokens)
-        self._account.enter(id, version, len(prompt_ids))
-
-    def import_(self, in_flight: InFlightSample) -> None:
-        self.engine.import_(in_flight)
-        self._account.enter(
-            in_flight.id, in_flight.version, len(in_flight.prompt_ids), len(in_flight.out_ids), in_flight.kv_len
-        )
-
-    def cancel(self, id: SampleId) -> bool:
-        self._account.leave(id)
-        return self.engine.cancel(id)
 
     # ------------------------------------------------------------------ private
 

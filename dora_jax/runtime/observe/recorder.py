@@ -33,7 +33,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Notify, PublishedWeights, RolloutEngine, RolloutWorker, TrainerSide
 from dora_jax.runtime.instances.supervised_worker import LocalInstance
-from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights, TickStats, costs_of
+from dora_jax.runtime.observe.emulated_timing import CountedEngine, PacedEngine, PacedTrainer, PacedWeights, costs_of
 from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 ROUNDS = 8  # of the fit; the ratio settles in three
@@ -81,19 +81,15 @@ def instrument(
     return side, recorder
 
 
-class TimedEngine:
+class TimedEngine(CountedEngine):
     """The Engine seam around another engine: what each tick did and how long it took, the way to it included."""
 
     def __init__(self, engine: RolloutEngine, training: Callable[[], bool] = lambda: False):
-        self.engine = engine
+        super().__init__(engine)
         self.ticks: list[tuple[float, ...]] = []  # steps, batch, tokens of prefill, whether the trainer worked, seconds
         self.prompts: list[int] = []
         self._training = training
-        self._account = TickStats()
         self._ended: float | None = None  # when the last tick did; None: the engine had nothing to do since
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
 
     def tick(self) -> TickResult:
         began = time.monotonic() if self._ended is None else self._ended
@@ -107,23 +103,12 @@ class TimedEngine:
     def submit(
         self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
     ) -> None:
-        self.engine.submit(id, prompt_ids, version, max_new_tokens, turn_tokens)
+        super().submit(id, prompt_ids, version, max_new_tokens, turn_tokens)
         self.prompts.append(len(prompt_ids))
-        self._account.enter(id, version, len(prompt_ids))
-
-    def import_(self, in_flight: InFlightSample) -> None:
-        self.engine.import_(in_flight)
-        self._account.enter(
-            in_flight.id, in_flight.version, len(in_flight.prompt_ids), len(in_flight.out_ids), in_flight.kv_len
-        )
 
     def export(self, id: SampleId) -> InFlightSample:
         self._account.leave(id)
         return self.engine.export(id)
-
-    def cancel(self, id: SampleId) -> bool:
-        self._account.leave(id)
-        return self.engine.cancel(id)
 
 
 class Recorder:
