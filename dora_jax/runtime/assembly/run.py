@@ -29,9 +29,8 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices
 from dora_jax.publish import offered_copy, placed, sliced
 from dora_jax.rollout.device_calls import Calls, new_calls
-from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.engine import Answer, Engine, ReplayEngine
 from dora_jax.rollout.migrate import HostKV
-from dora_jax.rollout.replay import Answer, ReplayEngine
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.runtime.common.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
