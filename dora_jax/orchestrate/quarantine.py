@@ -15,10 +15,16 @@ from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import Group, Unit
 from dora_jax.orchestrate.ledger import READY
 from dora_jax.orchestrate.state import State
-from dora_jax.types import Incarnation, is_eval, is_training
+from dora_jax.types import Incarnation, Version, is_eval, is_training
 
 # Steps back to which trained groups are named.
 REMEMBERED_STEPS = 16
+
+
+def remember(s: State, version: Version) -> None:
+    """The batch of the step that made this version was trained."""
+    s.trained_by[version] = {group_id: s.sampled_by.pop(group_id, ()) for group_id in s.ledger.batch}
+    s.trained_by.pop(version - REMEMBERED_STEPS, None)
 
 
 def name(s: State, event: ev.InstanceUnhealthy) -> None:

@@ -460,8 +460,7 @@ def part_trained(s: State, event: ev.PartTrained) -> None:
 
 
 def step_published(s: State, event: ev.StepPublished) -> None:
-    s.trained_by[event.version] = {group_id: s.sampled_by.pop(group_id, ()) for group_id in s.ledger.batch}
-    s.trained_by.pop(event.version - quarantine.REMEMBERED_STEPS, None)
+    quarantine.remember(s, event.version)
     s.ledger.published(event.version)
     s.superseded_s[event.version - 1] = s.now_s
     s.alive[event.version] = None
