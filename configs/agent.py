@@ -2,8 +2,8 @@
 """A policy that calls a calculator, one operation a turn: two cores, no network, a few minutes.
 
 The base is trained on worked dialogues most of which answer one operation too early, so it can use the tool but rarely
-finishes; RL, rewarded for the right answer only, teaches it to finish. An episode is sampled by one version, and holds no
-slot while the calculator answers.
+finishes; RL, rewarded for the right answer only, teaches it to finish. An episode is sampled by one version, and holds
+no slot while the calculator answers.
 Argument: tiny (seconds; shows that everything runs), or noisy (tools that fail, observations that are cut or wrong).
 """
 

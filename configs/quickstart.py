@@ -52,5 +52,6 @@ def get_config(arg=None):
 
 
 def sweep():
-    """python -m dora_jax.sweep --config=configs/quickstart.py: the paper's mode against the plain ones, two seeds each."""
+    """python -m dora_jax.sweep --config=configs/quickstart.py: the paper's mode against the plain ones, two seeds
+    each."""
     return [{"orchestrator.mode": mode, "seed": seed} for mode in ("sync", "one_step", "dora") for seed in (0, 1)]

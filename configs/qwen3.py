@@ -1,4 +1,5 @@
-# python -m dora_jax.train --config=configs/qwen3.py:8B,v5p-16 --config.model.path=FOLDER --config.task.path=train.jsonl --workdir=gs://BUCKET/mine
+# python -m dora_jax.train --config=configs/qwen3.py:8B,v5p-16 --config.model.path=FOLDER --config.task.path=train.jsonl
+# --workdir=gs://BUCKET/mine
 """RL of a Qwen3 model on a machine of a known size: answers of up to 3072 tokens to rows of your own.
 
 Argument: SIZE,SLICE. Sizes: 0.6B, 1.7B, 8B, 32B. Slices: laptop, v5e-8, v6e-8, h100-8, v5p-16, v5p-128. A slice of one

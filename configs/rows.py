@@ -1,4 +1,5 @@
-# python -m dora_jax.train --config=configs/rows.py --config.model.path=FOLDER --config.task.path=train.jsonl --workdir=runs/mine
+# python -m dora_jax.train --config=configs/rows.py --config.model.path=FOLDER --config.task.path=train.jsonl
+# --workdir=runs/mine
 """RL on rows of your own (.jsonl or .parquet: prompt, answer) from any Hugging Face folder the loader knows.
 
 The last number of the response is compared with the answer; name other rewards by their import path in task.rewards.

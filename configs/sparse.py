@@ -1,4 +1,5 @@
-# python -m dora_jax.train --config=configs/sparse.py:Qwen3-30B-A3B,v5p-16 --config.model.path=FOLDER --config.task.path=train.jsonl --workdir=gs://BUCKET/mine
+# python -m dora_jax.train --config=configs/sparse.py:Qwen3-30B-A3B,v5p-16 --config.model.path=FOLDER
+# --config.task.path=train.jsonl --workdir=gs://BUCKET/mine
 """RL of a mixture of experts on TPU slices: answers of up to 3072 tokens to rows of your own.
 
 Argument: MODEL,SLICE. Models: Qwen3-30B-A3B, DeepSeek-V3, LongCat-Flash. SLICE trains; instances have slices of their

@@ -12,7 +12,7 @@
  4    buffer/    scored groups -> packed batches           5 trainer/   objectives, the one jitted step, checkpoints
  6    publish.py immutable versions                        orchestrate/ the brain: pure, standard library only
  runtime/        the body: one loop, one world per kind of machine
- config/ cli/    one declaration a field              plan/ costs/ aot/   what a machine chooses for a run, and what its devices then hold
+ config/ cli/    a field is declared once                  plan/         what a machine chooses for a run and then holds
 
 Reading order: this page, types.py, orchestrate/core.py, runtime/coordinator.py; then the stages 1 to 6.
 The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version, none dropped, staleness bounded.
@@ -47,9 +47,9 @@ def fit(
 ) -> RunResult:
     """Runs a configuration to its end, resuming what `workdir` (a path, or gs://bucket/folder) holds.
 
-    config: a config file as of --config ("configs/x.py:arg"), what its get_config returns, a `Config`, or the fields that
-    differ from configs/rows.py: {"steps": 20, "trainer.learning_rate": 1e-6}. workdir: runs/NAME of the config file or
-    of the script where it is None. The other arguments go over the configuration. model: a Hugging Face folder.
+    config: a config file as of --config ("configs/x.py:arg"), what its get_config returns, a `Config`, or the fields
+    that differ from configs/rows.py: {"steps": 20, "trainer.learning_rate": 1e-6}. workdir: runs/NAME of the config
+    file or of the script where it is None. The other arguments go over the configuration. model: a Hugging Face folder.
     prompts: rows {"prompt": ..., "answer": ...} or texts, the path of a file of rows, or "reasoning_gym:DATASET".
     reward: one or several callables (prompt, response, answer) -> float | {term: float}, or their import paths. Worker
     processes import the file that defines it; where that file is the script itself, they run it down to this call.

@@ -1,7 +1,7 @@
 """The Python API behind `dora_jax.fit` and `dora_jax.load_policy`: what a script says -> a run, and what came of it.
 
-Consumes a configuration and, beside it, a model, prompts and rewards as Python objects; produces the same `Config` that a
-command line gives. Rows given as objects are written to WORKDIR/prompts-HASH.jsonl, so that a rerun and the programs
+Consumes a configuration and, beside it, a model, prompts and rewards as Python objects; produces the same `Config` that
+a command line gives. Rows given as objects are written to WORKDIR/prompts-HASH.jsonl, so that a rerun and the programs
 find them.
 """
 

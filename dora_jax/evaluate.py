@@ -1,7 +1,9 @@
-"""avg@k, pass@k on held-out prompts:  python -m dora_jax.evaluate --workdir=runs/a [--step=40] [--config.eval.samples=8]
+"""avg@k, pass@k on held-out prompts:  python -m dora_jax.evaluate --workdir=runs/a [--step=40]
+[--config.eval.samples=8]
 
-Reads the run's own config and, of its checkpoint, the params only; writes WORKDIR/evaluations. With --follow it evaluates
-every checkpoint that has no record there and, beside a run that goes on, each new one, until the last step has its record.
+Reads the run's own config and, of its checkpoint, the params only; writes WORKDIR/evaluations. With --follow it
+evaluates every checkpoint that has no record there and, beside a run that goes on, each new one, until the last step
+has its record.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A checkpoint as a Hugging Face folder:  python -m dora_jax.export_hf --workdir=runs/a [--step=40] --out=FOLDER [--padded]
+"""A checkpoint as a Hugging Face folder:  python -m dora_jax.export_hf --workdir=runs/a [--step=40] --out=FOLDER
+[--padded]
 
 Reads the run's config and, of its checkpoint, the params only; config fields, end ids and tokenizer come from the
 folder that the run started from (model.path). transformers, vLLM and lm-eval load the result. A run that trained an
@@ -47,8 +48,8 @@ def main(config: Config, workdir: Path) -> int:
 def export(
     workdir: Path, step: int | None, config: Config, out: Path, dtype: str, padded: bool = False, adapter: bool = False
 ) -> int:
-    """Writes `out`, returns the step taken (None asked for: the newest that verifies). adapter: a PEFT folder of what the
-    run trained, whose base is model.path. ValueError: a sentence."""
+    """Writes `out`, returns the step taken (None asked for: the newest that verifies). adapter: a PEFT folder of what
+    the run trained, whose base is model.path. ValueError: a sentence."""
     import jax.numpy as jnp  # JAX starts only after the flags have passed
 
     from dora_jax.models import hf, peft

@@ -205,8 +205,8 @@ class DeviceWeights:
 
     def get(self, version: Version, shardings: Tree | None) -> Tree:
         """The weights on these shardings (an engine's, or one for the serving layout); None: as they are kept, stacked
-        or in the serving layout. The result is read-only. KeyError: the store does not hold the version. RunError: it is
-        not what was put."""
+        or in the serving layout. The result is read-only. KeyError: the store does not hold the version. RunError: it
+        is not what was put."""
         with self._lock:
             weights, taken = _held(self._weights, version), self._digests[version]
         if shardings is None:

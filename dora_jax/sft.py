@@ -1,7 +1,7 @@
 """Supervised warm start:  python -m dora_jax.sft --config=configs/x.py [--config.sft.steps=300] --workdir=runs/a
 
-Writes the Hugging Face folder `sft.out`, from `sft.init` or from a new model (runtime/warm_start.py). A run whose
-model.path is the same folder makes it first, so this program is for a warm start alone.
+Writes the Hugging Face folder `sft.out`, from `sft.init` or from a new model (runtime/training/warm_start.py). A run
+whose model.path is the same folder makes it first, so this program is for a warm start alone.
 """
 
 from __future__ import annotations

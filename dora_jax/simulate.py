@@ -1,4 +1,5 @@
-"""The orchestrator in virtual time:  python -m dora_jax.simulate --config=configs/sim/x.py [--trace=FILE] [--tune] [--advise]
+"""The orchestrator in virtual time:  python -m dora_jax.simulate --config=configs/sim/x.py [--trace=FILE] [--tune]
+[--advise]
 
 Runs every row of the configuration and prints one table; --trace writes the last row as a Chrome trace for Perfetto;
 --tune first looks for each row's fastest point of the configuration's grid of splits, loads and bounds;

@@ -1,7 +1,7 @@
 """A run live in a terminal:  python -m dora_jax.top --workdir=runs/a [--once]
 
-Shows the newest step's figures and what every instance decodes now, by version. It reads files of the workdir only, which
-may be in a bucket, so that it runs on any machine that sees them, and may be ended at any time (Ctrl-C).
+Shows the newest step's figures and what every instance decodes now, by version. It reads files of the workdir only,
+which may be in a bucket, so that it runs on any machine that sees them, and may be ended at any time (Ctrl-C).
 """
 
 from __future__ import annotations

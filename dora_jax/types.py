@@ -90,7 +90,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTable:
-    """What travels with a sample's tokens, one row a token that ran forward: prompt and response without the last token.
+    """What travels with a sample's tokens, one row a token that ran forward: prompt and response without the last
+    token.
 
     A column that a run does not use is None.
     """

@@ -3,8 +3,8 @@
     python -m tests.mutants [NAME ...] [--sound]    a row a mutant; --sound: each test once without the fault, too
 
 A mutant is the package with one text replaced. Its test runs in a process of its own, on a copy of the package in a
-temporary folder beside links to everything else; the repository is not written. Laws: the text stands exactly once in its
-file; the test fails by what it asserts, or by what the package raises, never because the mutant cannot be imported.
+temporary folder beside links to everything else; the repository is not written. Laws: the text stands exactly once in
+its file; the test fails by what it asserts, or by what the package raises, never because the mutant cannot be imported.
 `test_mutants.py` runs those that are quick; `slow` ones are for the command.
 """
 
@@ -62,7 +62,8 @@ MUTANTS = (
     Mutant(
         "who_dials_does_not_verify_who_answers",
         "runtime/common/listener.py",
-        "            connection.answer_challenge(end, token)\n            connection.deliver_challenge(end, token)\n        except",
+        "            connection.answer_challenge(end, token)\n            connection.deliver_challenge(end, token)\n   "
+        "     except",
         "            connection.answer_challenge(end, token)\n            end.recv_bytes and None\n        except",
         "test_listener.py::test_who_answers_must_know_the_token_too",
     ),

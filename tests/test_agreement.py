@@ -1,4 +1,5 @@
-"""Whether an instance agrees with the trainer at the same version: whose gap it is, on what it is measured, who is blamed."""
+"""Whether an instance agrees with the trainer at the same version: whose gap it is, on what it is measured, who is
+blamed."""
 
 import itertools
 import queue

@@ -1,4 +1,5 @@
-"""What a compiled program sends and holds: the reading of HLO, names of slices, and a run compiled for a small TPU slice."""
+"""What a compiled program sends and holds: the reading of HLO, names of slices, and a run compiled for a small TPU
+slice."""
 
 import dataclasses
 
@@ -105,7 +106,8 @@ ENTRY %main (a: bf16[4]) -> bf16[4] {
 
 
 def test_kernels_have_lines_of_their_own_and_cycles_are_those_of_the_rest():
-    """A kernel's metadata runs over lines; what it updates in place counts once; XLA's largest number is no estimate."""
+    """A kernel's metadata runs over lines; what it updates in place counts once; XLA's largest number is no
+    estimate."""
     program = hlo.CompiledText(KERNELS)
     assert program.cycles() == 6 * 10 + 7
     assert program.kernels() == (hlo.CustomCall("flash_fwd", 6, 6 * (8 * 4 * 2 + 3 + 2 * 4)),)

@@ -1,4 +1,5 @@
-"""What is trained is what the engine saw, token for token, however a chat template renders it; foreign text stays text."""
+"""What is trained is what the engine saw, token for token, however a chat template renders it; foreign text stays
+text."""
 
 import random
 

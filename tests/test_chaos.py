@@ -1,4 +1,5 @@
-"""Fault points die where they say; the books find what is lost, trained twice or generated again; the real run survives."""
+"""Fault points die where they say; the books find what is lost, trained twice or generated again; the real run
+survives."""
 
 import os
 import re

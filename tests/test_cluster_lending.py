@@ -1,4 +1,5 @@
-"""The trainer's gang is an instance's gang while its devices are lent: the real thing, small, and what dies meanwhile."""
+"""The trainer's gang is an instance's gang while its devices are lent: the real thing, small, and what dies
+meanwhile."""
 
 import os
 import re

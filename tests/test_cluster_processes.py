@@ -1,5 +1,5 @@
-"""The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one told to leave, and then
-the controller is killed, too, when a step is half made."""
+"""The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one told to leave, and
+then the controller is killed, too, when a step is half made."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""Episodes through the one-process world: every sampled token proves its version, every observed one its environment."""
+"""Episodes through the one-process world: every sampled token proves its version, every observed one its
+environment."""
 
 import numpy as np
 import pytest

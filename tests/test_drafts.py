@@ -1,5 +1,5 @@
-"""Drafts from siblings: the same tokens as without, through limits, keep sets, few pages and moves; tried only where measured
-acceptance and cost say that they pay."""
+"""Drafts from siblings: the same tokens as without, through limits, keep sets, few pages and moves; tried only where
+measured acceptance and cost say that they pay."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Drafts cut off between their making and what is kept of them: by death, a move, a shortage of pages. The tokens are those of
-an engine without drafts that nothing disturbs."""
+"""Drafts cut off between their making and what is kept of them: by death, a move, a shortage of pages. The tokens are
+those of an engine without drafts that nothing disturbs."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""A run with drafts that is killed while they are on the device goes on, and its tokens are those of a run without drafts."""
+"""A run with drafts that is killed while they are on the device goes on, and its tokens are those of a run without
+drafts."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""What a power cut must not undo reaches the disk in this order: the bytes, then the name, then the folder of the name."""
+"""What a power cut must not undo reaches the disk in this order: the bytes, then the name, then the folder of the
+name."""
 
 import os
 

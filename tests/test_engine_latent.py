@@ -227,7 +227,8 @@ def test_a_sample_that_lost_its_pages_has_routes_all_the_same(engines, rows):
 
 
 def test_a_sample_of_a_lost_instance_goes_on_from_the_journal_with_the_routes_that_sampled_it(engines):
-    """Partial records carry the rows, over every report; rows of the journal stay where its tokens are prefilled again."""
+    """Partial records carry the rows, over every report; rows of the journal stay where its tokens are prefilled
+    again."""
     here, there = engines
     id, outbox, payloads = SampleId(3, 6), queue.SimpleQueue(), PayloadState()
     worker = EngineWorker(0, here, None, outbox, partial_s=1e-9)
@@ -275,7 +276,8 @@ def test_a_gap_in_the_routes_raises():
 
 @pytest.fixture(scope="module")
 def paged():
-    """As on a TPU: two devices that hold the same latents and half of the heads each, the kernel's reference in its place."""
+    """As on a TPU: two devices that hold the same latents and half of the heads each, the kernel's reference in its
+    place."""
     patch = pytest.MonkeyPatch()
     reference = latent_attention.latent_reference
     patch.setattr(attention, "paged_kernel", lambda impl, rank: functools.partial(reference, rank=rank))

@@ -135,7 +135,8 @@ def test_beyond_the_budget_kv_is_dropped_counted_and_said_and_made_again(monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedules_of_episodes(seed):
-    """Turns that are answered at once or late, here or elsewhere; answers, samples and versions come and go in any order."""
+    """Turns that are answered at once or late, here or elsewhere; answers, samples and versions come and go in any
+    order."""
     rng = random.Random(seed)
     todo = ids((0, 1, 2, 3, 4, 5), size=2)
     whole = {id: quiet(id) for id in todo}

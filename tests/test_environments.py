@@ -1,4 +1,5 @@
-"""Environments in worker processes: one answer a question, errors and deadlines that are no rewards, episodes made again."""
+"""Environments in worker processes: one answer a question, errors and deadlines that are no rewards, episodes made
+again."""
 
 import dataclasses
 import os

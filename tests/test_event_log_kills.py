@@ -157,9 +157,10 @@ NAME_ATTEMPTS = {event.__name__ for event in records.NAME_ATTEMPTS}
 
 
 def older(record, format):
-    """As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two columns more in a table. As format 4 had it: no report
-    with what decoding took, and scores that were no group. As format 3 had it: every entry by itself, and decided on by
-    itself, and no sample with a table."""
+    """As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no
+    report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two
+    columns more in a table. As format 4 had it: no report with what decoding took, and scores that were no group. As
+    format 3 had it: every entry by itself, and decided on by itself, and no sample with a table."""
     match as_before(msgpack.unpackb(record), format):
         case ["Batch", [["Saved", *_]], False] if format <= 8:
             return []

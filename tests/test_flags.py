@@ -88,7 +88,10 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
         (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
         (
             ["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"],
-            "trainer.data: the mesh data * fsdp * tensor * context * expert = 3 * 2 * 1 * 1 * 1 needs 6 devices, there are 4",
+            (
+                "trainer.data: the mesh data * fsdp * tensor * context * expert = 3 * 2 * 1 * 1 * 1 needs 6 devices, there "
+                "are 4"
+            ),
         ),
         (
             ["--config.cpu_devices=3", "--config.placement=shared", "--config.trainer.tensor=2"],
@@ -108,7 +111,10 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
         (["--config.model.path=new", "--config.sft.out=old"], "model.path: new does not exist"),
         (
             ["--config.rollout.max_new_tokens=173", "--config.trainer.pack_tokens=301"],
-            "rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = 301, is longer than the model's 300 positions",
+            (
+                "rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = 301, is longer than the "
+                "model's 300 positions"
+            ),
         ),
         (
             [
@@ -157,7 +163,10 @@ def test_a_wrong_config_file_argument(workspace, spec, why):
         ("import no_such_module", "bad.py:1: ModuleNotFoundError"),
         ("x = 1", "get_config"),
         (
-            "from dora_jax import config\ndef get_config():\n  c = config.defaults()\n  c.trainer.learning_rat = 1\n  return c",
+            (
+                "from dora_jax import config\ndef get_config():\n  c = config.defaults()\n  c.trainer.learning_rat = 1\n  "
+                "return c"
+            ),
             "bad.py:4: unknown field learning_rat; the nearest is",
         ),
         (

@@ -1,4 +1,5 @@
-"""Models that are named as the hub does: refused with the command that fetches them, or fetched from a hub of this process."""
+"""Models that are named as the hub does: refused with the command that fetches them, or fetched from a hub of this
+process."""
 
 import http.server
 import json
@@ -68,7 +69,8 @@ def tag(name):
 
 @pytest.fixture
 def download(tmp_path):
-    """Runs a program that says its model's path, in a folder of its own, against `Hub` unless another endpoint is named."""
+    """Runs a program that says its model's path, in a folder of its own, against `Hub` unless another endpoint is
+    named."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Hub.broken, Hub.asked = set(), []
@@ -106,8 +108,8 @@ def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(downloa
         "",
         [
             (
-                "error: model.path: org/tiny does not exist; if it is a model of the Hugging Face hub, run `hf download org/tiny "
-                "--local-dir models/org/tiny` and name that folder, or add --download"
+                "error: model.path: org/tiny does not exist; if it is a model of the Hugging Face hub, run `hf "
+                "download org/tiny --local-dir models/org/tiny` and name that folder, or add --download"
             )
         ],
     )

@@ -1,4 +1,5 @@
-"""Attention over latent pages: the reference equals expanded attention, the kernel in interpret mode equals the reference."""
+"""Attention over latent pages: the reference equals expanded attention, the kernel in interpret mode equals the
+reference."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ def test_the_absorbed_form_equals_the_expanded_one(length, lens):
 @pytest.mark.parametrize("size,dtype", [(8, "float32"), (32, "float32"), (16, "bfloat16"), (32, "float8_e4m3fn")])
 @pytest.mark.parametrize("length,lens", [(1, (1, 64, 24, 33, 17)), (8, (8, 64, 33))])
 def test_the_kernel_equals_the_reference_in_interpret_mode(size, dtype, length, lens, monkeypatch):
-    """Blocks of 32 positions, so that sequences end inside a page, a block, and at their ends; two queries a program."""
+    """Blocks of 32 positions, so that sequences end inside a page, a block, and at their ends; two queries a
+    program."""
     monkeypatch.setattr(latent, "BLOCK_TOKENS", 32)
     monkeypatch.setattr(latent, "MAX_ROWS", 8)
     q, pool, lens, tables = map(jnp.asarray, case(length, lens, size))

@@ -177,11 +177,17 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
         (("tpu_vm.sh", "create", *VM, "--type=v4-4"), "--type=v4-4: there is no slice of that size."),
         (
             ("tpu_vm.sh", "run", *VM, "--type=v5p-8", "--spot", "--workdir=/mnt/runs", CONFIG),
-            "--workdir=/mnt/runs: a spot machine takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER.",
+            (
+                "--workdir=/mnt/runs: a spot machine takes with it what it holds; name a folder of a bucket, "
+                "gs://BUCKET/FOLDER."
+            ),
         ),
         (
             ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", CONFIG, "--dry_run"),
-            "--workdir=(none): a slice of the queue takes with it what it holds; name a folder of a bucket, gs://BUCKET/FOLDER.",
+            (
+                "--workdir=(none): a slice of the queue takes with it what it holds; name a folder of a bucket, "
+                "gs://BUCKET/FOLDER."
+            ),
         ),
         (
             ("queued_resources.sh", *VM, "--type=v5p-8", "--module=dora_jax.sweep", CONFIG),

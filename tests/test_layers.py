@@ -122,7 +122,8 @@ def allowed(module, imported):
 
 def test_every_room_imports_only_what_the_table_allows():
     wrong = [
-        f"dora_jax/{module.replace('.', '/')}.py:{line} imports {imported}: {room(module)} may not import {room(imported)}"
+        f"dora_jax/{module.replace('.', '/')}.py:{line} imports {imported}: {room(module)} may not import "
+        f"{room(imported)}"
         for module in modules()
         for imported, line in imports(module).items()
         if not allowed(module, imported)

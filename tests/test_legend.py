@@ -1,5 +1,5 @@
-"""The legend has every metric that a run writes, and its page is as the code has it. Run as a program, this file writes that
-page anew."""
+"""The legend has every metric that a run writes, and its page is as the code has it. Run as a program, this file writes
+that page anew."""
 
 import ast
 import functools

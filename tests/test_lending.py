@@ -1,4 +1,5 @@
-"""The trainer's chips are lent while it waits, and are its own again before it trains; what that is worth is one function."""
+"""The trainer's chips are lent while it waits, and are its own again before it trains; what that is worth is one
+function."""
 
 import dataclasses
 import json
@@ -102,8 +103,8 @@ def test_chips_on_their_way_to_the_rollouts_are_asked_back_when_they_are_there()
 
 
 def waiting_for_a_deadline():
-    """(an orchestrator whose trainer has a whole batch of version 1 ready and waits for the last groups of version 0, the
-    commands of that moment)"""
+    """(an orchestrator whose trainer has a whole batch of version 1 ready and waits for the last groups of version 0,
+    the commands of that moment)"""
     brain = Orchestrator(dataclasses.replace(CONFIG, max_versions=2))
     said = list(brain.step(ev.InstanceUp(instance=0, versions=(0,), residents=2, **UP | {"slots": 16})))
     started, tokens = set(), {}

@@ -1,4 +1,5 @@
-"""Where the trainer's state is while its devices are lent: never in two minds, whatever becomes of those that have them."""
+"""Where the trainer's state is while its devices are lent: never in two minds, whatever becomes of those that have
+them."""
 
 import threading
 

@@ -192,7 +192,8 @@ def test_one_device_holds_a_version_once():
     ],
 )
 def test_temporaries_of_8b_are_those_that_xla_reported(layers, changes, mesh, gib):
-    """Of Qwen3-8B compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches but for two rows."""
+    """Of Qwen3-8B compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches but for
+    two rows."""
     options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30} | changes
     work = memory.trainer_work(
         dataclasses.replace(QWEN_8B, n_layers=layers), changed(trainer=options), memory.Mesh(*mesh)

@@ -145,7 +145,8 @@ WAITS = ["trainer idle 34%: waiting for rollouts", "rollouts idle 2%"]
 
 def test_the_step_line_shows_what_a_person_watches():
     assert step_line(12, STEP, WAITS[:1]) == (
-        "step   12  reward 0.432  length 33  lag 0.8  3 versions  1,234 tok/s  ETA 5 min  trainer idle 34%: waiting for rollouts"
+        "step   12  reward 0.432  length 33  lag 0.8  3 versions  1,234 tok/s  ETA 5 min  trainer idle 34%: waiting "
+        "for rollouts"
     )
     assert step_line(1, {"reward/mean": None}) == "step    1"
 
@@ -207,7 +208,10 @@ def test_an_evaluation_has_a_line_of_its_own():
     console.step(9, {name: value for name, value in EVAL.items() if name not in ("eval/accuracy", "eval/pass_at_k")})
     assert file.getvalue().splitlines() == [
         "eval    7  accuracy 25.0%  pass@4 50.0%  reward 0.200  length 20  64 prompts",
-        "eval    8  accuracy 25.0%  reward 0.200  (right 0.250, short -0.050)  length 20  64 prompts  3 without a score",
+        (
+            "eval    8  accuracy 25.0%  reward 0.200  (right 0.250, short -0.050)  length 20  64 prompts  3 without a "
+            "score"
+        ),
         "eval    8  accuracy 25.0% (14.6% to 39.5%)  pass@4 50.0%  reward 0.200  length 20  64 prompts",
         "eval    9  reward 0.200  length 20  64 prompts",
     ]

@@ -60,7 +60,10 @@ def test_episodes_that_fail_are_said_once_by_cause_and_length():
     stats["environment/failed_share"] = 0.02
     assert failures.metrics() == failures.metrics() == stats
     assert said == [
-        "2.0% of the episodes have failed, and their groups with them; by cause and response length: failed_deadline_to_256 3"
+        (
+            "2.0% of the episodes have failed, and their groups with them; by cause and response length: "
+            "failed_deadline_to_256 3"
+        )
     ]
     assert EpisodeFailures(None, said.append).metrics() == {} and len(said) == 1
 

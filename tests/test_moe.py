@@ -161,7 +161,8 @@ def test_biases_that_bfloat16_could_not_tell_apart_reach_engine_and_disk_as_they
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "longcat_flash", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_layouts_and_products_agree(name):
-    """Stacked, unrolled and looped; one expert after another and grouped: states, choices and what the routers count."""
+    """Stacked, unrolled and looped; one expert after another and grouped: states, choices and what the routers
+    count."""
     cfg = CONFIGS[name]
     params, (tokens, positions) = noisy(cfg), batch()
     expected, routed = jax.jit(functools.partial(hidden, cfg))(params)
@@ -201,7 +202,8 @@ def test_own_routes_replayed_change_nothing_and_others_do():
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_blocks_of_tokens_are_whole_whatever_the_load(first):
-    """Loads of 0 to all tokens an expert; experts that are elsewhere; a token's result has the same bits beside others."""
+    """Loads of 0 to all tokens an expert; experts that are elsewhere; a token's result has the same bits beside
+    others."""
     rng = np.random.default_rng(0)
     matrices = [jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32) for shape in ((6, 16, 8), (6, 16, 8), (6, 8, 16))]
     h, weights = (jnp.asarray(rng.normal(size=(1, 40, n)), jnp.float32) for n in (16, 2))

@@ -1,4 +1,5 @@
-"""What another version of dora_jax wrote is no damage: a resume that needs it is refused, and the journal stays as it is."""
+"""What another version of dora_jax wrote is no damage: a resume that needs it is refused, and the journal stays as it
+is."""
 
 import types
 

@@ -1,4 +1,5 @@
-"""The notebook of dora_jax/README.md runs, cell by cell, in an interpreter whose program is no file, as a kernel's is not."""
+"""The notebook of dora_jax/README.md runs, cell by cell, in an interpreter whose program is no file, as a kernel's is
+not."""
 
 import json
 import os

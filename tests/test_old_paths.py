@@ -1,4 +1,5 @@
-"""Module paths of earlier versions: an import gives the module under its new path, `-m` runs it, and each row is needed."""
+"""Module paths of earlier versions: an import gives the module under its new path, `-m` runs it, and each row is
+needed."""
 
 import importlib
 import subprocess

@@ -1,7 +1,8 @@
 """Workdirs that earlier versions left in the middle of a run: the same command goes on, under today's names.
 
 tests/data/workdirs/VERSION.tar.xz holds small.py, its base model, and `run` as a killed process of that version left it
-(DORA_FAULT=trainer.after_put:3, of 4 steps): config.json, journal, one checkpoint and one that was never finished, metrics.
+(DORA_FAULT=trainer.after_put:3, of 4 steps): config.json, journal, one checkpoint and one that was never finished,
+metrics.
 """
 
 import json

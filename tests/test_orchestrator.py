@@ -21,8 +21,8 @@ def test_imports_the_standard_library_and_types_only():
     code = (
         "import importlib, pkgutil, sys; before = set(sys.modules); import dora_jax.orchestrate as package; "
         "[importlib.import_module(f'{package.__name__}.{m.name}') for m in pkgutil.iter_modules(package.__path__)]; "
-        "new = set(sys.modules) - before - {'dora_jax', 'dora_jax.types', 'dora_jax.version', 'dora_jax.base', 'dora_jax.base.old_paths'}; "
-        "alien = [m for m in new if not m.startswith('dora_jax.orchestrate') "
+        "new = set(sys.modules) - before - {'dora_jax', 'dora_jax.types', 'dora_jax.version', 'dora_jax.base', "
+        "'dora_jax.base.old_paths'}; alien = [m for m in new if not m.startswith('dora_jax.orchestrate') "
         "and m.split('.')[0] not in sys.stdlib_module_names]; assert len(new) > 15 and not alien, alien"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

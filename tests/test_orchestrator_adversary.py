@@ -1,5 +1,5 @@
-"""The orchestrator against a body that says everything in the worst order (`orchestrator_adversary`), and the coordinator
-of production with every thread's turn in the worst order (`coordinator_adversary`).
+"""The orchestrator against a body that says everything in the worst order (`orchestrator_adversary`), and the
+coordinator of production with every thread's turn in the worst order (`coordinator_adversary`).
 
 `python -m tests.fakes.orchestrator_adversary 5000` plays more of the same.
 """

@@ -49,8 +49,8 @@ def report(rows, gain=1.0):
 
 
 def learned(gain, config=CONFIG):
-    """An orchestrator with 8 samples on one instance, of which few rows gain so much by drafts. One sample has ended, whose
-    tokens took as long as those of the reports."""
+    """An orchestrator with 8 samples on one instance, of which few rows gain so much by drafts. One sample has ended,
+    whose tokens took as long as those of the reports."""
     brain = Orchestrator(config, evaluate_start=False)
     said = brain.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
     ids = [id for command in said if isinstance(command, ev.Start) for id in command.ids]

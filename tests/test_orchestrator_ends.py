@@ -115,7 +115,8 @@ def roomy() -> Orchestrator:
 
 
 def test_what_is_repeated_of_an_earlier_stay_at_the_same_incarnation_is_dropped():
-    """A sample waits for its environment and comes back, twice; every fact of the first time is repeated in the second."""
+    """A sample waits for its environment and comes back, twice; every fact of the first time is repeated in the
+    second."""
     brain = roomy()
     first: list[ev.Event] = []
     for turn in (1, 2):

@@ -88,8 +88,8 @@ def vars_of(record) -> dict:
 def balanced(world, event, commands):
     """The ledger, and the index of hosts: wherever a version has room for the longest sample, room is found.
 
-    A host short of pages comes back when one of its samples ends, though the expected length, of prompts or of answers, may
-    have fallen before.
+    A host short of pages comes back when one of its samples ends, though the expected length, of prompts or of answers,
+    may have fallen before.
     """
     world.brain.state.ledger.check()
     fleet = world.brain.state.fleet

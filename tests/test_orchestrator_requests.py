@@ -1,4 +1,5 @@
-"""Requests of a run's endpoint, as the orchestrator hears of them: placed like samples, counted nowhere, bounded in time."""
+"""Requests of a run's endpoint, as the orchestrator hears of them: placed like samples, counted nowhere, bounded in
+time."""
 
 import json
 

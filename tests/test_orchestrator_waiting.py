@@ -1,4 +1,5 @@
-"""Samples that wait for their environment, as the orchestrator hears of them: what counts, what it frees, what it keeps."""
+"""Samples that wait for their environment, as the orchestrator hears of them: what counts, what it frees, what it
+keeps."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Environments of a paced run: where the turns of the simulator's samples lie, and both ways to wait. No time is judged."""
+"""Environments of a paced run: where the turns of the simulator's samples lie, and both ways to wait. No time is
+judged."""
 
 import dataclasses
 

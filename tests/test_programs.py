@@ -252,7 +252,8 @@ def test_a_daemon_ends_with_its_program(run):
 @needs_sandbox
 def test_ignored_signals_do_not_help(run):
     ran = run(
-        "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\ntime.sleep(60)",
+        "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: "
+        "pass\ntime.sleep(60)",
         wall_s=0.3,
     )
     assert (ran.ended_by, ran.exit_code) == ("time", -signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""The README and launch/README.md are true: their commands run, in their order, on the quickstart's smallest configuration."""
+"""The README and launch/README.md are true: their commands run, in their order, on the quickstart's smallest
+configuration."""
 
 import os
 import re
@@ -25,9 +26,10 @@ SMALLER = (
     (
         "--config=configs/gsm8k.py",
         (
-            "--config=configs/gsm8k.py --config.steps=2 --config.orchestrator.groups_per_step=2 --config.eval.prompts=4 "
-            "--config.task.heldout=4 --config.rollout.slots=8 --config.rollout.max_prompt_tokens=32 "
-            "--config.rollout.max_new_tokens=32 --config.trainer.pack_tokens=64 --config.trainer.micro_batches=1"
+            "--config=configs/gsm8k.py --config.steps=2 --config.orchestrator.groups_per_step=2 "
+            "--config.eval.prompts=4 --config.task.heldout=4 --config.rollout.slots=8 "
+            "--config.rollout.max_prompt_tokens=32 --config.rollout.max_new_tokens=32 --config.trainer.pack_tokens=64 "
+            "--config.trainer.micro_batches=1"
         ),
     ),
     (

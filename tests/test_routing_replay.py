@@ -146,7 +146,8 @@ def test_what_a_dense_model_cannot_do_is_refused(changes, message):
 
 @pytest.mark.slow
 def test_replayed_routes_bring_engine_and_trainer_together_in_bfloat16():
-    """Most of the gap between the engine and the trainer of a run in bfloat16 comes from other experts, not from rounding."""
+    """Most of the gap between the engine and the trainer of a run in bfloat16 comes from other experts, not from
+    rounding."""
     cfg = decoder.new_config("qwen3_moe", **drift.MIXTURE)
     own, replay, changed = drift.replayed(cfg, decoder.init_params(cfg, 0), count=8, tokens=32)
     assert changed > 0

@@ -1,4 +1,5 @@
-"""Walls, one attack a test, each in every form that promises to refuse it; the weak form shows that the attack works."""
+"""Walls, one attack a test, each in every form that promises to refuse it; the weak form shows that the attack
+works."""
 
 import ctypes
 import os

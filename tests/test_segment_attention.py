@@ -132,8 +132,8 @@ def test_what_can_run_is_not(kind, platform):
 
 @pytest.mark.parametrize("remat,d_model,forward", [("full", 128, 1), ("dots", 128, 1), ("full", 64, 2)])
 def test_the_kernels_output_is_kept_where_the_layer_is_computed_again(remat, d_model, forward):
-    """Under remat, the gradient of a layer still runs the kernel forward once and backward once; over context too. Heads
-    that are wider than two of the layer's inputs together, as those of latent attention, are computed again."""
+    """Under remat, the gradient of a layer still runs the kernel forward once and backward once; over context too.
+    Heads that are wider than two of the layer's inputs together, as those of latent attention, are computed again."""
     cfg = dataclasses.replace(cases.MODEL, head_dim=64, n_layers=1, d_model=d_model)
     mesh = sharding.make_mesh(jax.devices()[:2], 1, 1, 1, 2)
     model = Model(cfg, mesh, jnp.float32, remat, 1.0, None, "splash")

@@ -1,4 +1,5 @@
-"""What the endpoint decides without a clock or a socket: where a text ends, what is a tool call, which version serves a session."""
+"""What the endpoint decides without a clock or a socket: where a text ends, what is a tool call, which version serves a
+session."""
 
 import pytest
 

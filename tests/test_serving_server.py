@@ -1,4 +1,5 @@
-"""The endpoint's process: what it serves of a folder and of a run that goes on, and what it refuses before it starts."""
+"""The endpoint's process: what it serves of a folder and of a run that goes on, and what it refuses before it
+starts."""
 
 import dataclasses
 import socket

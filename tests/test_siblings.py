@@ -1,4 +1,5 @@
-"""What instances are told of the siblings of their samples: tokens that have ended or are recorded, once, and none that are wrong."""
+"""What instances are told of the siblings of their samples: tokens that have ended or are recorded, once, and none that
+are wrong."""
 
 import types
 

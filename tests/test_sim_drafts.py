@@ -1,4 +1,5 @@
-"""Drafts in the simulator: tokens of few rows come sooner, by the share of guesses that hold; many rows are as they were."""
+"""Drafts in the simulator: tokens of few rows come sooner, by the share of guesses that hold; many rows are as they
+were."""
 
 import pytest
 

@@ -39,7 +39,8 @@ def test_the_table_of_one_size(chips):
     ours_beats_the_published_protocol_on_the_same_work(table)
 
 
-# Rows that no set of the four parameters brings within 10 % of the step time or 5 points of the share (paper.py says why).
+# Rows that no set of the four parameters brings within 10 % of the step time or 5 points of the share (paper.py says
+# why).
 STEP_BEYOND = {(128, "one_step"): 0.15}
 SHARE_BEYOND = {(64, "one_step"): 0.06, (128, "partial"): 0.06}
 

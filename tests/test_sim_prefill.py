@@ -1,4 +1,5 @@
-"""Prefill on instances of its own: the others decode meanwhile, the pool is a queue, and no sample is lost on the way."""
+"""Prefill on instances of its own: the others decode meanwhile, the pool is a queue, and no sample is lost on the
+way."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Instances that die, hang or return garbage: their samples go on elsewhere, at the same version, and nothing is lost."""
+"""Instances that die, hang or return garbage: their samples go on elsewhere, at the same version, and nothing is
+lost."""
 
 import dataclasses
 import queue
@@ -341,7 +342,8 @@ def test_samples_go_on_while_weights_come():
 
 
 class WholeSteps:
-    """A trainer that has measured each sample of a step: an oracle says log-probs above -2 where they are not skewed."""
+    """A trainer that has measured each sample of a step: an oracle says log-probs above -2 where they are not
+    skewed."""
 
     def __init__(self, records):
         self._records = records

@@ -1,4 +1,5 @@
-"""The calls of an engine, compiled for a TPU that is not here: nothing of the size of the pool or of a weight is copied."""
+"""The calls of an engine, compiled for a TPU that is not here: nothing of the size of the pool or of a weight is
+copied."""
 
 import dataclasses
 import re

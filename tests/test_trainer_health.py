@@ -61,7 +61,8 @@ def test_a_row_alone_has_the_log_probs_of_its_batch(trainer):
 
 
 def probe_of(trainer, gap, version=7):
-    """One group of `version`, whose weights are the trainer's present ones and those that the engine had, off by gap."""
+    """One group of `version`, whose weights are the trainer's present ones and those that the engine had, off by
+    gap."""
     batch = shifted(trainer, cases.batch(trainer, cases.groups(1, 4, seed=9), rows=16), gap)
     batch = dataclasses.replace(batch, version=np.where(batch.mask, version, -1))
     return step.Probe(batch, version, publish.offered_copy("float32")(trainer.params))
@@ -104,7 +105,8 @@ def test_a_probe_of_another_version_is_refused(trainer):
 
 
 def test_a_probe_in_a_run_is_one_group_of_the_version_before(trainer):
-    """Versions are weights here: what a step of base 2 measures is a group of version 1 under the weights of version 1."""
+    """Versions are weights here: what a step of base 2 measures is a group of version 1 under the weights of version
+    1."""
     seen, store = [], MemoryGroupStore()
 
     def measured(batches, probe=None):

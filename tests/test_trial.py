@@ -158,8 +158,8 @@ def test_prompts_over_the_limit_are_told_before_the_run():
     prompt, (training, heldout) = opened(limit=8).survey()
     assert len(prompt.token_ids) <= 8 and prompt.group_id > 0
     assert (
-        "of the first 64 prompts of reasoning_gym:chain_sum are over rollout.max_prompt_tokens = 8 and are skipped (median "
-        in training
+        "of the first 64 prompts of reasoning_gym:chain_sum are over rollout.max_prompt_tokens = 8 and are skipped "
+        "(median " in training
     )
     assert heldout.endswith("of 64 held-out prompts are over rollout.max_prompt_tokens = 8 and are not evaluated")
 

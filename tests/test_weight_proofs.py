@@ -1,5 +1,5 @@
-"""Weights that travel prove themselves: a bit that flips in storage, on the wire or in memory is found, fetched again where
-that can help, and else refused; no engine serves it."""
+"""Weights that travel prove themselves: a bit that flips in storage, on the wire or in memory is found, fetched again
+where that can help, and else refused; no engine serves it."""
 
 import dataclasses
 import itertools
@@ -303,7 +303,8 @@ def test_a_copy_in_the_type_of_the_masters_has_their_digest_which_is_not_taken_t
 
 
 class Sink(dict):
-    """The weight store, the checkpoints and the console of a run that begins again. copied: what a copy comes out as."""
+    """The weight store, the checkpoints and the console of a run that begins again. copied: what a copy comes out
+    as."""
 
     def __init__(self, copied=lambda made, known: known):
         self._copied = copied

@@ -2,9 +2,9 @@
 """Two environments, one that answers in 0.1 s and one that takes a minute, each asked for half of the groups, at K = 3.
 
 An instance decodes 16 samples, as memory has it where contexts are long. In the first row a sample that waits for its
-environment holds no slot; in the second it keeps slot and KV, as in an engine that knows no waiting. The slow environment
-may have three times its share of the groups outstanding, and the quick one is never ahead of it by more than a quarter of a step.
-Argument `small`: the same in a second.
+environment holds no slot; in the second it keeps slot and KV, as in an engine that knows no waiting. The slow
+environment may have three times its share of the groups outstanding, and the quick one is never ahead of it by more
+than a quarter of a step. Argument `small`: the same in a second.
 """
 
 from dora_jax.sim import config

@@ -13,31 +13,34 @@ the work and its costs are those of `dora` in the published table. In it are as 
 
 `dora_paper` takes no parts by its definition (orchestrate/modes.py): a second row shows it with parts. TUNED holds
 points of the grid of sim/config.py (GridSection). At 64 and 128 chips `--tune` found those of `sync`, `one_step` and
-`dora_paper`, with 3 steps after 2; those of `partial` and `dora` are the fastest of about six around what it found. At 4,096
-`partial` and `dora` stand at the grid's largest load, where both are fastest, and the other rows are not tuned. Three seeds.
+`dora_paper`, with 3 steps after 2; those of `partial` and `dora` are the fastest of about six around what it found. At
+4,096 `partial` and `dora` stand at the grid's largest load, where both are fastest, and the other rows are not tuned.
+Three seeds.
 
-`rollpacker` and `staleflow` are the rivals of orchestrate/modes.py; a prompt that `rollpacker` issues again has answers as
-long as before, which is the best case for it, and its measured steps hold one long round in five. `--tune` found their
-points with one seed (`staleflow` at 4,096: the point of `dora`).
+`rollpacker` and `staleflow` are the rivals of orchestrate/modes.py; a prompt that `rollpacker` issues again has answers
+as long as before, which is the best case for it, and its measured steps hold one long round in five. `--tune` found
+their points with one seed (`staleflow` at 4,096: the point of `dora`).
 
-At 4,096 chips 20 steps are simulated, and the last 12 measured: with K versions the first deadline falls due at step K. At
-K = 8 the longest samples bind. A token takes 31 to 40 ms in a batch of 64 to 400 samples, and 64,000 of them 33 to 43
-minutes; eight steps last 35. So each eighth step takes 8 to 14 minutes and the mean is 5.36 (one seed; the floor is 2.54,
-for a sample that decodes alone). More instances for old versions do not help (5.62 with kv_weight = 40), nor does less load
-(7.35 at 1.5). At K = 10 nothing binds any more. The largest lag is 9 then; that of `partial`, with the same load and the
-same mean lag of 3.0, is 11. Adapters put an old version's samples into one batch with all others, so that K is 12 there.
+At 4,096 chips 20 steps are simulated, and the last 12 measured: with K versions the first deadline falls due at step K.
+At K = 8 the longest samples bind. A token takes 31 to 40 ms in a batch of 64 to 400 samples, and 64,000 of them 33 to
+43 minutes; eight steps last 35. So each eighth step takes 8 to 14 minutes and the mean is 5.36 (one seed; the floor is
+2.54, for a sample that decodes alone). More instances for old versions do not help (5.62 with kv_weight = 40), nor does
+less load (7.35 at 1.5). At K = 10 nothing binds any more. The largest lag is 9 then; that of `partial`, with the same
+load and the same mean lag of 3.0, is 11. Adapters put an old version's samples into one batch with all others, so that
+K is 12 there.
 
-In the rows "adapters" a version is an adapter of 1 % of the weights over one base: an instance holds K + 1 of them, and one
-call decodes rows of all. Nothing is balanced then, so that balance_s is 0. Their points are `--tune`'s, those of `dora` at 64
-and 128 chips with fewer rollout chips and a larger K, which an axis at a time does not find.
+In the rows "adapters" a version is an adapter of 1 % of the weights over one base: an instance holds K + 1 of them, and
+one call decodes rows of all. Nothing is balanced then, so that balance_s is 0. Their points are `--tune`'s, those of
+`dora` at 64 and 128 chips with fewer rollout chips and a larger K, which an axis at a time does not find.
 
-In the rows "drafts" a call verifies up to 7 tokens that suffixes of siblings guess (sim/drafts.py), as many as pay by the
-cost of a call, whatever its batch; configs/sim/drafts.py says where the share of guesses that hold, 0.6, comes from, and how
-much it matters. Their points, and those of "adapters and drafts", are the fastest of two to four at an instance fewer each;
-at 4,096 chips 2,048 are the fewest that were tried.
+In the rows "drafts" a call verifies up to 7 tokens that suffixes of siblings guess (sim/drafts.py), as many as pay by
+the cost of a call, whatever its batch; configs/sim/drafts.py says where the share of guesses that hold, 0.6, comes
+from, and how much it matters. Their points, and those of "adapters and drafts", are the fastest of two to four at an
+instance fewer each; at 4,096 chips 2,048 are the fewest that were tried.
 
 Minutes a step of `dora` against `partial` with the same machinery, three seeds (one with both at 4,096
-chips). Where both are limited by the trainer alone, a difference of 2 % is one of the tokens that the measured steps hold:
+chips). Where both are limited by the trainer alone, a difference of 2 % is one of the tokens that the measured steps
+hold:
 
                                       64                 128               4,096
     neither                    12.35 : 11.47         7.41 : 7.18         4.55 : 4.72
@@ -49,12 +52,13 @@ chips). Where both are limited by the trainer alone, a difference of 2 % is one 
 In the fourth line the trainer works for 99 % of the time in all; at 128 chips `dora` trains 54,179 tokens/s there and
 `partial` 53,617. In the fifth sampling is the limit, and what `partial` prefills again at each version makes it slower.
 
-The order of samples has no row, because it gains nothing. Longest expected first, in what resumes, moves and is put aside,
-takes 12.39 minutes for 12.38 at 64 chips, 7.38 for 7.40 at 128 and 5.95 for 6.05 at 4,096 (8 steps, K = 8) where the group's
-finished siblings say what is left, and 12.39, 7.38 and 5.98 where the true lengths do (three seeds, which differ by 0.2).
+The order of samples has no row, because it gains nothing. Longest expected first, in what resumes, moves and is put
+aside, takes 12.39 minutes for 12.38 at 64 chips, 7.38 for 7.40 at 128 and 5.95 for 6.05 at 4,096 (8 steps, K = 8) where
+the group's finished siblings say what is left, and 12.39, 7.38 and 5.98 where the true lengths do (three seeds, which
+differ by 0.2).
 
-The floor of a row and what versions on instances of their own add to it ("fragments") are explained in sim/bound.py: the
-second is what `partial` does not pay.
+The floor of a row and what versions on instances of their own add to it ("fragments") are explained in sim/bound.py:
+the second is what `partial` does not pay.
 """
 
 from dora_jax.config.files import load_file
@@ -86,7 +90,8 @@ TUNED = {
     ("4096", "dora, adapters"): (2688, 3.0, 12),
     ("64", "partial, drafts"): (20, 0.75, 3), ("128", "partial, drafts"): (36, 0.75, 3),
     ("4096", "partial, drafts"): (2048, 3.0, 3),
-    ("64", "dora, drafts"): (20, 0.75, 4), ("128", "dora, drafts"): (36, 0.75, 4), ("4096", "dora, drafts"): (2048, 3.0, 8),
+    ("64", "dora, drafts"): (20, 0.75, 4), ("128", "dora, drafts"): (36, 0.75, 4),
+    ("4096", "dora, drafts"): (2048, 3.0, 8),
     ("64", "partial, adapters and drafts"): (20, 0.5, 3), ("128", "partial, adapters and drafts"): (36, 1.15, 3),
     ("4096", "partial, adapters and drafts"): (2048, 3.0, 3),
     ("64", "dora, adapters and drafts"): (20, 0.75, 4), ("128", "dora, adapters and drafts"): (36, 1.15, 6),

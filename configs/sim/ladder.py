@@ -1,23 +1,26 @@
 # python -m dora_jax.simulate --config=configs/sim/ladder.py
 """The step-time ladder of a public DAPO run on TPU7x, from chip constants: no figure of the ladder is fitted.
 
-Source: vllm-project/tpu-inference, pull request 3165 (Qwen3-0.6B, synchronous, 256 prompts x 8 answers): 616 s a step, 369
-with fused decode steps, 327 with other blocks of the attention kernel, 299 with a check for the end every 8 steps; of the
-last decode takes 64 %, training 24 %, set-up 12 %.
+Source: vllm-project/tpu-inference, pull request 3165 (Qwen3-0.6B, synchronous, 256 prompts x 8 answers): 616 s a step,
+369 with fused decode steps, 327 with other blocks of the attention kernel, 299 with a check for the end every 8 steps;
+of the last decode takes 64 %, training 24 %, set-up 12 %.
 
-    published       256 x 8 samples, answers cut at 8,192 tokens, rows of 24,576 in the trainer, 16 instances of 4 devices,
+    published       256 x 8 samples, answers cut at 8,192 tokens, rows of 24,576 in the trainer, 16 instances of 4
+                    devices,
                     60 % of memory for the engine, a batch 83 % full: 6,800 tokens an answer where the longest is cut
-    other threads   a host's part of an unfused step 10 ms (pull request 3117: 15.6 ms a token, less a step's 5.4 ms), once
-                    every 128 steps where they are fused; the old blocks read at 1 / 1.49 of the speed (3102); a check for
-                    the end 0.216 ms (3509)
-    assumed         "64 chips" are 64 JAX devices, half a chip each (its 57 GB of KV are 60 % of 96); log-normal lengths;
-                    prompts of 160 tokens; the trainer repeats a forward pass and reaches 35 % of its FLOP/s; decode reaches
-                    80 % of the bandwidth, and 5 ms of a step are no roofline (both as in every simulation here); 2 s until
-                    a version is published, 1 s for rewards, 0.1 s for a message (as in sim/fair.py)
+    other threads   a host's part of an unfused step 10 ms (pull request 3117: 15.6 ms a token, less a step's 5.4 ms),
+                    once
+                    every 128 steps where they are fused; the old blocks read at 1 / 1.49 of the speed (3102); a check
+                    for the end 0.216 ms (3509)
+    assumed         "64 chips" are 64 JAX devices, half a chip each (its 57 GB of KV are 60 % of 96); log-normal
+                    lengths;
+                    prompts of 160 tokens; the trainer repeats a forward pass and reaches 35 % of its FLOP/s; decode
+                    reaches 80 % of the bandwidth, and 5 ms of a step are no roofline (both as in every simulation
+                    here); 2 s until a version is published, 1 s for rewards, 0.1 s for a message (as in sim/fair.py)
 
 What comes out: each step of the ladder as a share of the first, and the three shares of the last, within 10 points. The
-seconds do not: the run takes 2.5 times as long as this, 2.3 times in decode, 2.4 in training and 10 in set-up, of which a
-chip's constants know nothing. Argument `sensitivity`: the last step of the ladder with one assumption changed a row.
+seconds do not: the run takes 2.5 times as long as this, 2.3 times in decode, 2.4 in training and 10 in set-up, of which
+a chip's constants know nothing. Argument `sensitivity`: the last step of the ladder with one assumption changed a row.
 
     share of the last step, %                 decode   training   set-up    seconds
     the run                                       64         24       12        299

@@ -4,8 +4,9 @@
 
 Consumes a resolved configuration that names its slice and a model that is only described; produces `Role`s, the
 trainer's and an instance's, from XLA's own compiler for that chip (libtpu, the extra `aot`; no TPU is touched).
-Laws: every program comes from runtime/run.py, so that what is compiled here is what the run compiles; what does not
-fit is refused with the fields that help; that a program compiles and fits says nothing of its being right or fast.
+Laws: every program comes from runtime/assembly/run.py, so that what is compiled here is what the run compiles; what
+does not fit is refused with the fields that help; that a program compiles and fits says nothing of its being right or
+fast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The devices of a TPU slice that is not there, and which of them a run would give to its trainer and an instance.
 
-Consumes a configuration that names its slice; produces `SlicePlacement`s. libtpu describes the slice and touches no TPU.
+Consumes a configuration that names its slice; produces `SlicePlacement`s. libtpu describes the slice and touches no
+TPU.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""What knows no room: errors and exits, the console, files that prove themselves, digests, metrics and their formats."""
+"""What knows no room: errors and exits, the console, files that prove themselves, digests, metrics and their
+formats."""

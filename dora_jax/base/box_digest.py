@@ -3,8 +3,8 @@
     box_sums of each box, on whichever process holds it -> added up for each leaf -> combined: the digest
 
 Consumes NumPy arrays, each a box of one leaf of a pytree; produces sums over the bits of its elements, mixed with their
-places. Sums over disjoint boxes add up to those of the leaf, so every process computes its own part and no process needs
-all of it. NumPy alone, which is as fast as a compiled digest on one core and compiles nothing.
+places. Sums over disjoint boxes add up to those of the leaf, so every process computes its own part and no process
+needs all of it. NumPy alone, which is as fast as a compiled digest on one core and compiles nothing.
 """
 
 from __future__ import annotations

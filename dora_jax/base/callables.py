@@ -21,7 +21,8 @@ class RunStarts(BaseException):
 
 
 def import_module(name: str) -> types.ModuleType:
-    """The module; where it calls `fit` at its top level, what it has defined until then. Raises what the module raises."""
+    """The module; where it calls `fit` at its top level, what it has defined until then. Raises what the module
+    raises."""
     global _importing
     _importing = name
     try:
@@ -72,8 +73,8 @@ def _script(name: str) -> str:
     file = getattr(main, "__file__", None)
     if file is None or not os.path.isfile(file):
         raise ValueError(
-            f"{name} is defined in a notebook or at a prompt, which no worker process can import; write it to a file, in "
-            "a notebook by a first line %%writefile my_rewards.py, and import it from there"
+            f"{name} is defined in a notebook or at a prompt, which no worker process can import; write it to a file, "
+            "in a notebook by a first line %%writefile my_rewards.py, and import it from there"
         )
     stem, ending = os.path.splitext(os.path.basename(file))
     if ending != ".py" or not stem.isidentifier():
@@ -90,7 +91,7 @@ def _script(name: str) -> str:
     ):
         where = found.origin if found and found.origin else "nothing"
         raise ValueError(
-            f"{name} is defined in {file}, and a worker process that imports {stem} finds {where}; rename the file, or move the "
-            "function to a module"
+            f"{name} is defined in {file}, and a worker process that imports {stem} finds {where}; rename the file, or "
+            "move the function to a module"
         )
     return stem

@@ -1,4 +1,5 @@
-"""The hardware table: what one chip can do, and what a slice of them is called. Figures as published, or measured by others where the maker's round up."""
+"""The hardware table: what one chip can do, and what a slice of them is called. Figures as published, or measured by
+others where the maker's round up."""
 
 from __future__ import annotations
 

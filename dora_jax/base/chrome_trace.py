@@ -1,9 +1,10 @@
 """Chrome trace events (https://ui.perfetto.dev): rows of slices, and arrows between them.
 
-Consumes what rows do and when, in seconds; produces the events of the Trace Event Format, one dictionary each, to `emit`.
-A slice is named by the versions that its row works on, so that a version has one colour everywhere. Laws, without which
-Perfetto drops slices: a row has a thread number of its own in the whole trace, and none has 0, which it takes for the idle
-thread of the machine; times are whole microseconds, so that a slice ends where the next one of its row begins.
+Consumes what rows do and when, in seconds; produces the events of the Trace Event Format, one dictionary each, to
+`emit`. A slice is named by the versions that its row works on, so that a version has one colour everywhere. Laws,
+without which Perfetto drops slices: a row has a thread number of its own in the whole trace, and none has 0, which it
+takes for the idle thread of the machine; times are whole microseconds, so that a slice ends where the next one of its
+row begins.
 """
 
 from __future__ import annotations

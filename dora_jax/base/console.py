@@ -206,7 +206,8 @@ def _eta(metrics: Metrics) -> str:
 
 
 def _fitting(parts: Sequence[str], expendable: Sequence[str]) -> str:
-    """Joins the parts that are not empty; drops expendable parts, the first ones first, while the line is over WIDTH."""
+    """Joins the parts that are not empty; drops expendable parts, the first ones first, while the line is over
+    WIDTH."""
     kept = [part for part in parts if part]
     for part in expendable:
         if len("  ".join(kept)) > WIDTH and part in kept:

@@ -1,4 +1,5 @@
-"""Exit codes, and what Ctrl-C and SIGTERM do to a program before its run begins (then runtime/shutdown.py takes over).
+"""Exit codes, and what Ctrl-C and SIGTERM do to a program before its run begins (then runtime/common/shutdown.py takes
+over).
 
     0 done    1 it cannot go on    2 wrong input, trying again cannot help    42 start me again: told to stop, or stuck
 

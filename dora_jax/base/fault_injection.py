@@ -1,7 +1,8 @@
-"""Named points at which a test has something break, at the Nth pass: DORA_FAULT=NAME:N. At those of POINTS the process dies as
-if the power had failed; at those of FAULTS it goes on.
+"""Named points at which a test has something break, at the Nth pass: DORA_FAULT=NAME:N. At those of POINTS the process
+dies as if the power had failed; at those of FAULTS it goes on.
 
-Consumes one environment variable, produces nothing; without it a point is one comparison. Law: the two tuples name all there are.
+Consumes one environment variable, produces nothing; without it a point is one comparison. Law: the two tuples name all
+there are.
 """
 
 from __future__ import annotations

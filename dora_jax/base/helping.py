@@ -1,7 +1,7 @@
 """What --help prints: what a program is, its own flags, and the fields of its configuration, as they are declared.
 
-Consumes the configuration's dataclasses; ends with exit code 0. Fields that are tuning, right as they are on any machine,
-are listed by --helpfull and in the page only.
+Consumes the configuration's dataclasses; ends with exit code 0. Fields that are tuning, right as they are on any
+machine, are listed by --helpfull and in the page only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ HELP_AT = 46  # column
 
 INTRODUCTION = """# Configurations
 
-A configuration is a Python file with `get_config(arg=None)`, which starts from `dora_jax.config.defaults()` and sets what differs; its first line is the command that
-runs it. `--config=configs/quickstart.py:tiny` hands `tiny` to it, `--config.field=value` overrides one field, and an optional `sweep()` lists the points of
-`python -m dora_jax.sweep`. A field that is unknown or wrong is named in one sentence, all of them at once, before anything starts.
+A configuration is a Python file with `get_config(arg=None)`, which starts from `dora_jax.config.defaults()` and sets
+what differs; its first line is the command that runs it. `--config=configs/quickstart.py:tiny` hands `tiny` to it,
+`--config.field=value` overrides one field, and an optional `sweep()` lists the points of `python -m dora_jax.sweep`. A
+field that is unknown or wrong is named in one sentence, all of them at once, before anything starts.
 
 | file | what it runs |
 |---|---|
@@ -43,8 +44,9 @@ runs it. `--config=configs/quickstart.py:tiny` hands `tiny` to it, `--config.fie
 
 ## Every field
 
-A default that is empty, 0 or `auto` where the help says so is chosen by the platform; `--dry_run` prints what was chosen and why. Fields behind "tuning" are
-right as they are on any machine: `--help` leaves them out, `--helpfull` lists them. Both lists are made of the declarations in `dora_jax/config*.py`;
+A default that is empty, 0 or `auto` where the help says so is chosen by the platform; `--dry_run` prints what was
+chosen and why. Fields behind "tuning" are right as they are on any machine: `--help` leaves them out, `--helpfull`
+lists them. Both lists are made of the declarations in `dora_jax/config/`;
 `python tests/test_config_page.py` writes this page anew.
 """
 
@@ -54,7 +56,8 @@ def asked_for(args: Sequence[str]) -> bool:
 
 
 def show(args: Sequence[str], config: type) -> None:
-    """Prints the help and exits with code 0; it lists the flags defined so far. config: the dataclass of all sections."""
+    """Prints the help and exits with code 0; it lists the flags defined so far. config: the dataclass of all
+    sections."""
     app.usage(shorthelp=FULL not in args, writeto_stdout=True)
     lines = list(fields(config, tuning=FULL in args))
     print("\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *lines]))

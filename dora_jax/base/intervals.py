@@ -1,5 +1,5 @@
-"""95 % intervals of shares, in closed form. Source: Wilson 1927; of several samples a prompt, with the number of trials that
-the spread of the prompts' means amounts to (the design effect of cluster sampling)."""
+"""95 % intervals of shares, in closed form. Source: Wilson 1927; of several samples a prompt, with the number of trials
+that the spread of the prompts' means amounts to (the design effect of cluster sampling)."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ class Writer:
         if damaged := sorted(found.damaged + misplaced):
             place = state_files.put_aside(self.file, (line for _, line in damaged))
             self.note(
-                f"{self.file} is damaged in line {state_files.numbers(n for n, _ in damaged)}; what stood there is in {place}"
+                f"{self.file} is damaged in line {state_files.numbers(n for n, _ in damaged)}; what stood there is in "
+                f"{place}"
             )
         kept = [row for _, row in found.rows if row["step"] <= step]
         missing = {*range(1, step + 1)} - {row["step"] for row in kept if not _evaluates(row)}
@@ -205,8 +206,8 @@ class Writer:
 
 
 class _Board:
-    """TensorBoard's event file. tensorboardX's own writer is a thread that dies where the disk is full, and a queue that
-    then holds up the run."""
+    """TensorBoard's event file. tensorboardX's own writer is a thread that dies where the disk is full, and a queue
+    that then holds up the run."""
 
     def __init__(self, folder: Path, resumed_at: int | None, notify: Callable[[str], None]):
         from tensorboardX import record_writer  # half a second that a dry run need not pay

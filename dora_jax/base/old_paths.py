@@ -1,7 +1,8 @@
 """Module paths of earlier versions, which configs and scripts of users name: one table, one finder.
 
-An import of an old path gives the module itself under its new one, so that a class has one identity; `python -m OLD` runs
-the module. `dora_jax/__init__.py` installs the finder behind every other, so that a path that exists costs nothing.
+An import of an old path gives the module itself under its new one, so that a class has one identity; `python -m OLD`
+runs the module. `dora_jax/__init__.py` installs the finder behind every other, so that a path that exists costs
+nothing.
 """
 
 import importlib

@@ -1,13 +1,14 @@
 """Tokens a second of one engine whose rows are of several versions, against rows of one: full weights, and adapters.
 
-    python -m dora_jax.bench.adapters [--versions=1,2,4] [--rows=32] [--rank=8] [--tokens=128] [--rounds=3] [--width=256]
+    python -m dora_jax.bench.adapters [--versions=1,2,4] [--rows=32] [--rank=8] [--tokens=128] [--rounds=3]
+    [--width=256]
 
-Two engines, each with as many versions resident as the longest line asks: of full weights, a copy a version, which makes
-a decode call a version; of adapters, one base and every version's adapter beside it, which makes one call for all rows.
-Each takes the same samples, `rows` at once, of the first version alone and of several in turn; prompts of 32 tokens.
-Beside the speeds, what a version takes: its bytes, and the milliseconds from the trainer's masters to the version being
-resident (published, laid out, loaded), of an engine that shares the trainer's device. Rounds are interleaved and the best
-of each counts.
+Two engines, each with as many versions resident as the longest line asks: of full weights, a copy a version, which
+makes a decode call a version; of adapters, one base and every version's adapter beside it, which makes one call for all
+rows. Each takes the same samples, `rows` at once, of the first version alone and of several in turn; prompts of 32
+tokens. Beside the speeds, what a version takes: its bytes, and the milliseconds from the trainer's masters to the
+version being resident (published, laid out, loaded), of an engine that shares the trainer's device. Rounds are
+interleaved and the best of each counts.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Subject:
         self._groups = iter(range(1 << 30))
 
     def run(self, samples: int, versions: int) -> None:
-        """Samples so many, of these versions in turn; a group's would share a prefill, so each is a group of its own."""
+        """Samples so many, of these versions in turn; a group's would share a prefill, so each is a group of its
+        own."""
         rng = np.random.default_rng(0)
         for i in range(samples):
             prompt = rng.integers(3, self.engine.cfg.vocab_size, PROMPT_TOKENS).astype(np.int32)

@@ -1,6 +1,7 @@
 """A run's programs compiled for TPU slices, on a machine without one: what each chip holds, computes and sends.
 
-    python -m dora_jax.bench.aot [--only=TEXT] [--programs=train,publish,decode,narrow,verify,prefill,read,write] [--layers=N]
+    python -m dora_jax.bench.aot [--only=TEXT] [--programs=train,publish,decode,narrow,verify,prefill,read,write]
+    [--layers=N]
 
 Needs libtpu (the extra `aot`) and a minute or more a row. Each row is a configuration that names its slice, resolved by
 the presets; its programs are those that `python -m dora_jax.train` would compile there (dora_jax/aot/). `model` is

@@ -15,16 +15,16 @@ because neighbours on the machine only ever slow things down.
 The floor is what the machine's measured speeds allow: weights and the KV of the running samples read once a step, at
 the speed at which all cores read as many bytes over and over, or the flops at that of a large matrix product, whichever
 takes longer. Rivals run in an environment of their own (`--install` makes it under .bench/) on a folder written here.
-With --smollm the weights are those of a real model of 135M parameters (real_model.py): prompts of 48 tokens, 48 new ones
-each at fixed lengths, and one instance over all cores, because every instance reads all weights at every step.
+With --smollm the weights are those of a real model of 135M parameters (real_model.py): prompts of 48 tokens, 48 new
+ones each at fixed lengths, and one instance over all cores, because every instance reads all weights at every step.
 Pages are what all slots need, and one a slot more, which admission keeps free for running samples to grow into.
 Tunix is the sampler of its newest published package, 0.1.7; the engine of its development branch is not published.
 With --moe the toy has 8 layers of 16 experts, of which a token takes 2; the rival runs its fastest experts.
-With --contexts: the decode call of a long context alone, as a share of the memory's speed. A decode step must read every
-weight once and the KV of every row once. The compiled call of an engine is timed with all rows at the same context, on
-pages that were never filled (what a page holds does not change the cost), random weights; the share is those bytes over
-the time, against the speed at which this device reads a matrix in a product with a vector. Rows that the given memory
-cannot hold beside the weights are left out, and B says how many are there.
+With --contexts: the decode call of a long context alone, as a share of the memory's speed. A decode step must read
+every weight once and the KV of every row once. The compiled call of an engine is timed with all rows at the same
+context, on pages that were never filled (what a page holds does not change the cost), random weights; the share is
+those bytes over the time, against the speed at which this device reads a matrix in a product with a vector. Rows that
+the given memory cannot hold beside the weights are left out, and B says how many are there.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from dora_jax.types import SampleId
 
 
 def plain_runner(cfg: decoder.ModelConfig, params, work) -> Callable[[], None]:
-    """A closure that samples the whole work once, the plain way in JAX: one contiguous cache, whole batches, a scan until
-    the longest sample ends. All of it is tuned as in the engine (layouts, one dispatch a batch, donated cache); what it
-    lacks is continuous batching, pages and versions."""
+    """A closure that samples the whole work once, the plain way in JAX: one contiguous cache, whole batches, a scan
+    until the longest sample ends. All of it is tuned as in the engine (layouts, one dispatch a batch, donated cache);
+    what it lacks is continuous batching, pages and versions."""
     longest = [int(work.lengths[i : i + work.batch].max()) for i in range(0, len(work.lengths), work.batch)]
     calls = {n: jax.jit(functools.partial(_generate_plain, cfg, n)) for n in set(longest)}
 

@@ -3,8 +3,8 @@
     python -m dora_jax.bench.drafts --workdir=runs/NAME [--live=4] [--drafts=7] [--samples=512] [--rounds=3]
     python -m dora_jax.bench.drafts --smollm --samples=16 --rounds=1 --tokens=48
 
-The engine is the one of the run's configuration. `live` samples decode at once, a group's samples one after another: the
-tail of a step, when few are left. Six engines take the same samples:
+The engine is the one of the run's configuration. `live` samples decode at once, a group's samples one after another:
+the tail of a step, when few are left. Six engines take the same samples:
   off            as the run has it: a decode call has a row for every slot
   drafts alone   rollout.drafts, verified where measured acceptance and cost say that it pays
   wrong alone    the same, with drafts that are never right: what trying costs

@@ -164,7 +164,8 @@ def replayed(cfg: ModelConfig, params: Any, count: int, tokens: int) -> tuple[np
 
 
 def held_bytes(cfg: ModelConfig, dtype: str, weights: str, kv: str) -> tuple[int, int]:
-    """(projections, KV of one position); of `dtype` where nothing is asked for. Scales are one f32 an output channel."""
+    """(projections, KV of one position); of `dtype` where nothing is asked for. Scales are one f32 an output
+    channel."""
     layer = decoder.abstract_params(cfg)["layers"]
     shapes = [layer[name].shape for name in PROJECTIONS if name in layer]
     size = jnp.dtype(WEIGHTS[weights] or dtype).itemsize

@@ -1,27 +1,28 @@
 """All modes, run for real at the pace of a chip, beside the simulator's prediction of the same work.
 
-    python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=24] [--split=predicted|half] [--small]
-    python -m dora_jax.bench.end_to_end --environments [--speedup=40] [--steps=6] [--warmup=3] [--config=FILE]
+    python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=24] [--split=predicted|half]
+    [--small] python -m dora_jax.bench.end_to_end --environments [--speedup=40] [--steps=6] [--warmup=3] [--config=FILE]
     python -m dora_jax.bench.end_to_end --recorded=DIRECTORY [--modes=sync,dora] [--warmup=2, as the recorder's]
 
 Real are threads, queues, `Coordinator`, workers, orchestrator, migrations, publications and the engine's tokens, which
 prove the version that made them; PACED are ticks, train steps and transfers: each lasts what the cost model says for an
 H800, divided by the speed-up, because nothing here has one. Not measured here: decoding and training as such.
 
-The work is the published experiment made small: log-normal lengths (sigma 1) cut at 12.5 x the mean, K = 3, a 7.6B model
-on 16 chips of unequal speed in place of 32.8B on 64 to 128, 2,048 samples a step in place of 8,192, and one token stands for 64, so that
-a tick lasts 64 times as long. Prediction and run share lengths (a function of seed, group and index), costs and the
-orchestrator's configuration, and nothing else. Each mode runs at the split of the chips that the simulator finds best
-for it; `partial` and `evict` also colocated, as `partial` was published. --small is a fraction of that, for a machine of
-few cores or one with other work: 64 samples a step of at most 200 tokens. --lent holds lending of the trainer's chips
-against its prediction instead, where a decode step takes longer the more rows it has.
+The work is the published experiment made small: log-normal lengths (sigma 1) cut at 12.5 x the mean, K = 3, a 7.6B
+model on 16 chips of unequal speed in place of 32.8B on 64 to 128, 2,048 samples a step in place of 8,192, and one token
+stands for 64, so that a tick lasts 64 times as long. Prediction and run share lengths (a function of seed, group and
+index), costs and the orchestrator's configuration, and nothing else. Each mode runs at the split of the chips that the
+simulator finds best for it; `partial` and `evict` also colocated, as `partial` was published. --small is a fraction of
+that, for a machine of few cores or one with other work: 64 samples a step of at most 200 tokens. --lent holds lending
+of the trainer's chips against its prediction instead, where a decode step takes longer the more rows it has.
 
-A step of `dora` or `staleflow` waits for the longest sample of the version whose deadline is due, so that its time varies:
-in the small setting between 67 and 197 s, 107 s in the mean. Of few steps the mean depends on which of these they are, and
-prediction and run may differ by 20 % although both are right; of 24 steps no mode differed by more than 2.6 %.
+A step of `dora` or `staleflow` waits for the longest sample of the version whose deadline is due, so that its time
+varies: in the small setting between 67 and 197 s, 107 s in the mean. Of few steps the mean depends on which of these
+they are, and prediction and run may differ by 20 % although both are right; of 24 steps no mode differed by more than
+2.6 %.
 
---environments: two environments of 0.1 s and 60 s at K = 3, the rows of configs/sim/environments.py: a sample that waits
-for its environment frees its slot, or holds it. Environments are paced as well.
+--environments: two environments of 0.1 s and 60 s at K = 3, the rows of configs/sim/environments.py: a sample that
+waits for its environment frees its slot, or holds it. Environments are paced as well.
 
 --recorded: a recorded run beside the simulator's prediction of it from its own measured costs, and other modes on its
 work. DIRECTORY is what runtime/observe/recorder.py wrote: WORKDIR/recorded of a run with --config.journal.record=True.
@@ -55,7 +56,8 @@ TOKEN = 64  # tokens of the published experiment that one token here stands for
 CHIPS = 16
 COLOCATED = "colocated"
 LENT = {"orchestrator.elastic": True}
-# Chips are lent where more instances are faster: a decode step of --lent takes as long as its rows' KV, and training is short.
+# Chips are lent where more instances are faster: a decode step of --lent takes as long as its rows' KV, and training is
+# short.
 KV_READS = 32
 BY_ROWS = {"cost.decode_overhead_s": 0.05, "cost.train_fixed_s": 20.0}
 SMALL = {"orchestrator.groups_per_step": 16, "orchestrator.group_size": 4, "orchestrator.updates": 4,
@@ -259,7 +261,8 @@ def main() -> None:
         chosen = lent_rows(config) if args.lent else rows(config, args.modes, args.split)
     lines = [predicted_and_run(row, args.speedup) for row in chosen]
     print(
-        f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are modelled\n"
+        f"paced at {args.speedup:g} modelled seconds a second, {args.steps} steps after {args.warmup}; times are "
+        "modelled\n"
     )
     if args.environments:
         print(environment_table(lines))

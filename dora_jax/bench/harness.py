@@ -106,7 +106,8 @@ def one_device() -> Any:
 
 
 def new_engine(model: Any, mesh: Any = None, sections: Mapping[str, Any] | None = None, **rollout: Any) -> Any:
-    """The engine that a run assembles with this rollout section, other sections and presets; by default on one device."""
+    """The engine that a run assembles with this rollout section, other sections and presets; by default on one
+    device."""
     from dora_jax.config import Config, RolloutSection
     from dora_jax.plan import presets
     from dora_jax.runtime.assembly.run import engine_of

@@ -45,8 +45,9 @@ from dora_jax.sim.table import grid
 MODES = ("sync", "one_step", "partial", "evict", "dora2", "dora3", "dora5")
 MEASURED, BASELINE = "dora3", "sync"  # of the verdict
 NO_LAG = ("sync", "partial")  # all groups have the same, or none: a trajectory has several versions
-# Three times that of all weights: three seeds of 40 steps end at 99.5 %. At that of all weights they end at 93 %; at ten
-# times that they learn in 10 to 30 steps and end at 90 %, for a step then moves groups of a lag of 2 off the policy.
+# Three times that of all weights: three seeds of 40 steps end at 99.5 %. At that of all weights they end at 93 %; at
+# ten times that they learn in 10 to 30 steps and end at 90 %, for a step then moves groups of a lag of 2 off the
+# policy.
 LORA_LEARNING_RATE = 3e-3
 EVAL_EVERY = 10
 SMOOTH, TARGET = 5, 0.9  # a run has learnt when the mean reward of so many steps is this

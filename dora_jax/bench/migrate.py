@@ -1,4 +1,5 @@
-"""What becomes of a sample's KV: moved to another engine, sent to another process, kept in host memory, or computed again.
+"""What becomes of a sample's KV: moved to another engine, sent to another process, kept in host memory, or computed
+again.
 
     python -m dora_jax.bench.migrate [--contexts=512,2048,8192,32768] [--others=8] [--rounds=3]
     python -m dora_jax.bench.migrate --processes [--contexts=512,2048,8192] [--rounds=3] [--latent]
@@ -14,7 +15,8 @@ Both engines stand on one device, and host memory lies between them: what one pr
 
 With --processes the destination is another process, and there is one sample and nothing else; of a move is then
 wire      from the export's end until the pages have arrived: lend, control plane, fetch
-With --latent: of a mixture with latent attention, whose pages hold one latent a token in the place of every head's K and V.
+With --latent: of a mixture with latent attention, whose pages hold one latent a token in the place of every head's K
+and V.
 
 With --waiting: what it costs an episode to go on once its environment has answered, by where its KV was meanwhile.
 kept    its pages stayed on the device: only what it observed is prefilled
@@ -22,8 +24,9 @@ out     its pages are copied to host memory
 in      they come back, and what it observed is prefilled
 again   its KV was dropped: all of its tokens are prefilled
 swap    (out + in - kept) / (again - kept): the share of a second prefill that host memory costs
-Times are in milliseconds until the episode's next tokens are back, the best of the rounds. `same` says whether the tokens
-and log-probs of the next turn are those of the episode that kept its pages, bit by bit. --seconds: how long it waits.
+Times are in milliseconds until the episode's next tokens are back, the best of the rounds. `same` says whether the
+tokens and log-probs of the next turn are those of the episode that kept its pages, bit by bit. --seconds: how long it
+waits.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""What share of one core the orchestrator takes in front of a fleet at work, in real time: its events, reports, ends, moves,
-deaths, its snapshots and the cycle collector.
+"""What share of one core the orchestrator takes in front of a fleet at work, in real time: its events, reports, ends,
+moves, deaths, its snapshots and the cycle collector.
 
     python -m dora_jax.bench.orchestrator [--instances=10000] [--seconds=60] [--residents=1] [--updates=4]
 
-A body in virtual time: 100 slots an instance, log-normal answers of 3,000 tokens on average (sigma 1, at most 12,000) at 30
-tokens/s: at a million live samples 10,000 start and as many end in a second. Every instance reports once in `report_s`, and
-its samples as often as those of a run of that size (runtime/rollout_worker.py, `progress_period_s`); one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run. The fleet works for
-`warm_s` first, without reports until the last seconds. With `aged` its first groups are found at any point of their
-lives, as those of a fleet that has worked for long: steps follow each other from the start, versions come and go, and
-samples move. Without, a group ends only once its longest answer does, minutes later.
+A body in virtual time: 100 slots an instance, log-normal answers of 3,000 tokens on average (sigma 1, at most 12,000)
+at 30 tokens/s: at a million live samples 10,000 start and as many end in a second. Every instance reports once in
+`report_s`, and its samples as often as those of a run of that size (runtime/instances/rollout_worker.py,
+`progress_period_s`); one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run.
+The fleet works for `warm_s` first, without reports until the last seconds. With `aged` its first groups are found at
+any point of their lives, as those of a fleet that has worked for long: steps follow each other from the start, versions
+come and go, and samples move. Without, a group ends only once its longest answer does, minutes later.
 
-Facts come together for as long as the coordinator of such a fleet waits (runtime/coordinator.py, `gather_s`). Timed is the
-CPU of the thread in `commit` and `decide`; the share is that by the virtual time that went by. Kinds of facts are told
-apart in one batch of `SAMPLED`. A snapshot is made each `snapshot_s` as a controller makes it: by a forked child
-(runtime/durability/event_log.py). `codec` adds what a controller's journal and wire do with the same facts.
+Facts come together for as long as the coordinator of such a fleet waits (runtime/coordinator.py, `gather_s`). Timed is
+the CPU of the thread in `commit` and `decide`; the share is that by the virtual time that went by. Kinds of facts are
+told apart in one batch of `SAMPLED`. A snapshot is made each `snapshot_s` as a controller makes it: by a forked child
+(runtime/journal/event_log.py). `codec` adds what a controller's journal and wire do with the same facts.
 """
 
 from __future__ import annotations
@@ -421,23 +422,24 @@ def report(body: Body) -> Iterator[str]:
     )
     yield (
         f"    {cost.snapshots} snapshots, for each of which the loop stood still for at most "
-        f"{1e3 * max(cost.fork_s, default=0):.0f} ms and a child worked for {cost.children_s / max(1, cost.snapshots):.1f} s"
+        f"{1e3 * max(cost.fork_s, default=0):.0f} ms and a child worked for "
+        f"{cost.children_s / max(1, cost.snapshots):.1f} s"
     )
     yield (
         f"    base {summary['base']}, {len(summary['versions'])} versions, moves {summary['moves']}, reloads "
         f"{summary['reloads']}, dropped {summary['dropped']}"
     )
     yield (
-        f"    the orchestrator's memory {_bytes(body.brain) / max(1, live):,.0f} bytes a live sample; the process with its "
-        f"fleet {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+        f"    the orchestrator's memory {_bytes(body.brain) / max(1, live):,.0f} bytes a live sample; the process with "
+        f"its fleet {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
     )
     for name, n in sorted((cost.events | {"decisions": cost.batches}).items()):
         us = cost.kind_ns[name] / 1e3 / max(1, cost.sampled[name])
         yield f"    {name:<18} {n / seconds:>9,.0f}/s {us:>9.1f} us {us * n / 1e6 / seconds:>7.1%}"
     if options.codec:
         yield (
-            f"    journal and wire: {cost.bytes / seconds / 1e6:.1f} MB/s, to write them {cost.encode_ns / 1e9 / seconds:.1%}, "
-            f"to read them {cost.decode_ns / 1e9 / seconds:.1%} of one core"
+            f"    journal and wire: {cost.bytes / seconds / 1e6:.1f} MB/s, to write them "
+            f"{cost.encode_ns / 1e9 / seconds:.1%}, to read them {cost.decode_ns / 1e9 / seconds:.1%} of one core"
         )
 
 

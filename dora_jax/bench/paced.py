@@ -1,7 +1,8 @@
 """One paced run of a simulator's row: the same configuration, work and costs in the one-process world, on real threads.
 
-Consumes a `Row` and a pace, produces `PacedResult` in modelled seconds. The engine is the oracle's (every token proves its
-version), the trainer computes nothing, rewards are constants after `score_s`: what is real is all that lies between.
+Consumes a `Row` and a pace, produces `PacedResult` in modelled seconds. The engine is the oracle's (every token proves
+its version), the trainer computes nothing, rewards are constants after `score_s`: what is real is all that lies
+between.
 """
 
 from __future__ import annotations

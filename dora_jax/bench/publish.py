@@ -1,5 +1,5 @@
-"""A version from a trainer to instances, in processes of their own, by both wires: what each stage takes, what the model
-of the simulator says to that, and what it says of 8B, 32B and 560B.
+"""A version from a trainer to instances, in processes of their own, by both wires: what each stage takes, what the
+model of the simulator says to that, and what it says of 8B, 32B and 560B.
 
     python -m dora_jax.bench.publish [--mib=1024] [--instances=1,2] [--rounds=3] [--folder=FOLDER] [--rank=0]
 

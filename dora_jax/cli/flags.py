@@ -1,6 +1,7 @@
 """The command line of every entry point: absl flags around one --config, checked in full before JAX is imported.
 
-    --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run [--aot] [--begin_anew=history.1]
+    --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run [--aot]
+    [--begin_anew=history.1]
 
 Consumes argv; produces a `Config` and a workdir that belongs to it: config.json (resolved, secrets blanked) and
 overrides.json are written there, and a workdir of another config is refused.

@@ -9,7 +9,8 @@ Every field of a run in one declaration: type, choices, default, help and range.
 
 Laws: no JAX here, so that a mistake is reported before a device is touched; `Config` never changes; a field that
 is not declared below does not exist, except inside the free-form dictionaries (`task.params`, ...).
-The sections of prompts and rewards are in config_task.py, that of a cluster in config_cluster.py. Trees become a `Config` in config_tree.py, the rules between fields are in validate.py, the command line in flags.py.
+The sections of prompts and rewards are in task.py, that of a cluster in cluster.py. Trees become a
+`Config` in base/config_tree.py, the rules between fields are in plan/validate.py, the command line in cli/flags.py.
 """
 
 from __future__ import annotations
@@ -269,7 +270,8 @@ class Config:
     placement: Literal["auto", "disjoint", "shared"] = field("auto", "whether trainer and instances own their devices")
     pace: str = field(
         "",
-        "chip whose speed a 32.8B model's ticks, steps and transfers are slowed down to (runtime/emulated_timing.py)",
+        "chip whose speed a 32.8B model's ticks, steps and transfers are slowed down to "
+        "(runtime/observe/emulated_timing.py)",
         choices=("", *CHIPS),
     )
     model: ModelSection = ModelSection()

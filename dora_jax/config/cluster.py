@@ -12,7 +12,8 @@ from dora_jax.base.config_tree import field
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSection:
-    """More than one process: the controller is this one, the trainer and each rollout instance are gangs of their own."""
+    """More than one process: the controller is this one, the trainer and each rollout instance are gangs of their
+    own."""
 
     launcher: Literal["", "process", "ray"] = field(
         "", "process: children on this machine; ray: actors of a Ray cluster; empty: one process"
@@ -51,8 +52,8 @@ def problems(config: Any) -> Iterator[str]:
             yield f"rollout.{cost}: 0 is measured by each process, and those of one instance must decide alike; set it"
     if config.orchestrator.elastic and cluster.trainer_hosts % cluster.hosts_per_instance:
         yield (
-            f"orchestrator.elastic: the trainer's {cluster.trainer_hosts} processes make up no whole number of instances of "
-            f"cluster.hosts_per_instance = {cluster.hosts_per_instance}"
+            f"orchestrator.elastic: the trainer's {cluster.trainer_hosts} processes make up no whole number of "
+            f"instances of cluster.hosts_per_instance = {cluster.hosts_per_instance}"
         )
     if config.cpu_devices:
         yield "cpu_devices: belongs to a run in one process; in a cluster it is cluster.devices_per_host"

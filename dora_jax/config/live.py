@@ -11,7 +11,7 @@ from dora_jax.base.config_tree import field
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSection:
-    """What else hears of a run (runtime/monitoring.py), and how much its logs may hold."""
+    """What else hears of a run (runtime/observe/monitoring.py), and how much its logs may hold."""
 
     port: int = field(0, "of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none", ge=0, le=65535)
     wandb: str = field("", "Weights & Biases project that gets each record of metrics.jsonl (extra wandb); empty: none")
@@ -25,7 +25,8 @@ class MonitorSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSection:
-    """The endpoint of a run: what `python -m dora_jax.serve` answers, sampled by the run's own fleet while it trains."""
+    """The endpoint of a run: what `python -m dora_jax.serve` answers, sampled by the run's own fleet while it
+    trains."""
 
     port: int = field(0, "where it answers; 0: none", ge=0, le=65535)
     host: str = field("127.0.0.1", "its address; others than loopback want DORA_SERVE_TOKEN")
@@ -59,7 +60,7 @@ def problems(config: Any) -> Iterator[str]:
         yield f"serving.port: {serving.port} is monitor.port too"
     if serving.hold_versions and residents < serving.hold_versions + 2:
         yield (
-            f"serving.hold_versions: an instance that holds {residents} versions at once (rollout.residents) would drop "
-            f"the newest for the sessions of {serving.hold_versions} older ones; set rollout.residents to "
+            f"serving.hold_versions: an instance that holds {residents} versions at once (rollout.residents) would "
+            f"drop the newest for the sessions of {serving.hold_versions} older ones; set rollout.residents to "
             f"{serving.hold_versions + 2}"
         )

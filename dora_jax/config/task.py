@@ -41,7 +41,9 @@ class TaskSection:
     reward_walls: Literal["auto", "full", "weak"] = field(
         "auto", "full: rewards see no other process; weak: they could; auto: full for shipped rewards"
     )
-    sandbox: bool = field(False, "your rewards may run programs (tasks/programs.py); those of tasks/code.py always do")
+    sandbox: bool = field(
+        False, "your rewards may run programs (tasks/sandbox/programs.py); those of tasks/code.py always do"
+    )
     reward_env: tuple[str, ...] = field((), "environment variables that rewards may read, beside PATH and the like")
     max_failed_share: float = field(0.01, "of groups whose scoring failed; above this the run stops", ge=0, le=1)
     max_bad_rows_share: float = field(0.01, "of rows that cannot be read, else the run stops", ge=0, le=1, tuning=True)
@@ -78,7 +80,9 @@ class EnvironmentSection:
     retries: int = field(2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True)
     workers: int = field(1, "processes; each holds thousands of episodes", ge=1)
     python: str = field("", "their interpreter, where the environment's packages are installed apart; empty: the run's")
-    sandbox: bool = field(False, "it may run programs (tasks/programs.py); the PythonTool of tasks/code.py always may")
+    sandbox: bool = field(
+        False, "it may run programs (tasks/sandbox/programs.py); the PythonTool of tasks/code.py always may"
+    )
     env: tuple[str, ...] = field((), "environment variables that they may read, beside PATH and the like")
     noise_failed: float = field(0.0, "share of observations that say instead that the tool failed", ge=0, le=1)
     noise_truncated: float = field(0.0, "share that end after half", ge=0, le=1)

@@ -3,9 +3,9 @@
     WORKDIR/history.N/      what an earlier run left there, where one was begun anew (`put_history_aside`)
 
 Consumes a `Config` and a folder; produces the two files, or the sentence that says why the folder is not this run's.
-Laws: a file is there whole or not at all; a workdir of a version whose journal and checkpoints this one does not read is
-refused with the name of the version that does; so is one of a newer format, and a config.json that is damaged; nothing
-of a history is deleted.
+Laws: a file is there whole or not at all; a workdir of a version whose journal and checkpoints this one does not read
+is refused with the name of the version that does; so is one of a newer format, and a config.json that is damaged;
+nothing of a history is deleted.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
         listed = (f"{name} (now {configs.RENAMED[name]})" if name in configs.RENAMED else name for name in unknown)
         return [
             (
-                f"workdir: {workdir} was written by another version of dora_jax: its config.json has {', '.join(listed)}, "
-                "which this one does not know; choose another --workdir"
+                f"workdir: {workdir} was written by another version of dora_jax: its config.json has "
+                f"{', '.join(listed)}, which this one does not know; choose another --workdir"
             )
         ]
     new = configs.to_json(config)

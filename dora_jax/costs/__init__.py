@@ -12,9 +12,9 @@ Consumes counts (batch, context, tokens, chips), produces seconds. Both kinds an
 A file of measured costs is JSON: {"decode": [[batch, seconds], ...], "decode_kv_s": s, "prefill_fixed_s": s,
 "prefill_s_per_token": s, "train_fixed_s": s, "train_s_per_token": s, "load_s": s, "move_fixed_s": s,
 "move_s_per_token": s, "score_s": s, "pages": n, "contention": x}. Between two batches a tick is interpolated.
-A file may name "lend_s" and "return_s"; they are 0 where they are left out, as on devices that hold the memory of both sides.
-contention: an instance takes so many times as long while the trainer works; above 1 where both share a machine, and 1
-where it is left out.
+A file may name "lend_s" and "return_s"; they are 0 where they are left out, as on devices that hold the memory of both
+sides. contention: an instance takes so many times as long while the trainer works; above 1 where both share a machine,
+and 1 where it is left out.
 
 Sources: the roofline of a transformer's decode as in arXiv 2211.05102; matmuls read the weights once a tick or are
 bound by FLOPs, attention is bound by the KV it reads, and the two follow one another.
@@ -228,7 +228,8 @@ class Roofline:
         return self._cost.move_fixed_s + tokens * self._model.kv_bytes_per_token / host
 
     def lend_s(self) -> float:
-        """The trainer's state goes to host memory, and an instance's weights come from there, over each chip's own link."""
+        """The trainer's state goes to host memory, and an instance's weights come from there, over each chip's own
+        link."""
         chip_bytes = self._state_bytes_per_chip + self.weight_bytes / self._hardware.instance_chips
         return self._cost.switch_fixed_s + chip_bytes / self._chip.host_bytes_per_s
 

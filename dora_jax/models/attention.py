@@ -5,7 +5,8 @@ business of an `attend` function, which the caller of decoder.forward gives: the
 ops.segment_attention's. What `attend(layer, q, k, v) -> o` is given:
   layer     number of the attention, counted over ModelConfig.kv_layers; traced in a loop, None under scan
   GQA       q [B, L, H, D], k and v [B, L, K, D], q and k rotated; o [B, L, H, D]
-  MLA, expanded (training)  q and k [B, L, H, D], D = nope_dim + rope_dim, rotated; v as wide, padded by zeros; o the same
+  MLA, expanded (training)  q and k [B, L, H, D], D = nope_dim + rope_dim, rotated; v as wide, padded by zeros; o the
+                            same
   MLA, absorbed (serving)   q [B, L, H, C] and k [B, L, 1, C], C = kv_rank + rope_dim: a head's query in the latents'
             own space, and the latent with the rotated key behind it, which is all that a cache keeps. v is None: the
             values are the first kv_rank numbers of k. o [B, L, H, kv_rank]
@@ -75,7 +76,8 @@ class Products(NamedTuple):
     rows: jax.Array | None = None  # i32[B]
 
     def __call__(self, weights: Weights, x_BxLxD: jax.Array, name: str) -> jax.Array:
-        """x @ weight, in the activations' type: masters may be wider; with the adapter of that weight, if it has one."""
+        """x @ weight, in the activations' type: masters may be wider; with the adapter of that weight, if it has
+        one."""
         y = self._times(x_BxLxD, weights[name].astype(x_BxLxD.dtype))
         adapter = adapter_of(weights, name, x_BxLxD.dtype)
         return y if adapter is None else y + self._low_rank(x_BxLxD, *adapter)

@@ -2,7 +2,8 @@
 
 The modules' constructors are the description: `abstract_params` traces them, sharding.py reads the logical axes they
 carry, `init_params` runs them under one jit. A layer is one of three blocks: attention and a feed-forward that is
-"dense" or "moe", or LongCat's "shortcut" of two such sublayers beside a mixture; attention.py and moe.py hold the parts.
+"dense" or "moe", or LongCat's "shortcut" of two such sublayers beside a mixture; attention.py and moe.py hold the
+parts.
 
 Consumes tokens, positions and an `attend` function (attention.py says what it is given); produces hidden states and
 logits. Two layouts of the same weights, kept [in, out]:
@@ -204,8 +205,8 @@ def layout_of(params: Params) -> str:
 
 
 def adapted(params: Params, adapters: Params | None, several: bool = False) -> Params:
-    """The weights of either layout with adapters (lora.py) of the same layout beside each layer's; several: the adapters
-    have a leading axis, which moves behind that of stacked layers."""
+    """The weights of either layout with adapters (lora.py) of the same layout beside each layer's; several: the
+    adapters have a leading axis, which moves behind that of stacked layers."""
     if adapters is None:
         return params
     if isinstance(params[LAYERS], list):
@@ -293,8 +294,8 @@ def forward_routed(
     """(hidden states after the last norm, in `dtype`; what the M routers did, None without experts).
 
     constrain: sharding.constrain_rows, the trainer's. merge: whether matmuls see rows and positions as one axis; no,
-    where both are sharded. absorbed: latent attention in the form that serves; attention.py says what `attend` is given.
-    compute: of moe.compute. routes: expert ids to take, see moe.route. counted_BxL: the tokens
+    where both are sharded. absorbed: latent attention in the form that serves; attention.py says what `attend` is
+    given. compute: of moe.compute. routes: expert ids to take, see moe.route. counted_BxL: the tokens
     that the routers' figures are of. adapters: of lora.py, in the layout of params, multiplied by adapter_gain;
     adapter_index i32[B]: they have a leading axis, of which each row takes its own.
     """

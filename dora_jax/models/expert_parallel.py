@@ -1,11 +1,12 @@
-"""Experts over the devices of a mesh. The trainer's (`compute`): each device multiplies the tokens of its row of devices with its own experts.
+"""Experts over the devices of a mesh. The trainer's (`compute`): each device multiplies the tokens of its row of
+devices with its own experts.
 
 Matrices are gathered over the mesh axis `fsdp` and results summed over `tensor`. Over `expert`, DISPATCHES:
   gather      all tokens go to all devices, and each device keeps the sums of its own: k experts a token on e devices
               send e / k of what an exchange does
   all_to_all  a token goes to the devices that have its experts (`experts` below)
-As compiled for v5p-512, the experts of one layer of DeepSeek-V3 at 4096 tokens a chip, forward and backward, receive 5.7
-GB and hold 13.5 GiB gathered over 16 devices; 4.5 GB and 6.7 GiB exchanged over 64, which gather fewer matrices.
+As compiled for v5p-512, the experts of one layer of DeepSeek-V3 at 4096 tokens a chip, forward and backward, receive
+5.7 GB and hold 13.5 GiB gathered over 16 devices; 4.5 GB and 6.7 GiB exchanged over 64, which gather fewer matrices.
 Law: no token is dropped, whatever the load.
 
 Experts over a mesh axis by all-to-all: each token goes to the devices that have its experts, and comes back.
@@ -139,7 +140,8 @@ def _most(over: _Exchange, sent: _Sent) -> jax.Array:
 
 
 class _Block:
-    """The rows from `start` on that each device receives, by senders; here they are put in the order of their experts."""
+    """The rows from `start` on that each device receives, by senders; here they are put in the order of their
+    experts."""
 
     def __init__(self, over: _Exchange, sent: _Sent, start: int | jax.Array):
         self._over, me, rows = over, jax.lax.axis_index(over.axis), over.plan.rows

@@ -83,8 +83,8 @@ def plan_of(tokens: int, k: int, count: int, parts: int, interpret: bool) -> Pla
 
 
 def order_of(ids_N: jax.Array) -> jax.Array:
-    """i32[N]: a stable argsort of small numbers, as one sort of one array: XLA compiles a sort of pairs in four times the
-    time."""
+    """i32[N]: a stable argsort of small numbers, as one sort of one array: XLA compiles a sort of pairs in four times
+    the time."""
     n = ids_N.shape[0]
     return jax.lax.sort(ids_N.astype(jnp.int32) * n + jnp.arange(n, dtype=jnp.int32), is_stable=False) % n
 

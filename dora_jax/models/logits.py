@@ -83,7 +83,8 @@ def target_logprobs(
 def logprobs_of(
     logits: jax.Array, targets: jax.Array, *, entropy_grad: bool = False, axis: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(log-prob of each target, entropy) from logits f32[..., V]; axis: the mesh axis that V is sharded over, if any."""
+    """(log-prob of each target, entropy) from logits f32[..., V]; axis: the mesh axis that V is sharded over, if
+    any."""
 
     def total(x: jax.Array) -> jax.Array:
         x = jnp.sum(x, axis=-1)

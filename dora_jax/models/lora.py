@@ -93,8 +93,8 @@ def specs(
     whole_experts: bool = False,
     several: bool = False,
 ) -> Any:
-    """Tree of NamedSharding that matches an adapter of this layout, as sharding.param_specs; several: of a `stacked` one,
-    whose leading axis is whole everywhere."""
+    """Tree of NamedSharding that matches an adapter of this layout, as sharding.param_specs; several: of a `stacked`
+    one, whose leading axis is whole everywhere."""
     axes = logical_axes(cfg, lora)
     return sharding.placed_axes(cfg, mesh, axes, layout, whole_experts=whole_experts, leading=(None,) * several)
 

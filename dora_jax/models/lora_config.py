@@ -1,7 +1,7 @@
 """Which matrices of a model have low-rank adapters, and of which rank. Standard library only.
 
-Consumes the section `lora` of a configuration; produces `Lora`, which lora.py reads, and a sentence for each rule that a
-configuration breaks.
+Consumes the section `lora` of a configuration; produces `Lora`, which lora.py reads, and a sentence for each rule that
+a configuration breaks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ADAPTED = ("attention", "mlp", "experts")  # mlp: dense feed-forwards, and the e
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters as what is trained and published, y = x W + (alpha / rank) (x A) B; the weights W stay as they are."""
+    """Low-rank adapters as what is trained and published, y = x W + (alpha / rank) (x A) B; the weights W stay as they
+    are."""
 
     rank: int = field(0, "of A and B; 0: all weights are trained, at about a third of the learning rate", ge=0)
     alpha: float = field(32.0, "the product with A and B is multiplied by alpha / rank", gt=0)
@@ -88,7 +89,10 @@ def problems(config: Any) -> Iterator[str]:
     if config.pace:
         yield f"lora.rank: pace = {config.pace} emulates the loads of whole weights, and adapters are loaded"
     if config.trainer.router_bias_rate:
-        yield "lora.rank: the weights beside adapters stay as they are, and trainer.router_bias_rate would move a router's"
+        yield (
+            "lora.rank: the weights beside adapters stay as they are, and trainer.router_bias_rate would move a "
+            "router's"
+        )
 
 
 def model_problems(lora: Lora, model: ModelConfig) -> list[str]:

@@ -54,8 +54,8 @@ def check(path: str | Path, shape: Lora) -> None:
 
 
 def load(path: str | Path, cfg: ModelConfig, shape: Lora, seed: int) -> lora.Adapter:
-    """The folder's adapter, f32 and stacked, on the host. A matrix that the folder leaves out has a fresh adapter of this
-    seed, which changes nothing. ValueError: a sentence."""
+    """The folder's adapter, f32 and stacked, on the host. A matrix that the folder leaves out has a fresh adapter of
+    this seed, which changes nothing. ValueError: a sentence."""
     check(path, shape)
     file = Path(path) / TENSORS
     try:
@@ -79,8 +79,8 @@ def load(path: str | Path, cfg: ModelConfig, shape: Lora, seed: int) -> lora.Ada
 
 
 def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter, base: str, dtype: Any = None) -> None:
-    """Writes a stacked adapter as a folder; base: the folder of the weights beside it. ValueError if `path` already holds
-    something."""
+    """Writes a stacked adapter as a folder; base: the folder of the weights beside it. ValueError if `path` already
+    holds something."""
     path = Path(path)
     check_vacant(path)
     host = {
@@ -111,7 +111,8 @@ def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter,
 
 
 def _places(cfg: ModelConfig, adapter: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """(name on disk, where its transpose lies) of every factor of every layer, and expert, of an adapter on the host."""
+    """(name on disk, where its transpose lies) of every factor of every layer, and expert, of an adapter on the
+    host."""
     tensors = family(cfg.family).tensors
     for key, stack in decoder.stacks(cfg).items():
         for name, factors in adapter[key].items():

@@ -1,4 +1,5 @@
-"""Which experts each token was sent to, as numbers that travel with a sample: TokenTable.routes. Standard library, numpy.
+"""Which experts each token was sent to, as numbers that travel with a sample: TokenTable.routes. Standard library,
+numpy.
 
 One row a token that ran forward, [rows, M, k] for M layers with a router: uint8 up to 256 experts, else uint16. The ids
 of a token are distinct, so k equal largest numbers of the type are no choice: they mark what is missing.

@@ -63,7 +63,8 @@ def make_mesh(
 
 def serving_mesh(cfg: ModelConfig, mesh: Mesh, expert: int = 1) -> Mesh:
     """An engine's devices as its arrays lie on them. Of more devices than the model has KV heads, neighbours share one:
-    the axis "tensor" counts the KV heads, and "copies" the devices that hold the same one; a cache of latents has one."""
+    the axis "tensor" counts the KV heads, and "copies" the devices that hold the same one; a cache of latents has
+    one."""
     if COPIES in mesh.shape:
         return mesh
     check_mesh(cfg, fsdp=1, tensor=mesh.shape["tensor"], expert=expert, serving=True)
@@ -74,8 +75,8 @@ def serving_mesh(cfg: ModelConfig, mesh: Mesh, expert: int = 1) -> Mesh:
 
 
 def serving_table(mesh: Mesh, whole_experts: bool = False) -> dict[str, Any]:
-    """The table on a `serving_mesh`: an engine gathers nothing per layer, so it is tensor parallel only. whole_experts: a
-    device has some experts of a mixture whole, else a part of each."""
+    """The table on a `serving_mesh`: an engine gathers nothing per layer, so it is tensor parallel only. whole_experts:
+    a device has some experts of a mixture whole, else a part of each."""
     all_devices = ("tensor", COPIES) if COPIES in mesh.shape else "tensor"
     whole = dict.fromkeys(("embed", "expert_embed", "rank", "expert"))
     cut = ("heads", "mlp", "vocab", "expert" if whole_experts else "expert_mlp")

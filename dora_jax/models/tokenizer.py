@@ -2,8 +2,9 @@
 
 Consumes a Hugging Face folder: tokenizer.json, and where present tokenizer_config.json, special_tokens_map.json,
 generation_config.json, config.json and chat_template.jinja. Produces ids and strings.
-Laws: `encode` adds nothing of its own (a template that wants a begin token writes it), and generated ids are never encoded
-again. A chat template runs in a process of its own (tasks/render.py): it is a program from the tokenizer folder.
+Laws: `encode` adds nothing of its own (a template that wants a begin token writes it), and generated ids are never
+encoded again. A chat template runs in a process of its own (tasks/sandbox/render.py): it is a program from the
+tokenizer folder.
 """
 
 from __future__ import annotations

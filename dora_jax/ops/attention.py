@@ -38,8 +38,9 @@ def chunk_attention(
     new_mask_LxM,
     scale: float,
 ) -> jax.Array:
-    """o[B, L, H, D of v]. `past`: (k [B,K,D,S], v [B,K,S,D]) blocks, of which the first past_len positions count; V must
-    be zero beyond. `new_mask_LxM` says which of the M new positions each of the L queries sees, itself at least."""
+    """o[B, L, H, D of v]. `past`: (k [B,K,D,S], v [B,K,S,D]) blocks, of which the first past_len positions count; V
+    must be zero beyond. `new_mask_LxM` says which of the M new positions each of the L queries sees, itself at
+    least."""
     b, length, heads, d = q_BxLxHxD.shape
     kv = k_new_BxKxDxM.shape[1]
     group = heads // kv
@@ -159,7 +160,8 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
 def tokamax_step(
     q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float, implementation: str = "kernel"
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_step` by tokamax's batched ragged paged attention. implementation: "kernel", or "reference", its plain XLA.
+    """`paged_step` by tokamax's batched ragged paged attention. implementation: "kernel", or "reference", its plain
+    XLA.
 
     The kernel itself, not the package's operator around it, which looks for a TPU and asks a table for block sizes.
     """

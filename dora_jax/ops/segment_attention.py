@@ -94,8 +94,8 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 def splash_kernel(
     group: int, length: int, context: int, interpret: bool, width: int = LANES
 ) -> splash.SplashAttentionKernel:
-    """`group` query heads of `width` numbers on one KV head; its tables of blocks are numpy arrays, so that no trace owns
-    them. Blocks of wider heads are shorter: they have to fit the chip's vector memory."""
+    """`group` query heads of `width` numbers on one KV head; its tables of blocks are numpy arrays, so that no trace
+    owns them. Blocks of wider heads are shorter: they have to fit the chip's vector memory."""
     most = SPLASH_BLOCK // -(-width // LANES)
     queries, keys = (_block(n, most) for n in (length // context, length))
     compute = _block(keys, SPLASH_COMPUTE)

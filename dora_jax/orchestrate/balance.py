@@ -350,8 +350,8 @@ def _park(s: State, instance: Instance, units: list[Unit]) -> None:
 
 
 def consolidate(s: State) -> None:
-    """Plan moves of a draining version again once as many slots are free as it has instances: a look at each instance costs
-    no more than that a slot then."""
+    """Plan moves of a draining version again once as many slots are free as it has instances: a look at each instance
+    costs no more than that a slot then."""
     for version in sorted(s.due.drained):
         if version not in s.fleet.drains:
             del s.due.drained[version]
@@ -451,8 +451,8 @@ def relieve_pressed(s: State) -> None:
 
 
 def _relieve(s: State, instance: Instance) -> None:
-    """KV pressure: the youngest samples of an instance that runs out of pages move to another instance of their version,
-    or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
+    """KV pressure: the youngest samples of an instance that runs out of pages move to another instance of their
+    version, or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
     if (
         instance.returning
         or not s.short_of_pages(instance)
@@ -501,8 +501,8 @@ def settle_emptied(s: State) -> None:
 
 
 def _wanted(s: State) -> Version | None:
-    """What an idle instance should hold: the oldest version that has samples and no instance, or else the newest if anything
-    will run on it."""
+    """What an idle instance should hold: the oldest version that has samples and no instance, or else the newest if
+    anything will run on it."""
     without_instance = [v for v in s.queue.unfinished if v not in s.fleet.holders and s.queue.wanting(v)]
     if without_instance:
         return min(without_instance)

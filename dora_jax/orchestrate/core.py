@@ -10,19 +10,19 @@ decisions are made once. A batch of one is as good as any other, only dearer.
                             -> lend the chips of a trainer that waits (lending.py) -> retire versions -> halt
 
 Laws: a command reserves, the event that answers it commits. Every sample of which SampleStarted counted ends in exactly
-one SampleDone or SampleCancelled, however often it begins again. Every group of training and evaluation ends once, behind
-its samples: by Train, by GroupScored(trainable=False), or by Discard, where it failed or was given up; a request ends by
-its SampleDone or by Discard. Nothing is retained of a group that has ended and is not in training. Every prompt that was
-issued ends before the run does: new ones never take the place of those that were given up.
-Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a period; triggers of a
-large fleet share one (balance.py). Moves alone are planned again whenever enough slots of a draining version have
+one SampleDone or SampleCancelled, however often it begins again. Every group of training and evaluation ends once,
+behind its samples: by Train, by GroupScored(trainable=False), or by Discard, where it failed or was given up; a request
+ends by its SampleDone or by Discard. Nothing is retained of a group that has ended and is not in training. Every prompt
+that was issued ends before the run does: new ones never take the place of those that were given up.
+Triggers of a rebalance: a step's end, a batch taken, an instance that comes or goes, KV pressure, a period; triggers of
+a large fleet share one (balance.py). Moves alone are planned again whenever enough slots of a draining version have
 come free.
 What the body owes: a Move answers each id with SampleMoved or MoveFailed (or SampleDone by the source), even if an
 end dies; MoveFailed means that the sample runs at the source again, or that its tokens are recorded if the source is
 down. A Cancel is answered for each id with SampleCancelled unless it had ended, whether or not it had begun; with
-instance None it is answered at once, and recorded tokens go. A Discard has no answer. What is reported of a sample names
-the attempt that placed it (events.py). A group that is given up, by mode `evict` or because an instance in quarantine
-sampled a part of it (quarantine.py), is issued again under a new group id.
+instance None it is answered at once, and recorded tokens go. A Discard has no answer. What is reported of a sample
+names the attempt that placed it (events.py). A group that is given up, by mode `evict` or because an instance in
+quarantine sampled a part of it (quarantine.py), is issued again under a new group id.
 
 The brain outlives its body: after the whole job was killed, what a new body owes it.
 
@@ -280,7 +280,8 @@ def restart(orchestrator: Orchestrator) -> Debts:
     for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
-    s.roles.lent.clear()  # the process that lent the chips is over: also what was asked for meanwhile, nobody hears that
+    # The process that lent the chips is over, and nobody hears what was asked for meanwhile.
+    s.roles.lent.clear()
     s.roles.asked_s.clear()
     s.roles.trained = 0
     for unit in (u for u in _units(orchestrator) if u.state == fl.WAITING):
@@ -351,7 +352,8 @@ class World(Protocol):
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """What is there now is never looked at by the cycle collector, and what comes is looked at once in many allocations.
+    """What is there now is never looked at by the cycle collector, and what comes is looked at once in many
+    allocations.
 
     A full pass over a million live samples takes a second, and the orchestrator leaves no cycles behind (a test holds
     that); those of other stages are young when they are collected."""

@@ -4,8 +4,8 @@ Only ids and counts travel here; payload (tokens, log-probs, rewards, weights) g
 A command reserves, the event that answers it commits.
 
 Events of an instance carry its life: a number that rises each time the instance comes up. Those of a sample name the
-attempt that placed it, a Start, Resume or Move (None: a journal of an older format did not); an answer names its Move or
-its wait. Facts of one life come in order; what else is late or repeated is dropped and counted.
+attempt that placed it, a Start, Resume or Move (None: a journal of an older format did not); an answer names its Move
+or its wait. Facts of one life come in order; what else is late or repeated is dropped and counted.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class SampleResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWaiting:
-    """Its turn has ended: from now on it waits for its environment, and holds neither slot nor pages. The answer is one of
-    SampleReady, SampleDone(instance=None) and GroupFailed."""
+    """Its turn has ended: from now on it waits for its environment, and holds neither slot nor pages. The answer is one
+    of SampleReady, SampleDone(instance=None) and GroupFailed."""
 
     id: SampleId
     instance: InstanceId
@@ -189,9 +189,9 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReported:
-    """How far an instance is, once a period: every sample that it runs and that has a token; or none of them, where none has
-    grown since, or, in a large fleet, where it has listed them a short time ago. The tokens themselves stay in the engine. In columns: plain numbers cost journal and
-    wire a third of what ids do."""
+    """How far an instance is, once a period: every sample that it runs and that has a token; or none of them, where
+    none has grown since, or, in a large fleet, where it has listed them a short time ago. The tokens themselves stay in
+    the engine. In columns: plain numbers cost journal and wire a third of what ids do."""
 
     instance: InstanceId
     free: int  # KV pages, evictable prefixes included
@@ -260,8 +260,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
-    """Load `version`, from wherever the body finds it; `drop` names the resident version that makes room (None: there is
-    room)."""
+    """Load `version`, from wherever the body finds it; `drop` names the resident version that makes room (None: there
+    is room)."""
 
     instance: InstanceId
     version: Version
@@ -281,7 +281,8 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Sample from the prompt. Whatever is left of a sample that began on an instance in quarantine is forgotten here."""
+    """Sample from the prompt. Whatever is left of a sample that began on an instance in quarantine is forgotten
+    here."""
 
     ids: tuple[SampleId, ...]
     instance: InstanceId
@@ -305,8 +306,8 @@ class Park:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Continue at `version` from parked or journaled tokens (also: samples of a lost instance, and those whose environment
-    has answered)."""
+    """Continue at `version` from parked or journaled tokens (also: samples of a lost instance, and those whose
+    environment has answered)."""
 
     ids: tuple[SampleId, ...]
     instance: InstanceId
@@ -325,7 +326,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
-    """A group that failed or was given up has ended, behind its last sample: nothing retained of it will be asked for."""
+    """A group that failed or was given up has ended, behind its last sample: nothing retained of it will be asked
+    for."""
 
     group_id: GroupId
     reason: str
@@ -358,8 +360,8 @@ class Unpause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lend:
-    """The trainer's state leaves these chips, and they decode as an instance that holds `version`, which does not retire
-    meanwhile. The answer is InstanceUp, or InstanceDown of a life that never came up."""
+    """The trainer's state leaves these chips, and they decode as an instance that holds `version`, which does not
+    retire meanwhile. The answer is InstanceUp, or InstanceDown of a life that never came up."""
 
     instance: InstanceId
     version: Version
@@ -367,8 +369,8 @@ class Lend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """The instance gives its chips back: its samples are recorded, with their KV where possible, and the trainer's state
-    comes back. The answer is InstanceDown."""
+    """The instance gives its chips back: its samples are recorded, with their KV where possible, and the trainer's
+    state comes back. The answer is InstanceDown."""
 
     instance: InstanceId
 

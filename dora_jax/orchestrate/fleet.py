@@ -7,10 +7,10 @@ Measured speeds: how fast an instance decodes, against the fleet's median at equ
 
 Consumes what instances report of their ticks; produces the speeds that placement, shares and moves count with. Load is
 what decides a decode step's time: the versions that are decoded side by side (a call each), the rows, and the tokens of
-KV that they read. The line through the whole fleet's reports (`Line`) says how long a step of a median instance takes at
-a load; an instance's pace is by how much it beats that. Reports enter the line as a median instance would have made them:
-a fast one is given more rows, and the line would else say that rows cost nothing. Ticks with drafts have a line of their
-own; by how much they beat the other says what drafts are worth (`DraftGain`).
+KV that they read. The line through the whole fleet's reports (`Line`) says how long a step of a median instance takes
+at a load; an instance's pace is by how much it beats that. Reports enter the line as a median instance would have made
+them: a fast one is given more rows, and the line would else say that rows cost nothing. Ticks with drafts have a line
+of their own; by how much they beat the other says what drafts are worth (`DraftGain`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dora_jax.orchestrate.events import Drafted, InstanceReported
 from dora_jax.orchestrate.measured import Line, Measured
 from dora_jax.types import GroupId, Incarnation, InstanceId, SampleId, Version
 
-# Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a look
-# at every sample each time.
+# Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a
+# look at every sample each time.
 REPORTS_A_LOOK = 16
 
 PENDING = "pending"  # waits for its first slot
@@ -97,7 +97,8 @@ class Instance:
 
     __slots__ = (
         "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "pace", "paced_steps", "page_size",
-        "pages", "pages_used", "phase", "pressed", "report", "reports", "residents", "returning", "slots", "speed", "tokens",
+        "pages", "pages_used", "phase", "pressed", "report", "reports", "residents", "returning", "slots", "speed",
+        "tokens",
         "units", "versions",
     )  # fmt: skip
 
@@ -172,8 +173,8 @@ class Fleet:
         return instance.pages_used + self.measured.pages(instance.page_size, tokens) <= instance.pages
 
     def reported(self, instance: Instance, event: InstanceReported) -> None:
-        """What the samples of the instance have by now. Units are told when a decision looks at them (`settle`): most reports
-        are followed by another one first."""
+        """What the samples of the instance have by now. Units are told when a decision looks at them (`settle`): most
+        reports are followed by another one first."""
         instance.report, instance.tokens = event, sum(event.tokens)
         if 2 * len(event.tokens) > len(instance.units):  # else most of the pages are of samples that it does not list
             used = (instance.pages - event.free) * instance.page_size
@@ -190,8 +191,8 @@ class Fleet:
                         unit.pages = pages
 
     def settle(self, instance: Instance) -> Iterable[Unit]:
-        """The instance's samples, with the tokens that were reported last. Law: whatever reads `tokens` of a unit that holds
-        a slot settles its instance first, so that nothing depends on when that was done before."""
+        """The instance's samples, with the tokens that were reported last. Law: whatever reads `tokens` of a unit that
+        holds a slot settles its instance first, so that nothing depends on when that was done before."""
         units, report, instance.report = instance.units, instance.report, None
         if report is not None:
             for id, tokens in zip(zip(report.groups, report.indices, strict=True), report.tokens, strict=True):
@@ -214,8 +215,8 @@ class Fleet:
         instance.counts[unit.version] = instance.counts.get(unit.version, 0) + 1
 
     def release(self, unit: Unit) -> Instance | None:
-        """Free the sample's slot (at both ends of a move); returns its instance, None if that is gone. What has not ended
-        knows its tokens then."""
+        """Free the sample's slot (at both ends of a move); returns its instance, None if that is gone. What has not
+        ended knows its tokens then."""
         if unit.dst is not None:
             self.end_move(unit)
         instance = None if unit.instance is None else self.instances.get(unit.instance)

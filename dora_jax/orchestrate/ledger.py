@@ -170,8 +170,8 @@ class Ledger:
         return tuple(taken)
 
     def awaited(self) -> tuple[Version, int]:
-        """(u, n): before the next part may be taken, n groups of versions up to u must end that run. Of the oldest versions,
-        where the part's groups are ready and the rule forbids it; else of any."""
+        """(u, n): before the next part may be taken, n groups of versions up to u must end that run. Of the oldest
+        versions, where the part's groups are ready and the rule forbids it; else of any."""
         members = self.oldest_ready(self.part)
         blocking = self.blocking_version(members) if members else None
         if blocking is None:

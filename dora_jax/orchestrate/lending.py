@@ -1,12 +1,14 @@
 """Lending: the trainer's chips decode while the trainer waits. Issues Lend, Return, Pause and Unpause.
 
-The cost model is in state.py (`Roles`). Laws: the trainer takes no batch before its chips are back; chips are asked back as soon as
-all that the step still lacks may be taken, so that the trainer is late by one switch at most, and a step costs one switch: a
-part of it would be trained at the price of a switch of its own. A lent instance that is lost gives its chips back.
+The cost model is in state.py (`Roles`). Laws: the trainer takes no batch before its chips are back; chips are asked
+back as soon as all that the step still lacks may be taken, so that the trainer is late by one switch at most, and a
+step costs one switch: a part of it would be trained at the price of a switch of its own. A lent instance that is lost
+gives its chips back.
 
-The trainer waits for groups, or, where these are ready, for the last ones of an old version (the deadline rule): the chips
-go to the version that is waited for. They are not lent for groups where some that must be in this step take longer than the
-rollouts to sample what it lacks: the step lasts until those have ended, and what is ready before is trained meanwhile.
+The trainer waits for groups, or, where these are ready, for the last ones of an old version (the deadline rule): the
+chips go to the version that is waited for. They are not lent for groups where some that must be in this step take
+longer than the rollouts to sample what it lacks: the step lasts until those have ended, and what is ready before is
+trained meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ UNKNOWN = (1.0, 1.0)  # rates while nothing is known
 
 
 def lend(s: State) -> None:
-    """Lends the trainer's chips, if the trainer waits and the wait is expected to be long enough: to what it waits for."""
+    """Lends the trainer's chips, if the trainer waits and the wait is expected to be long enough: to what it waits
+    for."""
     roles, ledger = s.roles, s.ledger
     if roles.lent or not roles.lendable:
         return
@@ -47,8 +50,8 @@ def lend(s: State) -> None:
 
 
 def call_back(s: State) -> None:
-    """Asks for the chips that are lent: the trainer has something to do. Chips that are on their way are asked for when they
-    are there."""
+    """Asks for the chips that are lent: the trainer has something to do. Chips that are on their way are asked for when
+    they are there."""
     for id, state in s.roles.lent.items():
         if state == LENT:
             s.roles.give_back(id, s.now_s)

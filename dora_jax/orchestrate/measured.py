@@ -1,8 +1,8 @@
 """What ended samples and reports have said so far: lengths, times, and the pages that follow from them.
 
-A reservation is a prompt and as much of a response as samples of such a length hold at the worst moment to come. Of both
-the configuration knows bounds only, and an instance that reserved bounds would stand two thirds empty: they hold until
-enough samples have ended, and until reports say what a sample holds beside its response.
+A reservation is a prompt and as much of a response as samples of such a length hold at the worst moment to come. Of
+both the configuration knows bounds only, and an instance that reserved bounds would stand two thirds empty: they hold
+until enough samples have ended, and until reports say what a sample holds beside its response.
 
 The line through loads and step times: how long a decode step takes. Values in, values out.
 
@@ -23,9 +23,9 @@ What drafts from siblings are worth: by how much sooner few rows have their toke
 
     gain(rows)   seconds of a token by decode calls alone / seconds that it takes, of a sample among so many rows
 
-Consumes what instances report of ticks in which a call verified drafts, and what the fleet's line (`Line`) says of decode
-calls at the same load. Fewer rows gain more: a number of rows that no report had gains as much as the next greater one
-that reports had, and nothing beyond the greatest. Without a report every gain is 1.
+Consumes what instances report of ticks in which a call verified drafts, and what the fleet's line (`Line`) says of
+decode calls at the same load. Fewer rows gain more: a number of rows that no report had gains as much as the next
+greater one that reports had, and nothing beyond the greatest. Without a report every gain is 1.
 """
 
 from __future__ import annotations

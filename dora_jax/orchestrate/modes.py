@@ -41,25 +41,29 @@ class Decisions:
     spread          "remainder": largest remainder and minimum needs; "round": the paper's plain rounding
     on_publish      "keep": running samples stay at their version; "swap": all go on under the new weights;
                     "evict": groups past their deadline are cancelled and their prompts redone
-    over_issued     groups that a short round issues beyond P: those that are not among the first P are given up, and their
-                    prompts wait for a long round, which issues P such prompts and gives up none; 0: no rounds (placement.py)
+    over_issued     groups that a short round issues beyond P: those that are not among the first P are given up, and
+                    their
+                    prompts wait for a long round, which issues P such prompts and gives up none; 0: no rounds
+                    (placement.py)
     parts           a step's batch is taken in up to so many parts, each as soon as its groups are ready: the trainer
                     works while the step still waits for its stragglers
 
-    Parts and the awaited batch in the load are machinery, which a mode has unless its definition forbids it: a comparison is then one of modes.
-    No parts: `sync`, whose runs are the same bit for bit, so that a part may not be what finished first; `dora_paper`,
-    which trains when the whole batch is there; instances on the trainer's chips, which have nothing to overlap.
-    Nothing awaited counts: `sync` and `one_step`, which issue a batch at a time; `dora_paper`, which admits at a step's
-    end. What a mode would be with them is one row of the simulator: `orchestrator.decisions` replaces any choice.
+    Parts and the awaited batch in the load are machinery, which a mode has unless its definition forbids it: a
+    comparison is then one of modes. No parts: `sync`, whose runs are the same bit for bit, so that a part may not be
+    what finished first; `dora_paper`, which trains when the whole batch is there; instances on the trainer's chips,
+    which have nothing to overlap. Nothing awaited counts: `sync` and `one_step`, which issue a batch at a time;
+    `dora_paper`, which admits at a step's end. What a mode would be with them is one row of the simulator:
+    `orchestrator.decisions` replaces any choice.
 
-    The two rivals are what their papers say, with these assumptions. `rollpacker` (arXiv 2509.21009): short rounds issue
-    1.25 P prompts and train the first P, the others wait until P of them fill a long round. The paper also issues 1.25 G
-    answers a prompt and keeps the first G; here all G are kept (C2). Its parallelism that changes within a step and its
-    reward scheduler are left out; its trainer that works during the rollout is `parts`. `staleflow` (arXiv 2601.12784):
-    running samples go on under the new weights, as in `partial`, and a group is admitted only where the step that its
-    oldest token allows has a place for it, which is the ledger's rule. The paper's surplus of requests is `inflight`, and
-    what no step takes now is kept for the next one and not aborted (C2); its samples change their instance when the weights
-    do; its choice of the moment at which an instance takes new weights is left out: all do at the publication.
+    The two rivals are what their papers say, with these assumptions. `rollpacker` (arXiv 2509.21009): short rounds
+    issue 1.25 P prompts and train the first P, the others wait until P of them fill a long round. The paper also issues
+    1.25 G answers a prompt and keeps the first G; here all G are kept (C2). Its parallelism that changes within a step
+    and its reward scheduler are left out; its trainer that works during the rollout is `parts`. `staleflow` (arXiv
+    2601.12784): running samples go on under the new weights, as in `partial`, and a group is admitted only where the
+    step that its oldest token allows has a place for it, which is the ledger's rule. The paper's surplus of requests is
+    `inflight`, and what no step takes now is kept for the next one and not aborted (C2); its samples change their
+    instance when the weights do; its choice of the moment at which an instance takes new weights is left out: all do at
+    the publication.
     """
 
     max_lag: int | None

@@ -9,9 +9,9 @@ Rounds of mode `rollpacker`: a step is a short round or a long one, and no other
             prompts wait, in the order in which they were given up
     long    once P prompts wait, the next step issues these, and trains them all
 
-So no step waits for the longest answers but a long one, where all are long. Laws: every group trains on the version that
-sampled it; a round gives a prompt up once at the most; what was given up trains in a long round, which the last step is
-where any prompt waits.
+So no step waits for the longest answers but a long one, where all are long. Laws: every group trains on the version
+that sampled it; a round gives a prompt up once at the most; what was given up trains in a long round, which the last
+step is where any prompt waits.
 Source: arXiv 2509.21009 (tail batching); `Decisions` says what is assumed.
 """
 
@@ -117,8 +117,8 @@ class _Fill:
         return groups * s.config.group_size
 
     def _start_siblings(self, first: Unit, instance: Instance, limit: float) -> None:
-        """Start `first` on `instance`, which has room for it, and as many waiting samples of its group as fit up to `limit`
-        samples: they share the prompt's pages."""
+        """Start `first` on `instance`, which has room for it, and as many waiting samples of its group as fit up to
+        `limit` samples: they share the prompt's pages."""
         s, group, version = self.s, first.group, first.version
         unit: Unit | None = first
         ids = self.starts.setdefault((instance.id, version), [])
@@ -153,8 +153,8 @@ class _Fill:
 
 def _next_group(s: State) -> GroupId | None:
     """Groups to redo first, then the prompt stream in order, while the remaining steps train more groups than there are
-    prompts that were given up: each prompt that was issued ends before the run does. A task at its own limit is passed over for a while: until the
-    others are so far ahead of it as they may be, and enough for a batch are outstanding."""
+    prompts that were given up: each prompt that was issued ends before the run does. A task at its own limit is passed
+    over for a while: until the others are so far ahead of it as they may be, and enough for a batch are outstanding."""
     # Whether a prompt that was issued before is issued now: in a long round, and in modes without rounds
     if s.redo and (s.ledger.long_round or not s.decisions.over_issued or _overdue(s)):
         return s.redo.pop(0)

@@ -1,11 +1,11 @@
 """Quarantine: what follows when an instance says what cannot be believed.
 
-Consumes InstanceUnhealthy, of an incarnation that is up or is over; produces Quarantine, which names the groups that were
-trained with tokens of that incarnation or of an earlier one of the instance. A sample that has not ended and has such
-tokens begins again from its prompt, elsewhere and at its version; where it runs
+Consumes InstanceUnhealthy, of an incarnation that is up or is over; produces Quarantine, which names the groups that
+were trained with tokens of that incarnation or of an earlier one of the instance. A sample that has not ended and has
+such tokens begins again from its prompt, elsewhere and at its version; where it runs
 now, it is put aside first. A group of which such a sample has ended is given up before it is trained, and its prompt is
-issued again: no sample ends twice. Law: no Train after an InstanceUnhealthy names a group with such tokens, wherever its
-samples have moved since.
+issued again: no sample ends twice. Law: no Train after an InstanceUnhealthy names a group with such tokens, wherever
+its samples have moved since.
 """
 
 from __future__ import annotations

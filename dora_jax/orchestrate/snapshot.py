@@ -1,8 +1,8 @@
 """The orchestrator's whole state as JSON and back: snapshot + later events = all events.
 
 Every attribute is written that does not follow from the configuration or from the others (`CONFIGURED` and `DERIVED` of
-its class), the order of every queue and heap included: whatever a decision reads needs no line here. Of JSON, an object is
-one with attributes, and a list is a container, whose kind comes first.
+its class), the order of every queue and heap included: whatever a decision reads needs no line here. Of JSON, an object
+is one with attributes, and a list is a container, whose kind comes first.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _with_attempts(group: list) -> list:
 
 
 def _with_incarnations(groups: list) -> list:
-    """Encoded {group: instances that have sampled of it}, as incarnations: any of an instance, which none comes before."""
+    """Encoded {group: instances that have sampled of it}, as incarnations: any of an instance, which none comes
+    before."""
     kind, *rows = groups
     named = [(id, [["tuple", instance, EARLIER] for instance in ran]) for id, (_, *ran) in rows]
     return [kind, *([id, ["tuple", *ran]] for id, ran in named)]
@@ -158,7 +159,7 @@ def _encode(value: Any) -> Any:
             return value
         case dict():
             return ["dict", *([key, _encode(each)] for key, each in value.items())]
-        case deque():  # without the samples that were cancelled while they waited: they are dropped when their turn comes
+        case deque():  # without the samples that were cancelled while they waited, which are dropped at their turn
             return ["deque", *([u.group.id, u.index] for u in value if u.group.units[u.index] is u)]
         case list() | tuple():
             return [type(value).__name__, *map(_encode, value)]
@@ -228,7 +229,7 @@ def _load_group(fleet: Fleet, row: list) -> Group:
 
 
 def _instance(fleet: Fleet, id: InstanceId, life: int) -> Instance:
-    """Of a move under way. A life that ended before the snapshot is gone for good: a instance that is not in the fleet stands
-    for it."""
+    """Of a move under way. A life that ended before the snapshot is gone for good: a instance that is not in the fleet
+    stands for it."""
     instance = fleet.instances.get(id)
     return instance if instance is not None and instance.life == life else Instance(id, life, 1, 0, 1, 1, 1.0)

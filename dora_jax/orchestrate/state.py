@@ -14,8 +14,8 @@ One policy covers the three ways in which trainer and rollouts share chips; they
     elastic     a switch moves the trainer's state: while the trainer waits, its chips decode as instances of their own
                 (`lendable`), if `worth_lending` says so
 
-The cost model: in the time `idle_s` until the trainer has its next groups, more chips decode faster by lent_rate / rate.
-The groups are then ready earlier by idle_s * (1 - rate / lent_rate), and the trainer begins later by one switch.
+The cost model: in the time `idle_s` until the trainer has its next groups, more chips decode faster by lent_rate /
+rate. The groups are then ready earlier by idle_s * (1 - rate / lent_rate), and the trainer begins later by one switch.
 lending.py decides by it.
 
 The queue: samples that hold no slot and want one, by version; how many samples of each version are unfinished, and how
@@ -49,27 +49,29 @@ from dora_jax.types import (
     issued_first_as,
 )
 
-# Chips that are held delay the training of what becomes ready meanwhile: more instances must be so much faster, at least.
+# Chips that are held delay the training of what becomes ready meanwhile: more instances must be so much faster, at
+# least.
 LEAST_GAIN = 1.2
 
 ASKED, LENT, RETURNING = "asked", "lent", "returning"
 
 
 def worth_lending(idle_s: float, rate: float, lent_rate: float, switch_s: float) -> bool:
-    """Whether the trainer begins earlier by lending its chips. Rates: tokens/s of all instances, without and with the lent
-    ones; switch_s: to the rollouts and back."""
+    """Whether the trainer begins earlier by lending its chips. Rates: tokens/s of all instances, without and with the
+    lent ones; switch_s: to the rollouts and back."""
     return lent_rate >= LEAST_GAIN * rate and idle_s > switch_s and idle_s * (1 - rate / lent_rate) > switch_s
 
 
 def fleet_rate(instances: int, slots: float, samples: float, step_s: Callable[[float], float]) -> float:
-    """Tokens/s of so many equal instances, where so many samples want a slot. step_s: seconds of a decode step of a batch."""
+    """Tokens/s of so many equal instances, where so many samples want a slot. step_s: seconds of a decode step of a
+    batch."""
     batch = min(slots, samples / instances)
     return instances * batch / step_s(batch)
 
 
 class Roles:
-    """Where the trainer's chips are. `switch_s` is expected of a switch to the rollouts and back; what switches have taken
-    replaces it."""
+    """Where the trainer's chips are. `switch_s` is expected of a switch to the rollouts and back; what switches have
+    taken replaces it."""
 
     CONFIGURED = ("lendable",)
 

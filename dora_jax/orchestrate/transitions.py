@@ -1,8 +1,8 @@
 """Whether a fact counts: before anything changes, and the same while a run works and when its journal is replayed.
 
-`counts(state, event)` is True for a fact that answers what the orchestrator has asked for; False for one that is late or
-said twice (of an earlier life of its instance, of an earlier attempt to place or to move, of a sample or a group that
-has ended):
+`counts(state, event)` is True for a fact that answers what the orchestrator has asked for; False for one that is late
+or said twice (of an earlier life of its instance, of an earlier attempt to place or to move, of a sample or a group
+that has ended):
 it is dropped. A fact that no order of delivery can explain raises ImpossibleFact.
 
 Commits: what each event that counts (`counts`) changes in the state. Nothing is decided here.
@@ -66,8 +66,8 @@ def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
 
 
 def _of_unit(*states: str):
-    """Said by the instance that has the sample, in one of these states, of what placed it there. An end needs no attempt:
-    no sample has two."""
+    """Said by the instance that has the sample, in one of these states, of what placed it there. An end needs no
+    attempt: no sample has two."""
 
     def said(
         s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed | ev.SampleWaiting
@@ -389,7 +389,8 @@ def sample_ready(s: State, event: ev.SampleReady) -> None:
 
 
 def _runs(s: State, unit: Unit) -> None:
-    """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is put aside at once."""
+    """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is put aside at
+    once."""
     assert unit.instance is not None
     unit.state = fl.RUNNING
     _ran(s, unit)

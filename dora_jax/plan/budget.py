@@ -56,7 +56,8 @@ class Budget:
 
     @property
     def lent(self) -> list[PlanLine]:
-        """The device of the trainer while it is an instance's (orchestrator.elastic); empty where it is lent to none."""
+        """The device of the trainer while it is an instance's (orchestrator.elastic); empty where it is lent to
+        none."""
         return [*self._lent_without_pages, self._lent_pages] if self._lends else []
 
     @property
@@ -110,7 +111,8 @@ class Budget:
 
     @property
     def pages(self) -> int:
-        """KV pages of an instance: they take `memory_share` of the memory that is left, also on devices that are lent."""
+        """KV pages of an instance: they take `memory_share` of the memory that is left, also on devices that are
+        lent."""
         free = self.machines.instances.memory_bytes - memory.total(self.instance)
         free = (free - memory.total(self.trainer) if self.shared else free) / self.crowd
         if self._lends:
@@ -199,7 +201,10 @@ def describe(budget: Budget) -> str:
     if budget.lent:
         has = budget.machines.trainer.memory_bytes / GIB
         lines += [
-            f"memory of a device of the trainer while it is lent: {memory.total(budget.lent) / GIB:.2f} of {has:.2f} GiB",
+            (
+                "memory of a device of the trainer while it is lent: "
+                f"{memory.total(budget.lent) / GIB:.2f} of {has:.2f} GiB"
+            ),
             *memory.table(budget.lent),
         ]
     if budget.shared:
@@ -252,9 +257,13 @@ def _lent_problems(budget: Budget) -> Iterator[str]:
     if needs > has:
         moved = budget.config.trainer.lent_memory == "host"
         yield (
-            f"{'rollout.pages' if moved else 'trainer.lent_memory'}: while it is lent (orchestrator.elastic), a device of the "
-            f"trainer holds {needs / GIB:.1f} GiB, and {budget.machines.trainer} has {has / GIB:.1f}; "
-            f"{'fewer pages need less' if moved else 'trainer.lent_memory=host moves the state to host memory meanwhile'}"
+            f"{'rollout.pages' if moved else 'trainer.lent_memory'}: while it is lent (orchestrator.elastic), a device "
+            f"of the trainer holds {needs / GIB:.1f} GiB, and {budget.machines.trainer} has {has / GIB:.1f}; "
+            + (
+                "fewer pages need less"
+                if moved
+                else "trainer.lent_memory=host moves the state to host memory meanwhile"
+            )
         )
 
 

@@ -64,8 +64,8 @@ def plan(n_devices: int, config: Config) -> DevicePlan:
     """ConfigError names the field that this many devices cannot satisfy.
 
     auto: the trainer takes up to half, the instances the rest, where single-device instances may share a device;
-    one device is shared by all. disjoint: as auto, but no device is shared. shared: trainer and instances are on all devices.
-    A reward model takes the last devices for itself before that, or the first of the trainer's.
+    one device is shared by all. disjoint: as auto, but no device is shared. shared: trainer and instances are on all
+    devices. A reward model takes the last devices for itself before that, or the first of the trainer's.
     """
     if n_devices < 1:
         raise ConfigError(f"cpu_devices: {n_devices} devices are too few to run on")
@@ -128,7 +128,8 @@ def _lent(trainer: int, config: Config) -> tuple[Indices, ...]:
         )
     if trainer < tensor:
         raise ConfigError(
-            f"orchestrator.elastic: the trainer has {trainer} devices, which are too few for an instance of rollout.tensor = {tensor}"
+            f"orchestrator.elastic: the trainer has {trainer} devices, which are too few for an instance of "
+            f"rollout.tensor = {tensor}"
         )
     return tuple(tuple(range(i, i + tensor)) for i in range(0, trainer - tensor + 1, tensor))
 
@@ -181,7 +182,8 @@ def found() -> Machine:
 
 
 def check_slice(field: str, name: str) -> None:
-    """ConfigError where the devices of this process are not of the slice that the field names, CPUs where it names none.
+    """ConfigError where the devices of this process are not of the slice that the field names, CPUs where it names
+    none.
 
     A configuration is resolved for that slice, by a controller that has no devices at all.
     """

@@ -35,8 +35,8 @@ def advice(path: str) -> str:
     if folder.exists():
         return f", but {folder} does: name that"
     return (
-        f"; if it is a model of the Hugging Face hub, run `hf download {path} --local-dir {folder}` and name that folder, "
-        f"or add --download"
+        f"; if it is a model of the Hugging Face hub, run `hf download {path} --local-dir {folder}` and name that "
+        f"folder, or add --download"
     )
 
 

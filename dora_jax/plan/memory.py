@@ -203,8 +203,8 @@ def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, me
 
 
 def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
-    """Bytes of the resident versions, and of the version that arrives while they run; where versions are adapters, of one
-    base and of the adapters beside it."""
+    """Bytes of the resident versions, and of the version that arrives while they run; where versions are adapters, of
+    one base and of the adapters beside it."""
     rollout = config.rollout
     whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
     stored = whole

@@ -220,7 +220,8 @@ def warm_start_problems(config: Config, found: Machines) -> list[str]:
     return [
         (
             f"sft: a new model of {params:.1e} parameters, of sft.d_model, n_layers, n_heads, head_dim and d_ff, takes "
-            f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has {memory_bytes / memory.GIB:,.0f}"
+            f"{WARM_START_BYTES * params / memory.GIB:,.0f} GiB to train, and {where} has "
+            f"{memory_bytes / memory.GIB:,.0f}"
         )
     ]
 
@@ -401,8 +402,8 @@ def _lent(config: Config, found: Machines) -> Iterator[str]:
     each = trainer.devices // config.cluster.trainer_hosts
     if trainer.chip != instance.chip or hosts * each != config.rollout.tensor:
         yield (
-            f"orchestrator.elastic: {hosts} of the trainer's processes have {hosts * each} devices of {trainer}, and an instance "
-            f"is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
+            f"orchestrator.elastic: {hosts} of the trainer's processes have {hosts * each} devices of {trainer}, and "
+            f"an instance is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
         )
 
 

@@ -89,7 +89,8 @@ def makes_base(config: Config) -> bool:
 def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
     """One sentence for each named file or folder that does not exist.
 
-    The folder that the warm start will write is not missing, nor are fields of `coming`, whose models a download brings.
+    The folder that the warm start will write is not missing, nor are fields of `coming`, whose models a download
+    brings.
     """
     named = {
         f"{where}.{field}": getattr(part, field)
@@ -128,8 +129,8 @@ def model_problems(config: Config) -> list[str]:
     wrong = lora_config.model_problems(config.lora, known) if known else []
     if positions is not None and tokens > positions:
         wrong.append(
-            f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer than "
-            f"the model's {positions} positions"
+            f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer "
+            f"than the model's {positions} positions"
         )
     return wrong
 
@@ -176,7 +177,10 @@ def _parts(task: TaskSection) -> dict[str, TaskPart]:
 def _mix(config: Config) -> Problems:
     task = config.task
     if task.adaptive and not (task.mix and config.orchestrator.filter_zero_variance):
-        yield "task.adaptive: it looks at the filtered groups of a mix: it needs task.mix and orchestrator.filter_zero_variance"
+        yield (
+            "task.adaptive: it looks at the filtered groups of a mix: it needs task.mix and "
+            "orchestrator.filter_zero_variance"
+        )
     for field in mixture.OWN if task.mix else ():
         if getattr(task, field):
             yield f"task.{field}: there is a task.mix, whose entries have their own; leave it empty"
@@ -256,8 +260,8 @@ def _orchestrator(config: Config) -> Problems:
     yield from (f"orchestrator.{problem}" for problem in told.problems())
     if section.group_size == 1 and config.trainer.advantage in objective.GROUP_RELATIVE:
         yield (
-            f"orchestrator.group_size: trainer.advantage = {config.trainer.advantage} compares the samples of a group, and a "
-            "group of 1 has nothing to compare; take 2 or more, or an advantage that needs no group: "
+            f"orchestrator.group_size: trainer.advantage = {config.trainer.advantage} compares the samples of a group, "
+            "and a group of 1 has nothing to compare; take 2 or more, or an advantage that needs no group: "
             f"{', '.join(name for name in objective.ADVANTAGES if name not in objective.GROUP_RELATIVE)}"
         )
     if section.group_size == 1 and section.filter_zero_variance:
@@ -278,7 +282,10 @@ def _trainer(config: Config) -> Problems:
         yield "trainer.lent_memory: host is of devices that are lent, and orchestrator.elastic lends none"
     every, export = config.checkpoint.every, config.checkpoint.export_hf_every
     if export and (not every or export % every):
-        yield f"checkpoint.export_hf_every: {export} is no multiple of checkpoint.every = {every}, and what is saved is exported"
+        yield (
+            f"checkpoint.export_hf_every: {export} is no multiple of checkpoint.every = {every}, and what is saved is "
+            "exported"
+        )
     yield from lora_config.problems(config)
 
 

@@ -1,5 +1,5 @@
-"""The books of a run, from its journal: what became of every group that was issued. For the report, not for a live view: it
-replays the journal. That of a bucket comes to this machine first."""
+"""The books of a run, from its journal: what became of every group that was issued. For the report, not for a live
+view: it replays the journal. That of a bucket comes to this machine first."""
 
 from __future__ import annotations
 

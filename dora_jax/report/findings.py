@@ -16,13 +16,21 @@ KOLMOGOROV = 1.36  # 5 % point of sqrt(n m / (n + m)) * D, for independent sampl
 ADVICE = {  # what the busier role waits for -> which role is the bottleneck, and what to change
     "rollouts": "Rollout is the bottleneck: give it more instances or devices, or raise orchestrator.inflight.",
     "a rollout instance": "Rollout is the bottleneck: no instance was up.",
-    "stragglers": "The longest answers are the bottleneck: a higher orchestrator.max_versions lets the trainer go on without them.",
+    "stragglers": (
+        "The longest answers are the bottleneck: a higher orchestrator.max_versions lets the trainer go on without "
+        "them."
+    ),
     "rewards": "Rewards are the bottleneck: raise task.reward_workers, or make the reward faster.",
-    "weights": "Publication is the bottleneck: instances wait for weights, so a faster transfer of them shortens the step.",
+    "weights": (
+        "Publication is the bottleneck: instances wait for weights, so a faster transfer of them shortens the step."
+    ),
     "the trainer": "The trainer is the bottleneck: give it more devices; rollout would do with fewer.",
     "evaluation": "Evaluation is the bottleneck: make eval.every larger, or eval.prompts smaller.",
 }
-BOTH = "Both roles wait, for each other or for the machine: neither more rollout nor a faster trainer alone shortens the step."
+BOTH = (
+    "Both roles wait, for each other or for the machine: neither more rollout nor a faster trainer alone shortens the "
+    "step."
+)
 NEITHER = "Neither role waits: the devices are well divided, and more of both kinds make the run faster."
 
 
@@ -73,8 +81,8 @@ def progress(data: RunData) -> str:
 
 def length_bias(lengths: Mapping[str, Mapping[int, int]]) -> tuple[float, float, str] | None:
     """(largest distance between the distributions of generated and of trained lengths, the distance that chance
-    allows, a sentence). None without both. Source: the two-sample Kolmogorov-Smirnov test; samples of one group are alike,
-    so the limit counts a group's samples as independent and is on the strict side."""
+    allows, a sentence). None without both. Source: the two-sample Kolmogorov-Smirnov test; samples of one group are
+    alike, so the limit counts a group's samples as independent and is on the strict side."""
     made, trained = lengths.get("generated", {}), lengths.get("trained", {})
     n, m = sum(made.values()), sum(trained.values())
     if not n or not m:
@@ -87,8 +95,8 @@ def length_bias(lengths: Mapping[str, Mapping[int, int]]) -> tuple[float, float,
     verdict = (
         "the lengths trained on follow the lengths generated"
         if distance <= limit
-        else "the lengths trained on differ from the lengths generated: look at failed and filtered groups, and at samples "
-        "still under way"
+        else "the lengths trained on differ from the lengths generated: look at failed and filtered groups, and at "
+        "samples still under way"
     )
     return distance, limit, f"Length bias: the distributions are {distance:.3f} apart (chance: {limit:.3f}); {verdict}."
 

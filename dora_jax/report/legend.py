@@ -1,7 +1,7 @@
 """What every word and metric of a run means, and where it is healthy. `page()` is dora_jax/report/README.md.
 
-A name may hold `*` for what a run chooses: a term, a task, a lag. Law: a metric that the program writes is here; a test reads
-the names from the source.
+A name may hold `*` for what a run chooses: a term, a task, a lag. Law: a metric that the program writes is here; a test
+reads the names from the source.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ WORDS = {
     "idle": "share of the time in which a role had nothing to do: the trainer no batch, an instance no sample",
     "move": "a running sample goes on in another instance, at its version, with its KV",
     "load": "an instance takes a version's weights; samples of another version may run meanwhile",
-    "adapter": "a low-rank addition to weights that stay; where `lora.rank` is set a version is one, and an instance holds "
-    "several beside one base",
+    "adapter": "a low-rank addition to weights that stay; where `lora.rank` is set a version is one, and an instance "
+    "holds several beside one base",
     "draft": "tokens that are guessed from a group's other samples and verified in one call (`rollout.drafts`)",
-    "session": "a user's conversation with a run's endpoint, answered by one version; with `serving.train` it is a sample",
+    "session": "a user's conversation with a run's endpoint, answered by one version; with `serving.train` it is a "
+    "sample",
     "quarantine": "an instance whose log-probs are not finite, or disagree with the trainer's at the same version, is "
     "ended and made again; what it sampled and is not trained yet is sampled again elsewhere",
     "waiting for rollouts": "too few groups have finished sampling",
@@ -167,23 +168,25 @@ def page() -> str:
     """README.md of this folder."""
     head = (
         "# What a run shows\n\n"
-        "`python -m dora_jax.report --workdir=DIR` writes one HTML page, `python -m dora_jax.top --workdir=DIR` shows a run live; "
-        "both read what the run writes into its workdir (README, \"Try it\"), also from a bucket. This page is made of "
-        "`legend.py`; `python tests/test_legend.py` writes it anew.\n\n"
-        "`samples.jsonl` and `timeline.jsonl` keep within `monitor.log_bytes`; what is older is read from `samples.1.jsonl` and "
-        "`timeline.1.jsonl`, and the page says so, for what was before that is gone. A damaged line is left out and counted.\n\n"
-        "In a timeline each instance has a row, coloured by version; the height is the share of its slots in use. Grey is idle, "
-        "hatched a load of weights, black a dead instance; lines are moves, dashed lines restarts of the run. In a sample's "
-        "tokens green is a positive advantage, red a negative one, and the line below the token is the gap of the log-probs, "
-        "trainer - engine, under the weights that the step starts from: at lag 0 it is error alone, at a higher lag the policy "
-        "has moved too.\n"
+        "`python -m dora_jax.report --workdir=DIR` writes one HTML page, `python -m dora_jax.top --workdir=DIR` shows "
+        "a run live; both read what the run writes into its workdir (README, \"Try it\"), also from a bucket. This "
+        "page is made of `legend.py`; `python tests/test_legend.py` writes it anew.\n\n"
+        "`samples.jsonl` and `timeline.jsonl` keep within `monitor.log_bytes`; what is older is read from "
+        "`samples.1.jsonl` and `timeline.1.jsonl`, and the page says so, for what was before that is gone. A damaged "
+        "line is left out and counted.\n\n"
+        "In a timeline each instance has a row, coloured by version; the height is the share of its slots in use. Grey "
+        "is idle, hatched a load of weights, black a dead instance; lines are moves, dashed lines restarts of the run. "
+        "In a sample's tokens green is a positive advantage, red a negative one, and the line below the token is the "
+        "gap of the log-probs, trainer - engine, under the weights that the step starts from: at lag 0 it is error "
+        "alone, at a higher lag the policy has moved too.\n"
     )  # fmt: skip
     words = "".join(f"| {word} | {said} |\n" for word, said in WORDS.items())
     fields = "".join(f"| `{name}` | {said} |  |\n" for name, said in FIELDS.items())
     return (
         f"{head}\n## Words\n\n| word | meaning |\n|---|---|\n{words}\n"
         f"## metrics.jsonl, a row a step\n\n| name | meaning | healthy |\n|---|---|---|\n{fields}{_rows(METRICS)}\n"
-        f"## metrics.jsonl and evaluations/, a row an evaluation\n\n| name | meaning | healthy |\n|---|---|---|\n{_rows(EVALUATION)}"
+        "## metrics.jsonl and evaluations/, a row an evaluation\n\n| name | meaning | healthy "
+        f"|\n|---|---|---|\n{_rows(EVALUATION)}"
     )
 
 

@@ -1,5 +1,5 @@
-"""Files of a workdir, a folder or in a bucket, -> `RunData`. A line that holds no row is counted and left out: a run may
-be writing it now, or it is damaged."""
+"""Files of a workdir, a folder or in a bucket, -> `RunData`. A line that holds no row is counted and left out: a run
+may be writing it now, or it is damaged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`RunData` of one or several runs -> one HTML page that holds all it needs: figures as text, plots and timeline as data.
+"""`RunData` of one or several runs -> one HTML page that holds all it needs: figures as text, plots and timeline as
+data.
 
-Tables, sentences and samples are in the HTML and stay readable without JavaScript; assets/page.js draws the rest from the
-JSON beside it. Law: nothing that a run wrote is markup here: text is escaped, JSON holds no `<`, and each sample stands in an
-element of its own, so that its direction of writing changes nothing around it.
+Tables, sentences and samples are in the HTML and stay readable without JavaScript; assets/page.js draws the rest from
+the JSON beside it. Law: nothing that a run wrote is markup here: text is escaped, JSON holds no `<`, and each sample
+stands in an element of its own, so that its direction of writing changes nothing around it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def page(runs: Sequence[RunData]) -> str:
         f"<header><h1>{escaped(title)}</h1></header><main>"
         f"{_comparison(runs)}<section><h2>Curves</h2><p class=note>A click on a curve opens a sample of that step.</p>"
         "<div id=curves class=grid></div>"
-        "<noscript><p>The curves and the timeline need JavaScript; all figures are in the tables.</p></noscript></section>"
-        f"{body}</main><script type=application/json id=data>{as_json(data)}</script>"
+        "<noscript><p>The curves and the timeline need JavaScript; all figures are in the "
+        f"tables.</p></noscript></section>{body}</main><script type=application/json id=data>{as_json(data)}</script>"
         f"<script>{_asset('uPlot.iife.min.js')}</script><script>{_asset('page.js')}</script></body></html>"
     )
 
@@ -125,18 +126,18 @@ def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
     return (
         f"<section><h2>{escaped(run.name)}</h2>{''.join(f'<p>{escaped(s)}</p>' for s in sentences)}"
         f"<h3>Timeline</h3><p class=note>One row an instance, coloured by version; height is the share of its slots in "
-        "use. Grey is idle, hatched a load of weights, black a dead instance; lines are moves of running samples, dashed "
-        "lines restarts. Point at a bar for its version or for what the idle role waits for; scroll to zoom, drag to "
-        "shift, double-click for all of it.</p>"
-        f"<canvas class=timeline data-run={number}></canvas><p class=tip></p>{note}"
-        f"<h3>Lag by step</h3><canvas class=lags data-run={number}></canvas>"
+        "use. Grey is idle, hatched a load of weights, black a dead instance; lines are moves of running samples, "
+        "dashed lines restarts. Point at a bar for its version or for what the idle role waits for; scroll to zoom, "
+        f"drag to shift, double-click for all of it.</p><canvas class=timeline data-run={number}></canvas><p "
+        f"class=tip></p>{note}<h3>Lag by step</h3><canvas class=lags data-run={number}></canvas>"
         f"<h3>Ledger</h3>{table(('what', 'count'), findings.ledger(run))}"
         f"<h3>Evaluations</h3>{_evaluations(run.evaluations)}"
         f"<h3>Instances</h3>{_instances(run, picture, bad)}"
         f"<h3>Samples</h3>{read}"
         f"<h3>Configuration</h3><details><summary>{len(run.overrides)} overrides</summary>"
         f"<pre>{escaped(json.dumps(run.overrides, indent=1))}</pre></details>"
-        f"<details><summary>all fields</summary><pre>{escaped(json.dumps(run.config, indent=1))}</pre></details></section>"
+        "<details><summary>all "
+        f"fields</summary><pre>{escaped(json.dumps(run.config, indent=1))}</pre></details></section>"
     )
 
 

@@ -52,9 +52,9 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
         step, version = (markup.isolated(row.get(name)) for name in ("step", "version"))
         group = markup.isolated(_group(row.get("group")))
         parts.append(
-            f"<details data-run={run} data-step='{markup.escaped(row.get('step'))}'><summary>step {step}, group {group}, "
-            f"version {version}: rewards {rewards}</summary>{_text(row.get('prompt'))}"
-            f"<p class=note>expected: {markup.isolated(str(row.get('expected'))[:200])}</p>{answers}</details>"
+            f"<details data-run={run} data-step='{markup.escaped(row.get('step'))}'><summary>step {step}, group "
+            f"{group}, version {version}: rewards {rewards}</summary>{_text(row.get('prompt'))}<p class=note>expected: "
+            f"{markup.isolated(str(row.get('expected'))[:200])}</p>{answers}</details>"
         )
     return "".join(parts) or "<p>No sample is recorded.</p>", views
 
@@ -86,9 +86,10 @@ def _tokens(sample: Row) -> Tokens | None:
 def _said(sample: Row, tokens: Tokens | None) -> str:
     """A line of HTML."""
     said = (
-        f"reward {markup.figure(sample.get('reward'))}, {markup.figure(sample.get('reward_above_mean'))} above its group's "
-        f"mean; {markup.isolated(sample.get('tokens', '-'))} tokens; {markup.isolated(sample.get('finish', '-'))}; mean log-prob "
-        f"{markup.figure(sample.get('mean_logprob'))}, lowest {markup.figure(sample.get('min_logprob'))}"
+        f"reward {markup.figure(sample.get('reward'))}, {markup.figure(sample.get('reward_above_mean'))} above its "
+        f"group's mean; {markup.isolated(sample.get('tokens', '-'))} tokens; "
+        f"{markup.isolated(sample.get('finish', '-'))}; mean log-prob {markup.figure(sample.get('mean_logprob'))}, "
+        f"lowest {markup.figure(sample.get('min_logprob'))}"
     )
     if tokens is None:
         return said
@@ -99,7 +100,8 @@ def _said(sample: Row, tokens: Tokens | None) -> str:
         said += f"; advantage {markup.figure(min(ends))} to {markup.figure(max(ends))}"
     if known:
         most = max(known)[1]
-        said += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} ({markup.isolated(repr(text[most])[:40])})"
+        said += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} "
+        said += f"({markup.isolated(repr(text[most])[:40])})"
     return said
 
 

@@ -1,11 +1,12 @@
 """Rows of timeline.jsonl -> bars of a picture: what each instance and the trainer did, and when. Values in, values out.
 
-    bars(rows) -> {"end": ms, "instances": [{"id", "bars": [[from, to, fill, [[version, samples], ...]]]}], "trainer": [...],
+    bars(rows) -> {"end": ms, "instances": [{"id", "bars": [[from, to, fill, [[version, samples], ...]]]}], "trainer":
+    [...],
                    "moves": [[ms, src, dst, samples]], "restarts": [ms], "steps": [[ms, version published]],
                    "usage": {instance: Usage}}
 
-Times are milliseconds since the first row that tells of work: compiling comes before it. A bar of no versions is idle time; fill -1 is an instance that loads weights,
-fill -2 one that is down.
+Times are milliseconds since the first row that tells of work: compiling comes before it. A bar of no versions is idle
+time; fill -1 is an instance that loads weights, fill -2 one that is down.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class Device:
             self.write_pages([0] * size, self.read_pages([0] * size))
 
     def measure(self, params: Any, costs: CallCosts) -> None:
-        """Fills in the costs that are in use and that the configuration does not give: the quickest of a few calls each,
-        whose rows take all steps and write to the dummy page."""
+        """Fills in the costs that are in use and that the configuration does not give: the quickest of a few calls
+        each, whose rows take all steps and write to the dummy page."""
         s = self.shapes
         narrow, verify = s.narrow_rows and not s.narrow_cost, s.drafts and not s.draft_cost
         for blocks in s.decode_buckets if narrow or verify else ():

@@ -1,17 +1,18 @@
 """Stage 2, pure: drafts of a sample's next tokens from its group's other samples. numpy only.
 
-Consumes the samples of this engine as they grow and end, and what is told of those of others; produces guesses at what a
-sample draws next: the tokens that followed the same last tokens in a sample of the same group, itself included. Any version
-may draft. One call verifies a guess: it draws at every position with that position's own key and keeps the draws up to the
-first that differs, so the tokens are those of decoding step by step (up to near-ties between batch shapes), and no version
-but the sample's own decides. Suffixes of siblings: Seer (OSDI 26) and DAS draft from them; the rule that keeps a draw is exact here because
-rollout/sample.py keys every draw by its position.
+Consumes the samples of this engine as they grow and end, and what is told of those of others; produces guesses at what
+a sample draws next: the tokens that followed the same last tokens in a sample of the same group, itself included. Any
+version may draft. One call verifies a guess: it draws at every position with that position's own key and keeps the
+draws up to the first that differs, so the tokens are those of decoding step by step (up to near-ties between batch
+shapes), and no version but the sample's own decides. Suffixes of siblings: Seer (OSDI 26) and DAS draft from them; the
+rule that keeps a draw is exact here because rollout/sample.py keys every draw by its position.
 
 Stage 2, pure: which call decodes the rows of a version: the decode call, the narrow one, or one that verifies drafts.
 
-Consumes the rows that decode, and what the calls cost: times that `Device.measure` takes when calls are compiled, or the
-configuration's; produces the decode calls of a tick. Few rows take the narrow call (rollout.narrow_rows) where it is
-quicker; drafts (drafts.py) are verified where they draw more tokens a second than the call that the rows would else take.
+Consumes the rows that decode, and what the calls cost: times that `Device.measure` takes when calls are compiled, or
+the configuration's; produces the decode calls of a tick. Few rows take the narrow call (rollout.narrow_rows) where it
+is quicker; drafts (drafts.py) are verified where they draw more tokens a second than the call that the rows would else
+take.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class Drafter:
         return len(seqs) <= self._rows and self._worth(seqs, [self.tokens] * len(seqs), cost)
 
     def decide(self, seqs: Sequence[Seq], cost: float, here: Iterable[Seq]) -> np.ndarray | None:
-        """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it decodes.
-        cost: as above. here: every sample of the engine."""
+        """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it
+        decodes. cost: as above. here: every sample of the engine."""
         if len(seqs) > self._rows:
             return None
         first = self._group(seqs[0])
@@ -127,8 +128,8 @@ class Drafter:
 
     def learn(self, seq: Seq, draft: np.ndarray | None, drawn: np.ndarray) -> tuple[int, int]:
         """What the sample draws next, before it takes it in. draft: the one that was verified, of which the answer says
-        how many tokens were guessed, up to the first that does not hold, and how many of these hold. None: what it would
-        have been is made now, once in a while, so that acceptance is known without a call; the answer is 0, 0."""
+        how many tokens were guessed, up to the first that does not hold, and how many of these hold. None: what it
+        would have been is made now, once in a while, so that acceptance is known without a call; the answer is 0, 0."""
         verified = draft is not None
         if draft is None:
             if seq.id.group_id % WATCHED:
@@ -154,8 +155,8 @@ class Drafter:
         return (held + failed, held) if verified else (0, 0)
 
     def know(self, id: SampleId, tokens: np.ndarray) -> None:
-        """The response, so far, of a sample that another engine has: it drafts for its siblings here. Of what is told of a
-        sample again, only what follows the same tokens counts."""
+        """The response, so far, of a sample that another engine has: it drafts for its siblings here. Of what is told
+        of a sample again, only what follows the same tokens counts."""
         group, source = self._newest(id.group_id), -1 - id.index  # not that of the sample itself, which may come here
         known = group.sources[source].sequence if source in group.sources else tokens[:0]
         if len(tokens) > len(known) and np.array_equal(tokens[: len(known)], known):
@@ -163,8 +164,8 @@ class Drafter:
             self._keep(group, len(tokens) - len(known))
 
     def end(self, seq: Seq) -> None:
-        """The sample leaves this engine; its tokens go on to draft for its siblings, here now or later, until the tokens
-        of newer groups take their room."""
+        """The sample leaves this engine; its tokens go on to draft for its siblings, here now or later, until the
+        tokens of newer groups take their room."""
         group = self._newest(seq.id.group_id)
         self._grow(seq, seq.sequence.copy())
         self._keep(group, len(seq.sequence))
@@ -220,8 +221,8 @@ class CallCosts:
         return rows <= self._narrow_rows and self.narrow[blocks] <= PAYS
 
     def of_draft(self, rows: int, blocks: int) -> float:
-        """A verifying call's time over that of the decode call that so many rows would take. It is no less than a step of
-        the narrow call, whatever was measured."""
+        """A verifying call's time over that of the decode call that so many rows would take. It is no less than a step
+        of the narrow call, whatever was measured."""
         if not self.is_narrow(rows, blocks):
             return self.verify[blocks]
         return max(self._step, self.verify[blocks] / self.narrow[blocks])

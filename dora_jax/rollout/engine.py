@@ -11,8 +11,8 @@ on batch-mates, order, preemption or migration; a tick waits for the device only
 Stage 2: an engine that scores samples with the calls that draw them.
 
 Consumes weights, prompts and answers; produces the log-prob of every token of the answers under these weights.
-Law: where the weights are those that drew an answer, its log-probs are the ones that sampling reported, bit for bit: the
-same compiled calls take the same positions at the same places, and a forced token enters as a drawn one does.
+Law: where the weights are those that drew an answer, its log-probs are the ones that sampling reported, bit for bit:
+the same compiled calls take the same positions at the same places, and a forced token enters as a drawn one does.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Engine:
         return self.residents.versions
 
     def take_base(self, params: Any) -> None:
-        """Takes the base weights (in the layout of `base_shardings`) that versions are adapters of; before the first."""
+        """Takes the base weights (in the layout of `base_shardings`) that versions are adapters of; before the
+        first."""
         self.residents.take_base(params)
 
     def load(self, version: Version, params: Any) -> None:
@@ -100,8 +101,8 @@ class Engine:
         self.residents.load(version, params)
 
     def drop(self, version: Version) -> None:
-        """Forgets a version with its prefixes; raises while a sample of it is here. KV of its episodes that wait goes to
-        the host."""
+        """Forgets a version with its prefixes; raises while a sample of it is here. KV of its episodes that wait goes
+        to the host."""
         if running := self.scheduler.running(version):
             raise RuntimeError(f"cannot drop version {version}: {running} of its samples run")
         self._swap([self.scheduler.release(id) for id in self.scheduler.resting.of(version)])

@@ -1,9 +1,10 @@
-"""Stage 2, device side: what one compiled call of an engine computes: decode steps, the check of drafts, a prompt's chunk.
+"""Stage 2, device side: what one compiled call of an engine computes: decode steps, the check of drafts, a prompt's
+chunk.
 
-Consumes params of one version (or base weights and the adapters of several), the KV pool, the state of the slots and an i32 control array (shapes.py says its columns);
-produces the pool with the new KV and one small i32 result array. `kv` says how KV lies in pages and how a call reads and
-writes it (kv_xla.py, kv_pallas.py). device_calls.py compiles these functions.
-Law: a row reads and writes only the pages that it was given.
+Consumes params of one version (or base weights and the adapters of several), the KV pool, the state of the slots and an
+i32 control array (shapes.py says its columns); produces the pool with the new KV and one small i32 result array. `kv`
+says how KV lies in pages and how a call reads and writes it (kv_xla.py, kv_pallas.py). device_calls.py compiles these
+functions. Law: a row reads and writes only the pages that it was given.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Forward:
     gain: float  # of adapters
 
     def decode(self, params, pool, state_Sx3, control_BxC, *, blocks: int):
-        """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for the
-        state, Shapes.result for the result."""
+        """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for
+        the state, Shapes.result for the result."""
         ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
         header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
         slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
@@ -121,8 +122,9 @@ class Forward:
     def verify(self, params, pool, control_BxC, *, blocks: int):
         """One forward over each row's last token and its draft: (pool, result, routes), as `decode` gives them.
 
-        Each position draws with its own key, as a decode step does; the draws count up to the first that its draft does not
-        equal. The state of the slots is not read and not written: the host says where every row stands, here and next."""
+        Each position draws with its own key, as a decode step does; the draws count up to the first that its draft does
+        not equal. The state of the slots is not read and not written: the host says where every row stands, here and
+        next."""
         length, width = self.shapes.drafts + 1, blocks * self.shapes.block_pages
         header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
             control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.verify_window], axis=1
@@ -160,9 +162,9 @@ class Forward:
         return pool, result, self.routes and _routes(ids, self.routes)
 
     def prefill(self, params, pool, control_RxC, *, blocks: int):
-        """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. What the chunk's
-        first page holds of the chunk already stays. The last layer's output is not needed; of unrolled layers it is not
-        computed."""
+        """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. What the
+        chunk's first page holds of the chunk already stays. The last layer's output is not needed; of unrolled layers
+        it is not computed."""
         chunk, n_read = self.shapes.chunk, blocks * self.shapes.block_pages
         ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
         header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)

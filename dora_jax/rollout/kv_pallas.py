@@ -105,7 +105,8 @@ class Paged:
     # ----------------------------------------------------------- private
 
     def _of_layers(self, pages_M) -> jax.Array:
-        """Where these pages of each layer stand, [layers, M]: one gather of whole pages, for which nothing is copied."""
+        """Where these pages of each layer stand, [layers, M]: one gather of whole pages, for which nothing is
+        copied."""
         return jnp.arange(self.kv.layers)[:, None] * (self.shapes.pages + 1) + pages_M[None]
 
     def _positions(self) -> jax.Array:

@@ -101,8 +101,8 @@ class Gathered:
     # ----------------------------------------------------------- prefill
 
     def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R, kept_R) -> Attend:
-        """The `attend` of one chunk a row; it puts the chunk's KV into `pool`, but for the first `kept` positions, whose
-        KV the first page holds."""
+        """The `attend` of one chunk a row; it puts the chunk's KV into `pool`, but for the first `kept` positions,
+        whose KV the first page holds."""
         del length_R  # positions beyond it go to the dummy page or to places that are written again before they count
         past = self._gather(pool, past_RxP, start_R)
         chunk, size = self.shapes.chunk, self.shapes.page_size
@@ -171,7 +171,8 @@ class Gathered:
 
 
 def _cut(x: jax.Array, name: str, size: int) -> jax.Array:
-    """Positions into pages of so many: K [B, K, D, T] -> [B, pages, K, D, size], V [B, K, T, D] -> [B, pages, K, size, D]"""
+    """Positions into pages of so many: K [B, K, D, T] -> [B, pages, K, D, size], V [B, K, T, D] -> [B, pages, K, size,
+    D]"""
     axis = POSITIONS[name] % 4
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 1)
 

@@ -1,16 +1,16 @@
 """Stage 2: the record that carries one running sample between engines, or to host memory and back.
 
 Consumes nothing but host arrays; produces nothing but host arrays: the device side is in device.py.
-An episode is a sample of several turns. It leaves its slot at the end of a turn and comes back with what its environment
-said (`observed`), whose tokens alone are prefilled.
+An episode is a sample of several turns. It leaves its slot at the end of a turn and comes back with what its
+environment said (`observed`), whose tokens alone are prefilled.
 Laws: a parcel belongs to one version; its pages arrive bit-equal; a parcel without pages (a sample of a lost
 instance) is prefilled again from its tokens, which costs time and, across shapes, the last bits of its log-probs.
 
 Stage 2: KV in host memory, within a budget: of samples that are preempted, parked, or wait for their environment.
 
 Consumes in-flight samples with their pages; gives each back once. No JAX.
-Laws: no more bytes than the budget are held; beyond it the KV that came first is dropped, counted and said, and its tokens
-are prefilled again. Any thread may use it.
+Laws: no more bytes than the budget are held; beyond it the KV that came first is dropped, counted and said, and its
+tokens are prefilled again. Any thread may use it.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def _recut(pages: np.ndarray, axis: int, positions: int, page_size: int) -> np.n
 
 class HostKV:
     def __init__(self, budget_bytes: int = 0, notify: Callable[[str], None] = lambda text: None):
-        """budget_bytes: 0: as much as comes. notify: hears of the first KV that is dropped, the tenth, the hundredth."""
+        """budget_bytes: 0: as much as comes. notify: hears of the first KV that is dropped, the tenth, the
+        hundredth."""
         self.budget_bytes = budget_bytes
         self.bytes = 0
         self.dropped = 0  # samples

@@ -2,8 +2,8 @@
 
 A page is owned by exactly one holder: a running sample (it writes there) or a prefix node (read only once ready).
 Nodes form one tree a version: a path from the root spells a prefix, chunk by chunk, and each node holds the pages of
-its chunk. Chunks start at multiples of the chunk size, so a prefix is computed by the same calls whichever sample asks first;
-only a leaf may be shorter than a chunk. Samples of a group, and prompts with a common head, share nodes.
+its chunk. Chunks start at multiples of the chunk size, so a prefix is computed by the same calls whichever sample asks
+first; only a leaf may be shorter than a chunk. Samples of a group, and prompts with a common head, share nodes.
 Laws: pages and nodes belong to one version; free + nodes' pages + samples' pages = all pages (`check`);
 a node outlives its users and is evicted, leaf first and least recently used first, when pages run short.
 """

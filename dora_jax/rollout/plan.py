@@ -94,7 +94,8 @@ class Resting:
         return [id for id, rest in self._rests.items() if rest.seq.version == version]
 
     def fit(self, parcel: InFlightSample) -> bool:
-        """Whether the episode can go on in these pages: what it shares with what is in them is kept, the rest is cut."""
+        """Whether the episode can go on in these pages: what it shares with what is in them is kept, the rest is
+        cut."""
         rest = self._rests[parcel.id]
         ours, theirs = np.concatenate([parcel.prompt_ids, parcel.out_ids]), rest.seq.sequence
         n = min(len(ours) - 1, rest.kv_len)
@@ -413,7 +414,8 @@ class Scheduler:
         return plans
 
     def plan_prefill(self) -> PrefillCall | None:
-        """The next chunk of the longest-waiting prompts of one version, each chunk once for all samples that share it."""
+        """The next chunk of the longest-waiting prompts of one version, each chunk once for all samples that share
+        it."""
         return self._prefill(self._holders())
 
     def _holders(self) -> list[Prefix | Seq]:

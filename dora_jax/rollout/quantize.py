@@ -28,8 +28,8 @@ PROJECTIONS = tuple(f"{x}_proj{of_sublayer}" for of_sublayer in ("", "_0", "_1")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A weight [..., D, F] in 8 bits: `x @ weight` is what the decoder asks of it, and scales after the product, so that
-    no wide weight is ever made."""
+    """A weight [..., D, F] in 8 bits: `x @ weight` is what the decoder asks of it, and scales after the product, so
+    that no wide weight is ever made."""
 
     values: Any  # int8 or float8 [..., D, F]
     scale: Any  # f32[..., 1, F]

@@ -110,7 +110,8 @@ class Rows:
         self, slots: np.ndarray, blocks: int, drafts: np.ndarray | None, narrow: bool
     ) -> tuple[np.ndarray, tuple[tuple[Seq, int], ...]]:
         """(control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now; of
-        the narrow one, where that is asked for; of a verifying call, where drafts i32[rows, shapes.drafts] are given."""
+        the narrow one, where that is asked for; of a verifying call, where drafts i32[rows, shapes.drafts] are
+        given."""
         s, seqs = self.shapes, self.on(slots)
         for seq in seqs if drafts is not None else ():
             self.again(seq)

@@ -12,9 +12,9 @@ string where the text of the last few tokens up to it contains one.
 
 Stage 2, pure: which experts the tokens of one running sample went to, row by row as results come back. numpy only.
 
-Consumes rows of its parcel, of the prefix nodes that hold its prompt, and of decode calls; produces the rows that travel
-with it. A row that is there stays: a sample that is prefilled again keeps the experts that sampled its tokens. Of tokens
-whose rows did not come along, it takes those of the call that computed their KV again.
+Consumes rows of its parcel, of the prefix nodes that hold its prompt, and of decode calls; produces the rows that
+travel with it. A row that is there stays: a sample that is prefilled again keeps the experts that sampled its tokens.
+Of tokens whose rows did not come along, it takes those of the call that computed their KV again.
 Law: rows are contiguous from the first token on; a gap raises.
 """
 

@@ -8,7 +8,8 @@ off by default, are shapes of their own. Results do not depend on the number of 
 Stage 2, pure: what one position leaves in the KV cache, by the kind of attention. No JAX.
 
   GQA  K and V of every KV head: heads x key_dim and heads x value_dim numbers
-  MLA  one latent row that all heads share: key_dim = kv_rank + rope_dim numbers, of which the first `rank` are the value
+  MLA  one latent row that all heads share: key_dim = kv_rank + rope_dim numbers, of which the first `rank` are the
+       value
 kv_xla.py and kv_pallas.py hold such rows in pages; a copy of pages on its way to or from the host has one array a name:
   "k"  [layers, pages, heads, key_dim, page_size]
   "v"  [layers, pages, heads, page_size, value_dim], of GQA only
@@ -124,8 +125,8 @@ class Shapes:
 
     @property
     def layout(self) -> str:
-        """Of the weights, see decoder.serving_layout. On a GPU a product is a library's call, before which XLA copies the
-        layer's slice of stacked weights."""
+        """Of the weights, see decoder.serving_layout. On a GPU a product is a library's call, before which XLA copies
+        the layer's slice of stacked weights."""
         return "serving" if self.attention in ("reference", "gpu") else "scanned"
 
     @property
@@ -166,8 +167,8 @@ class Shapes:
         return (2 + self.kept) * self.steps + 1
 
     def decode_control(self, blocks: int, narrow: bool = False) -> tuple[int, int]:
-        """Shape of a decode call's control array: header, pages to read, pages to write; of an exact engine the tokens to
-        draw behind them, -1 where the call is to draw."""
+        """Shape of a decode call's control array: header, pages to read, pages to write; of an exact engine the tokens
+        to draw behind them, -1 where the call is to draw."""
         columns = HEADER + blocks * self.block_pages + self.window + self.exact * self.steps
         return self.narrow_rows if narrow else self.rows, columns
 
@@ -196,7 +197,8 @@ class Shapes:
 
 
 def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
-    """adapters: versions are adapters of the same base weights. ValueError: the section's sizes cannot work together."""
+    """adapters: versions are adapters of the same base weights. ValueError: the section's sizes cannot work
+    together."""
     size, paged = section.page_size, section.attention != "reference"
     _check_sampling(section)
     rows = section.decode_rows or section.slots
@@ -279,7 +281,8 @@ def _check_sampling(section: RolloutSection) -> None:
         )
     if section.exact and (section.drafts or section.narrow_rows):
         raise ValueError(
-            "rollout.exact takes every token by calls of one shape: rollout.drafts and rollout.narrow_rows must be 0 with it"
+            "rollout.exact takes every token by calls of one shape: rollout.drafts and rollout.narrow_rows must be 0 "
+            "with it"
         )
     if section.keep_set and section.top_k < 1:
         raise ValueError("rollout.keep_set sends the kept ids along, so rollout.top_k must bound their number")

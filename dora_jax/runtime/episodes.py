@@ -6,10 +6,10 @@
                                                    EpisodeLost  -> it begins again, at the same version
                                                    EpisodeFailed -> GroupFailed
 
-Consumes answers of an environment pool and in-flight samples; produces events and payload records for the coordinator, on
-whose thread all of it runs. Laws: what is observed is recorded before it is told; an episode of an earlier process goes on
-from its recorded tokens where its environment replays to the same observations, else it begins again; a failure is never
-a reward.
+Consumes answers of an environment pool and in-flight samples; produces events and payload records for the coordinator,
+on whose thread all of it runs. Laws: what is observed is recorded before it is told; an episode of an earlier process
+goes on from its recorded tokens where its environment replays to the same observations, else it begins again; a failure
+is never a reward.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class Episodes:
             return
         prompt = self._samples.groups[id.group_id].prompt
         if len(prompt.token_ids) + len(answer.token_ids) >= self._max_context:
-            reason = f"what its environment says first has {len(answer.token_ids)} tokens, more than a prompt leaves room for"
+            n = len(answer.token_ids)
+            reason = f"what its environment says first has {n} tokens, more than a prompt leaves room for"
             yield from self._failed(EpisodeFailed(id=id, reason=reason, kind="limit"))
             return
         if not isinstance(waits, int):

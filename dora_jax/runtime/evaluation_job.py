@@ -3,8 +3,8 @@
     WORKDIR/evaluations/STEP.json       the record of one checkpoint
     WORKDIR/evaluations/metrics.jsonl   the same records, in the order in which they were made; tensorboard/ likewise
 
-Consumes a workdir, a folder or in a bucket; writes below `evaluations` only, so that it may run beside the run that writes
-the rest. A run of no steps: no trainer, the same engines.
+Consumes a workdir, a folder or in a bucket; writes below `evaluations` only, so that it may run beside the run that
+writes the rest. A run of no steps: no trainer, the same engines.
 """
 
 from __future__ import annotations

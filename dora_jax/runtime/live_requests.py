@@ -3,8 +3,8 @@
     ask     -> RequestCame -> Start -> tokens as they grow -> SampleDone
     give_up -> GroupFailed -> Cancel -> SampleCancelled
 
-Consumes prompts of an endpoint, on its thread; the facts, commands and payload records of the run, on the run's. Tells a
-`Desk` what becomes of each request. Law: the desk hears of the end of each request once, whatever ended it.
+Consumes prompts of an endpoint, on its thread; the facts, commands and payload records of the run, on the run's. Tells
+a `Desk` what becomes of each request. Law: the desk hears of the end of each request once, whatever ended it.
 """
 
 from __future__ import annotations

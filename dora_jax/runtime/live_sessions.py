@@ -1,15 +1,17 @@
 """Sessions of users on the live fleet as episodes: `Environments` whose observations are what users say.
 
     open -> a free seat; a session that begins takes the oldest one           Observed: its first messages
-    turn -> the answer, for the client; then the session says something       Observed: that, and the score of the turn before
-                                        or is silent, or ends                 EpisodeEnded, once every turn has its score
+    turn -> the answer, for the client; then the session says something       Observed: that, and the score of the turn
+    before
+                                        or is silent, or ends                 EpisodeEnded, once every turn has its
+                                        score
 
-A group's G seats are taken by G sessions, one after the other, all answered by the group's version: its baseline is their
-mean reward. A turn is scored by task.rewards, which see what came next: `reward(prompt, response, answer)` with the
-conversation as text, the turn, and {"messages": [...], "next": [...]}; "next" is empty where the session ended.
+A group's G seats are taken by G sessions, one after the other, all answered by the group's version: its baseline is
+their mean reward. A turn is scored by task.rewards, which see what came next: `reward(prompt, response, answer)` with
+the conversation as text, the turn, and {"messages": [...], "next": [...]}; "next" is empty where the session ended.
 
-Laws: a seat that no session takes holds no slot, and waits; a session is in one seat at most; an error of a reward fails
-the group. Seats of a process before this one are lost: their samples begin again with other sessions.
+Laws: a seat that no session takes holds no slot, and waits; a session is in one seat at most; an error of a reward
+fails the group. Seats of a process before this one are lost: their samples begin again with other sessions.
 """
 
 from __future__ import annotations
@@ -73,8 +75,9 @@ class SessionsOver(RuntimeError):
 
 
 class SessionPrompts:
-    """Every group has the same prompt: what the chat template puts in front of the first message, whatever its role. Where
-    that is nothing: of the first message of a user, and sessions that begin with another one are not trained on."""
+    """Every group has the same prompt: what the chat template puts in front of the first message, whatever its role.
+    Where that is nothing: of the first message of a user, and sessions that begin with another one are not trained
+    on."""
 
     n_heldout = 0
 

@@ -1,7 +1,7 @@
 """A run in one process: its context (tokenizer, task, scorer, outbox), and the backend whose stages share its devices.
 
 Consumes a resolved configuration; produces the coordinator and its workers. The folders of a run (tokenizer, weights,
-checkpoints) are read here. cluster/backend.py is the other backend.
+checkpoints) are read here. cluster_backend.py is the other backend.
 """
 
 from __future__ import annotations

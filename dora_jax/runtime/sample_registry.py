@@ -236,10 +236,10 @@ class Siblings:
     """Which instance runs a sample of which group, and what it is told of the group's other samples.
 
     A group's samples are often on several instances, and drafts are made of the siblings that an engine knows
-    (rollout/drafts.py). Instances that still run samples of the group are told the tokens of those that have ended, and,
-    where a sample comes to an instance that ran none of its group, also those that running siblings elsewhere have in the
-    journal. Laws: what is said of a sample is bounded (MOST_TOKENS); what is not told, told twice or comes late changes
-    speed alone."""
+    (rollout/drafts.py). Instances that still run samples of the group are told the tokens of those that have ended,
+    and, where a sample comes to an instance that ran none of its group, also those that running siblings elsewhere have
+    in the journal. Laws: what is said of a sample is bounded (MOST_TOKENS); what is not told, told twice or comes late
+    changes speed alone."""
 
     def __init__(self, instances: Mapping[InstanceId, RolloutWorker], samples: SampleRegistry):
         self._instances, self._samples = instances, samples
@@ -284,8 +284,8 @@ class Siblings:
 
 
 class KeptKV:
-    """Which instance keeps the KV of each episode that waits for its environment. Laws: an episode goes on with the KV that
-    an instance keeps, wherever it goes on; KV of an episode that has ended is forgotten."""
+    """Which instance keeps the KV of each episode that waits for its environment. Laws: an episode goes on with the KV
+    that an instance keeps, wherever it goes on; KV of an episode that has ended is forgotten."""
 
     def __init__(self, instances: Mapping[InstanceId, RolloutWorker]):
         self._instances = instances

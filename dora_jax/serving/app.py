@@ -38,7 +38,8 @@ KEEP_ALIVE = b": the answer is being sampled\n\n"
 
 @dataclass
 class Endpoint:
-    """What the routes need. token: of every request but /healthz; empty: none. pulse_s: far below clients' time-outs."""
+    """What the routes need. token: of every request but /healthz; empty: none. pulse_s: far below clients'
+    time-outs."""
 
     answers: Answers
     tokenizer: Tokenizer

@@ -213,7 +213,8 @@ def _ask(
         if len(prompt) >= limits.context:
             raise Refused(
                 400,
-                f"This model's maximum context length is {limits.context} tokens. However, the prompt has {len(prompt)}.",
+                f"This model's maximum context length is {limits.context} tokens. However, the prompt has "
+                f"{len(prompt)}.",
                 param="prompt",
                 code="context_length_exceeded",
             )

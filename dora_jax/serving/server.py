@@ -168,8 +168,8 @@ def listening_socket(options: Options, section: str = "") -> socket.socket:
     """section: of the configuration, where the options are its fields. ConfigError: nothing can listen there."""
     if not options.token and not _loopback(options.host):
         raise ConfigError(
-            f"{section}host: {options.host} can be reached from other machines: put a secret into {TOKEN_VARIABLE}, which "
-            "every request then sends as its bearer token"
+            f"{section}host: {options.host} can be reached from other machines: put a secret into {TOKEN_VARIABLE}, "
+            "which every request then sends as its bearer token"
         )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:

@@ -2,13 +2,15 @@
 
     environment.name = "dora_jax.serving.verifiers.Verifiers"
     environment.python = "/path/of/its/environment/bin/python"
-    environment.params = {"env": {"taskset": {"id": "my-taskset"}, "agent": {"harness": {"id": "null"}, "runtime": ...}}}
+    environment.params = {"env": {"taskset": {"id": "my-taskset"}, "agent": {"harness": {"id": "null"}, "runtime":
+    ...}}}
 
 A row's `answer` is the number of a task. The rollout is the library's own, and so is its training client, which asks a
-loopback route of this process for each turn, as token ids: that request is what the policy observes, and the tokens that
-the engine samples behind it are the answer.
+loopback route of this process for each turn, as token ids: that request is what the policy observes, and the tokens
+that the engine samples behind it are the answer.
 
-    the run -- reset, step --> Verifiers -- future --> route <-- POST /inference/v1/generate -- training client <-- rollout
+    the run -- reset, step --> Verifiers -- future --> route <-- POST /inference/v1/generate -- training client <--
+    rollout
 
 Laws: a session is one episode, and thereby one version; a request that the engine cannot honour is refused by name; a
 rollout that ends in an error is no reward, but a prompt that is longer than the context is: what was scored so far.
@@ -37,8 +39,8 @@ Step = tuple[list[Message], bool, dict[str, float]]
 
 
 class Verifiers:
-    """env: the block of that name of a configuration of verifiers. renderer: a RendererConfig, such as {"name": "qwen3"};
-    None: the library chooses by the model. sampling: beside what the run's rollout section says."""
+    """env: the block of that name of a configuration of verifiers. renderer: a RendererConfig, such as {"name":
+    "qwen3"}; None: the library chooses by the model. sampling: beside what the run's rollout section says."""
 
     terms = ("reward",)
     replays = False  # nothing says which tasksets do

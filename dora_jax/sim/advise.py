@@ -174,6 +174,6 @@ def _model_line(config: SimConfig) -> Iterator[str]:
     model = sizes_of(config.model, chips)
     shared = f", on each of {model.kv_copies:.0f} chips" if model.kv_copies > 1 else ""
     yield (
-        f"{model.size}: {model.params / 1e9:,.1f}e9 parameters, of which a token meets {model.active_params / 1e9:,.1f}e9; "
-        f"{model.kv_bytes_per_token:,.0f} bytes of KV a token{shared}"
+        f"{model.size}: {model.params / 1e9:,.1f}e9 parameters, of which a token meets "
+        f"{model.active_params / 1e9:,.1f}e9; {model.kv_bytes_per_token:,.0f} bytes of KV a token{shared}"
     )

@@ -2,24 +2,24 @@
 
 Latency (`latency_floor_s`), for modes that keep C1, C2 and C3. A group of version v starts after v is published, and no
 sample of it changes its version (C1) or is cut short (C2). It trains in the step that produces version v + K at the
-latest (C3, K = max_versions). So between the publications of v and of v + K its longest sample runs from its first token
-to its last, is scored, and trains in a part of a step:
+latest (C3, K = max_versions). So between the publications of v and of v + K its longest sample runs from its first
+token to its last, is scored, and trains in a part of a step:
 
     K * step_s  >=  longest_tokens * token_s + score_s + part_s
 
-token_s is least for a sample that is alone on the fastest instance. This floor falls only with K: more chips do not lower
-it. Modes `partial` and `staleflow` have none: their samples change their version. Nor has `rollpacker`, whose short rounds
-give the longest samples up.
+token_s is least for a sample that is alone on the fastest instance. This floor falls only with K: more chips do not
+lower it. Modes `partial` and `staleflow` have none: their samples change their version. Nor has `rollpacker`, whose
+short rounds give the longest samples up.
 
-Memory (`memory_floor_s`), for every mode. The samples of a step hold W = sum(prompt * length + length^2 / 2) tokens of KV
-for a tick each. An instance holds C tokens, so that it takes W / C ticks or more of some instance to decode them, each no
-shorter than that of one sample, and W tokens are read.
+Memory (`memory_floor_s`), for every mode. The samples of a step hold W = sum(prompt * length + length^2 / 2) tokens of
+KV for a tick each. An instance holds C tokens, so that it takes W / C ticks or more of some instance to decode them,
+each no shorter than that of one sample, and W tokens are read.
 
 Fragments (`fragment_s`), an estimate and no floor. With one version an instance (R = 1), a version that is no longer
 started from holds whole instances until its last sample ends. Where samples were started at a steady rate until then, a
-share k(n) of their KV is left n ticks later, k(n) = integral from n of y S(y) dy over that from 0, with S(y) the share of
-samples longer than y. However well they are packed, ceil(N * k(n)) of N instances are held then, and their unused parts
-add up to ticks in which an instance pays for its weights and decodes less than it could:
+share k(n) of their KV is left n ticks later, k(n) = integral from n of y S(y) dy over that from 0, with S(y) the share
+of samples longer than y. However well they are packed, ceil(N * k(n)) of N instances are held then, and their unused
+parts add up to ticks in which an instance pays for its weights and decodes less than it could:
 
     fragments  =  sum over n of ceil(N * k(n)) - N * k(n)
 

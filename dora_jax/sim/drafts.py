@@ -1,9 +1,10 @@
-"""What drafts from siblings save a decoding instance (rollout/drafts.py): a model of two numbers. Values in, values out.
+"""What drafts from siblings save a decoding instance (rollout/drafts.py): a model of two numbers. Values in, values
+out.
 
 Consumes the costs of a decode step and `draft` of the configuration: the share `a` of guessed tokens that hold, each by
 itself, and the tokens k that one call verifies. Such a call draws E = (1 - a^(k+1)) / (1 - a) tokens of a sample in the
-mean, in the time of a decode step of k + 1 times as many rows; KV is read once. k is what gives a token in the least time,
-0 allowed, as an engine chooses it from what it measures.
+mean, in the time of a decode step of k + 1 times as many rows; KV is read once. k is what gives a token in the least
+time, 0 allowed, as an engine chooses it from what it measures.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class DecodeTimes:
         self.token = functools.cache(self._token)
 
     def drafts(self, batches: Iterable[int]) -> tuple[float, float]:
-        """(tokens guessed, up to the first of each draft that does not hold; those that hold) while each sample of these
-        batches draws a token; (0, 0): no call verifies."""
+        """(tokens guessed, up to the first of each draft that does not hold; those that hold) while each sample of
+        these batches draws a token; (0, 0): no call verifies."""
         held = sum(batch * (1 - self.token(batch)[1]) for batch in batches) if self._draft.tokens else 0.0
         return (held / self._draft.acceptance if held else 0.0), held
 

@@ -38,7 +38,8 @@ ENTERED, STOPPED, REPORT = "entered", "stopped", "report"
 ROOM_SHARE = 1 / 64
 # Two ends closer than this, in ticks, are one: floating point must not make an empty interval of them.
 TICK_EPS = 1e-6
-# What is left of standing still is over when it is shorter than this: added to a clock of days it must make a difference.
+# What is left of standing still is over when it is shorter than this: added to a clock of days it must make a
+# difference.
 HELD_EPS_S = 1e-9
 
 
@@ -280,7 +281,8 @@ class Instance:
     # ------------------------------------------------------------------ private
 
     def _tick_s(self, batch: int) -> tuple[float, float]:
-        """(seconds of a tick, seconds by which the next one takes longer). The context is taken to lie alike in all rows."""
+        """(seconds of a tick, seconds by which the next one takes longer). The context is taken to lie alike in all
+        rows."""
         base_s = reads = 0.0
         for rows in self._batches():
             token_s, read = self._times.token(rows)

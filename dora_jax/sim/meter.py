@@ -207,7 +207,8 @@ class Meter:
         tasks = {task: n - self._start_tasks.get(task, 0) for task, n in sorted(self._tasks.items())}
         decode_s = d["rollout/decode"]
         return Result(
-            steps=steps, seconds=seconds, step_s=seconds / steps, rollout_only=max(0.0, 1 - d[f"trainer/{TRAIN}"] / seconds),
+            steps=steps, seconds=seconds, step_s=seconds / steps,
+            rollout_only=max(0.0, 1 - d[f"trainer/{TRAIN}"] / seconds),
             tokens_per_s=d["tokens"] / seconds, tokens=d["tokens"] / steps,
             trainer={name: d[f"trainer/{name}"] / seconds for name in self._trainer},
             rollout={name: rollout[name] for name in CAUSES},

@@ -16,8 +16,8 @@ leaves open is settled so:
                             tokens on average, siblings' log lengths correlated by 0.5, links at 70 %
 
 The row "64, one-step" cannot be met by any such set: its training share implies 27 training chips at the rate of the
-other rows, its rollout 16, and it has 64 in all. It stays in the table as it comes out, named a misfit: its step is 22 %
-too short. Rollout-only shares of all eight rows are within 6 points, and not within 5: a slower tick brings this row
+other rows, its rollout 16, and it has 64 in all. It stays in the table as it comes out, named a misfit: its step is 22
+% too short. Rollout-only shares of all eight rows are within 6 points, and not within 5: a slower tick brings this row
 nearer to its share (-5.4 points at 19.5 ms, -7.5 at 18.5) and 128 partial farther from its own (+5.9 at 19.5).
 Of the rows that nothing is fitted on, 128 one-step comes out 14 % too long, and the other two 5 %.
 """

@@ -1,7 +1,8 @@
-"""Prefill on instances of its own, in virtual time: a pool computes the KV of prompts and observations for those that decode.
+"""Prefill on instances of its own, in virtual time: a pool computes the KV of prompts and observations for those that
+decode.
 
-The assumptions favour the pool: a sample takes the first of its instances that is free, prefills at the rate of any other
-instance, and then all its KV crosses a link that nobody else uses; KV that was in host memory is there read once.
+The assumptions favour the pool: a sample takes the first of its instances that is free, prefills at the rate of any
+other instance, and then all its KV crosses a link that nobody else uses; KV that was in host memory is there read once.
 """
 
 from __future__ import annotations

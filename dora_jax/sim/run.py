@@ -22,7 +22,8 @@ class StoppedEarly(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimOrchestratorConfig(OrchestratorConfig):
-    """With some of the mode's choices replaced, to see what each of them is worth. No trainer works on chips that decode."""
+    """With some of the mode's choices replaced, to see what each of them is worth. No trainer works on chips that
+    decode."""
 
     changes: tuple[tuple[str, Any], ...] = ()
 

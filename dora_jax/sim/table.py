@@ -2,9 +2,9 @@
 
 Where a row ran with several seeds, its figures are means, and the first ones are followed by their standard deviation.
 Three blocks: the outcome with its floors (bound.py), in minutes a step, where the time of both roles went, and what was
-moved. One more where a row mixes tasks: the share of each that was asked for and trained. Another where a row names published
-figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row, "misfit"
-where no parameters can meet it).
+moved. One more where a row mixes tasks: the share of each that was asked for and trained. Another where a row names
+published figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 where parameters were fitted on that row,
+"misfit" where no parameters can meet it).
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
     if any(row.config.orchestrator.elastic for row, _ in lines):
         # "late": the trainer's longest wait for chips that were lent.
         head = ["chips of the trainer", "lends a step", "instances lent", "of", "late s"]
-        rows = [[row.label, f"{r.lends:.1f}", f"{r.lent:.2f}", str(len(row.config.hardware.lendable)), f"{r.late_s:.1f}"]
-                for row, r in lines]  # fmt: skip
+        rows = [
+            [row.label, f"{r.lends:.1f}", f"{r.lent:.2f}", str(len(row.config.hardware.lendable)), f"{r.late_s:.1f}"]
+            for row, r in lines
+        ]
         blocks.append(grid(head, rows))
     if any(row.config.workload.mix for row, _ in lines):
         blocks.append(_tasks(lines, spreads))

@@ -1,6 +1,7 @@
 """The trainer in virtual time: the parts of a step one after the other, a version behind the last.
 
-Consumes whole groups as they were taken; produces times. What a step costs whatever its tokens is spread over its parts.
+Consumes whole groups as they were taken; produces times. What a step costs whatever its tokens is spread over its
+parts.
 """
 
 from __future__ import annotations

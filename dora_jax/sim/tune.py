@@ -76,8 +76,11 @@ class _Search:
 
     def start(self) -> dict[str, Any]:
         config = self.row.config
-        own = {SPLIT: config.hardware.rollout_chips or config.hardware.chips // 2, INFLIGHT: config.orchestrator.inflight,
-               BOUND: config.orchestrator.max_versions}  # fmt: skip
+        own = {
+            SPLIT: config.hardware.rollout_chips or config.hardware.chips // 2,
+            INFLIGHT: config.orchestrator.inflight,
+            BOUND: config.orchestrator.max_versions,
+        }
         return {name: min(values, key=lambda value: abs(value - own[name])) for name, values in self.axes.items()}
 
     def at(self, point: dict[str, Any]) -> Row:

@@ -226,7 +226,8 @@ class SimWorld:
 
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
-        ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None, ev.Pause: _pause, ev.Unpause: _pause,
+        ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None,
+        ev.Pause: _pause, ev.Unpause: _pause,
         ev.Discard: lambda world, command: world._forget_group(command.group_id),
         ev.Lend: _lend, ev.Return: _give_back,
     }  # fmt: skip

@@ -1,27 +1,20 @@
 """Stages 1 and 3: prompts go out, rewards come back.
 
-    prompts.py   Task: prompt_at(group_id), pure in (seed, group_id); templates, length limit
-    gym.py       source of prompts: reasoning-gym (datasets.py opens them)
-    rows.py      source of prompts: your own jsonl or parquet
-    mixture.py   source of prompts: several of these, each with its share
-    worked_solutions.py    worked solutions of some datasets, for the supervised warm start
-    rewards.py   (prompt, response, answer) -> float | {name: float}: the shipped ones, and how a path is resolved
-    trial.py     the rewards score one real row before anything is compiled
-    solved.py    what counts as solved on held-out prompts
-    pool.py      ScorerPool: rewards in killable processes (worker.py), beside generation
-    render.py    chat templates and regular expressions, timed out in a process of their own (render_worker.py)
-    calls.py     questions to a process that may be killed, and its answers
-    sandbox.py   a process of ours behind walls (supervisor.py sets them up); for rewards, templates
-    programs.py  a model's program in the sandbox (program_server.py, program_walls.py, seccomp.py)
-    code.py      rewards that run a response's program on tests; the Python tool, alone and as an environment
-    environment.py   what answers a policy of several turns; calculator.py is one, noise.py spoils what it says
-    environments.py  EnvironmentPool: environments in processes of their own (environment_process.py, _worker.py)
-    renderer_bridge.py  the same by a chat template of the package renderers
-    by_task.py   an environment, or rewards, for each task of a mix
-    skyrl_gym.py environments of SkyRL-Gym as ours
-    bridge.py    what an environment says -> tokens behind the exact ones of the policy; of text, or of token ids
-    reward_model.py  ModelScorer: a trained judge on a mesh of its own, behind the pool
-    source.py    what a source of questions does; randomness by identity, and what makes two prompts the same
+    prompts.py           Task: prompt_at(group_id), pure in (seed, group_id); templates, length limit
+    gym.py               source of prompts: reasoning-gym (datasets.py opens them)
+    rows.py              source of prompts: your own jsonl or parquet
+    mixture.py           source of prompts: several of these, each with its share
+    source.py            what a source of questions does; randomness by identity, and what makes two prompts the same
+    worked_solutions.py  worked solutions of some datasets, for the supervised warm start
+    rewards.py           (prompt, response, answer) -> float | {name: float}: the shipped ones; how a path is resolved
+    trial.py             the rewards score one real row before anything is compiled
+    solved.py            what counts as solved on held-out prompts
+    pool.py              ScorerPool: rewards in killable processes (worker.py), beside generation
+    reward_model.py      ModelScorer: a trained judge on a mesh of its own, behind the pool
+    code.py              rewards that run a response's program on tests; the Python tool, alone and as an environment
+    environment.py       the Protocol of what answers a policy of several turns
+    environments/        EnvironmentPool: environments in processes of their own, and those that are shipped
+    sandbox/             processes of ours behind walls: a model's program, rewards, chat templates
 
 Laws: training and held-out prompts never share a uid; an error or a time-out is never a reward.
 This file stays light, because the reward workers import the package: no JAX, no numpy, nothing eager.

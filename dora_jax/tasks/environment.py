@@ -7,9 +7,9 @@
         async def step(self, message): return [{"role": "tool", "content": "7"}], False, {}
         async def close(self): ...
 
-An object is one episode; many live in one worker process (environment_worker.py), so what takes long is awaited. Laws: an
-error or a deadline is no reward; the terms of an episode's turns add up; a term that no turn names is 0. Standard library
-only.
+An object is one episode; many live in one worker process (environment_worker.py), so what takes long is awaited. Laws:
+an error or a deadline is no reward; the terms of an episode's turns add up; a term that no turn names is 0. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def problems(config: Any) -> Iterator[str]:
     if not section.name:
         return
     if not all(part.isidentifier() for part in section.name.split(".")) or "." not in section.name:
-        yield f"environment.name: {section.name!r} is not an import path such as dora_jax.tasks.environments.calculator.Calculator"
+        yield (
+            f"environment.name: {section.name!r} is not an import path such as "
+            "dora_jax.tasks.environments.calculator.Calculator"
+        )
     if "{content}" not in section.observation and config.task.template != "chat":
         yield f"environment.observation: {section.observation!r} has no {{content}} in it"
     if section.python and not shutil.which(section.python):
@@ -92,9 +95,9 @@ class Environment(Protocol):
     give the same observations, so that an episode whose object is lost is made again by its messages; where that is
     not so, it begins again.
 
-    An environment with `tokens = True` speaks token ids: a message of the policy holds token_ids, logprobs, finish ("stop"
-    or "length") and version, and the one message that is observed holds, as token_ids, all that the next turn follows,
-    earlier turns included. Its constructor takes `policy`, a PolicyFacts."""
+    An environment with `tokens = True` speaks token ids: a message of the policy holds token_ids, logprobs, finish
+    ("stop" or "length") and version, and the one message that is observed holds, as token_ids, all that the next turn
+    follows, earlier turns included. Its constructor takes `policy`, a PolicyFacts."""
 
     terms: ClassVar[tuple[str, ...]]
     replays: ClassVar[bool]

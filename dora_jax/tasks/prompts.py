@@ -123,7 +123,8 @@ class Task:
         )
 
     def survey(self) -> tuple[Prompt, list[str]]:
-        """The first training prompt within the limit, and a sentence on each kind that is over it; ConfigError: all are."""
+        """The first training prompt within the limit, and a sentence on each kind that is over it; ConfigError: all
+        are."""
         prompts, tokens = [], []
         for i in range(SURVEYED):
             try:

@@ -75,7 +75,8 @@ class RowsSource:
         self._training = [row for row in self._training if row.uid not in uids]
         if not self._training:
             raise ValueError(
-                f"{self.name} has no prompt left to train on: task.heldout takes all distinct ones, of this file or of another"
+                f"{self.name} has no prompt left to train on: task.heldout takes all distinct ones, of this file or of "
+                "another"
             )
 
     def draw(self, stream: str, seed: int, i: int) -> TaskRow:

@@ -1,7 +1,7 @@
 """Stage 1: a question as it stands in a source, what a source of questions does, and randomness by identity.
 
-Standard library only. Laws: the same words give the same draw in every process, Python version and machine; nothing here
-keeps a state.
+Standard library only. Laws: the same words give the same draw in every process, Python version and machine; nothing
+here keeps a state.
 """
 
 from __future__ import annotations

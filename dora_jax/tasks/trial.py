@@ -1,8 +1,8 @@
 """Stage 3, before anything is compiled: the rewards score one real row, so that a broken reward is refused in seconds.
 
-Consumes a pool of reward workers and a prompt; produces the names of the terms that the rewards return. The row is tried
-with two responses, its own answer and the empty text, because a policy writes anything; both are scored as samples are:
-decoded, in a worker process, with its deadline and its retries.
+Consumes a pool of reward workers and a prompt; produces the names of the terms that the rewards return. The row is
+tried with two responses, its own answer and the empty text, because a policy writes anything; both are scored as
+samples are: decoded, in a worker process, with its deadline and its retries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ INITIAL = 0  # the version that the tried responses pretend to be of
 
 
 def try_rewards(pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:
-    """The terms of the reward, in the order of task.rewards; ConfigError says which response of which row has no score."""
+    """The terms of the reward, in the order of task.rewards; ConfigError says which response of which row has no
+    score."""
     pool.wait_ready()
     pool.submit(prompt, tuple(_response(prompt, i, encode(text)) for i, text in enumerate((_answer(prompt), ""))))
     while not (done := pool.poll()):

@@ -1,7 +1,7 @@
 """Worked solutions for the supervised warm start: one small function per dataset, `entry, slip -> (steps, answer)`.
 
-A solution reads "step step ... #### answer"; the template says what stands between the prompt and it. With a slip, one step
-goes wrong and everything after it follows from the wrong value, as in what people write; its final answer is then
+A solution reads "step step ... #### answer"; the template says what stands between the prompt and it. With a slip, one
+step goes wrong and everything after it follows from the wrong value, as in what people write; its final answer is then
 wrong, so that there is something left for RL to learn.
 Laws: pure in (entry, slip seed); a clean solution ends in the dataset's own answer.
 """

@@ -1,7 +1,7 @@
 """Stage 3, one reward worker: `python -m dora_jax.tasks.worker FD`, started and killed by pool.py.
 
-Protocol (calls.py): setup {"rewards", "answer_pattern"}; then {"prompt", "response", "answer"} -> {"parts": {name: number}}.
-Laws: imports neither JAX nor the models; ends when its caller does.
+Protocol (calls.py): setup {"rewards", "answer_pattern"}; then {"prompt", "response", "answer"} -> {"parts": {name:
+number}}. Laws: imports neither JAX nor the models; ends when its caller does.
 """
 
 from __future__ import annotations

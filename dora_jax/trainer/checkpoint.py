@@ -39,8 +39,8 @@ from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files, steps
 
 ITEMS = ("params", "opt_state", "rl_state", "metrics")
 JSON_FILES = {"rl_state": "metadata", "metrics": "metrics"}  # as Orbax names them: it knows an item called metrics
-# Orbax writes its metadata once a step and complains that an item, read alone, has none; nor is it asked to merge. What a
-# save fails of it logs on every thread, with the trace, and then raises: `_failed` says it once.
+# Orbax writes its metadata once a step and complains that an item, read alone, has none; nor is it asked to merge. What
+# a save fails of it logs on every thread, with the trace, and then raises: `_failed` says it once.
 NOISE = (
     "Metadata file does not exist",
     "Skipping merge of OCDBT checkpoints",
@@ -407,8 +407,8 @@ def unsealed(directory: str | os.PathLike) -> list[int]:
 
 
 def tidy(directory: Path, notify: Callable[[str], None]) -> None:
-    """Removes the half-written folders that a killed writer left, and puts broken steps aside. A complete step that only
-    lacks its manifest stays: nothing here vouches for its bytes."""
+    """Removes the half-written folders that a killed writer left, and puts broken steps aside. A complete step that
+    only lacks its manifest stays: nothing here vouches for its bytes."""
     for path in sorted(directory.iterdir()):
         if TEMPORARY in path.name:
             notify(f"{path.name} was never finished and is removed")
@@ -446,8 +446,8 @@ def put_aside(path: Path, why: str) -> None:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax reads the metrics of every step whenever it lists them, and raises where one is damaged. Which steps to keep
-    is decided here (`to_keep`), so it needs none."""
+    """Orbax reads the metrics of every step whenever it lists them, and raises where one is damaged. Which steps to
+    keep is decided here (`to_keep`), so it needs none."""
 
     def metrics(self, step: int) -> None:
         return None

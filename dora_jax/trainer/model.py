@@ -1,4 +1,5 @@
-"""Stage 5, train: what turns a packed batch into log-probs: the decoder, its attention, its experts, on the trainer's mesh.
+"""Stage 5, train: what turns a packed batch into log-probs: the decoder, its attention, its experts, on the trainer's
+mesh.
 
 Consumes weights and the arrays of a TrainBatch; produces hidden states, log-probs, entropies and what the routers did.
 """

@@ -128,7 +128,8 @@ def may_start_early(section: TrainerSection) -> bool:
 
 
 def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]:
-    """Arrays of a packed batch as this objective uses it: name -> dtype. exact: with log-probs of the engine's calls."""
+    """Arrays of a packed batch as this objective uses it: name -> dtype. exact: with log-probs of the engine's
+    calls."""
     integers: tuple[str, ...] = ("tokens", "targets", "segment_ids", "positions", "version")
     integers += ("prefix_ids",) if section.share_prompts == "on" else ()
     names = dict.fromkeys(integers, "int32") | {"mask": "bool"}
@@ -155,7 +156,8 @@ def may_skip_zero_advantage(section: TrainerSection) -> bool:
 
 
 def attention_problems(section: TrainerSection, platform: str, dtype: str) -> list[str]:
-    """Why trainer.attention does not run on these devices (platform cpu, tpu or gpu) in this type; one sentence each."""
+    """Why trainer.attention does not run on these devices (platform cpu, tpu or gpu) in this type; one sentence
+    each."""
     kind, local = section.attention, section.pack_tokens // section.context
     rules = [
         (kind == "auto", "trainer.attention=auto is open: presets.resolve names the kernel of a platform"),
@@ -172,7 +174,10 @@ def attention_problems(section: TrainerSection, platform: str, dtype: str) -> li
         ),
         (
             kind == "splash" and section.share_prompts == "on",
-            "trainer.share_prompts=on: the kernel trainer.attention=splash compares segments only; use reference, or off",
+            (
+                "trainer.share_prompts=on: the kernel trainer.attention=splash compares segments only; use reference, "
+                "or off"
+            ),
         ),
         (
             kind == "cudnn" and platform != "gpu",
@@ -189,8 +194,8 @@ def attention_problems(section: TrainerSection, platform: str, dtype: str) -> li
         (
             kind == "cudnn" and (section.pack_tokens > CUDNN_LONGEST or section.pack_tokens % 2 == 1),
             (
-                f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, which must be "
-                f"even and at most {CUDNN_LONGEST}"
+                f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, "
+                f"which must be even and at most {CUDNN_LONGEST}"
             ),
         ),
     ]
@@ -246,8 +251,8 @@ def _pairings(section: TrainerSection) -> list[str]:
         (
             section.skip_zero_advantage and not may_skip_zero_advantage(section),
             (
-                "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, trainer.kl, values "
-                "or old log-probs of several updates, or correction='vcpo_lr'; set it to False"
+                "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, "
+                "trainer.kl, values or old log-probs of several updates, or correction='vcpo_lr'; set it to False"
             ),
         ),
         (
@@ -271,8 +276,8 @@ def _pairings(section: TrainerSection) -> list[str]:
         (
             section.anchor == "behavior" and correction in WEIGHTING,
             (
-                f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio already "
-                f"holds it; use anchor='proximal', or a correction that only masks"
+                f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio "
+                f"already holds it; use anchor='proximal', or a correction that only masks"
             ),
         ),
         (
@@ -288,7 +293,10 @@ def _pairings(section: TrainerSection) -> list[str]:
         ),
         (
             loss == "longcat" and correction in WEIGHTING,
-            f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it twice",
+            (
+                f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it "
+                "twice"
+            ),
         ),
         (
             needs_value(section) and not section.value_learning_rate > 0,

@@ -81,8 +81,8 @@ def fetched(state: Any, shardings: Any, after: jax.Array) -> Any:
 
 
 def moved(tree: Any, shardings: Any) -> Any:
-    """The arrays in the memory that these shardings name, on the same devices; where that is another one, the arrays that
-    they were are gone. Outside jit."""
+    """The arrays in the memory that these shardings name, on the same devices; where that is another one, the arrays
+    that they were are gone. Outside jit."""
 
     def leave(old: jax.Array, new: jax.Array) -> None:
         if old.sharding.memory_kind != new.sharding.memory_kind:

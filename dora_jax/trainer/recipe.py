@@ -1,4 +1,5 @@
-"""Stage 5, train: what an update is made of before there is a state: model, optimizer, schedule, value model, shardings.
+"""Stage 5, train: what an update is made of before there is a state: model, optimizer, schedule, value model,
+shardings.
 
 With `lora` on, an adapter is what is trained: masters, gradients and moments are of the adapter alone, and the weights
 beside it, the base, are an argument that no update changes.
@@ -52,8 +53,8 @@ class Recipe:
         self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
 
     def init(self, params: Any, base: Any = None) -> dict[str, Any]:
-        """The optimizer of what is trained, and the value model, which starts as the policy: with an adapter, as the base
-        with the adapter added up into it."""
+        """The optimizer of what is trained, and the value model, which starts as the policy: with an adapter, as the
+        base with the adapter added up into it."""
         state = {"policy": self.tx.init(params)}
         if not objective.needs_value(self.section):
             return state

@@ -6,8 +6,8 @@ grad_sq), those that the objective needs. Law: all of it is of the weights at th
 Stage 5, train: the log-probs of a packed batch by the engine's own calls, `rollout.exact`.
 
 Consumes a TrainBatch and what replays its answers; produces f32[B, L], in which the loss takes the values of its
-log-probs. Their gradient stays that of the trainer's forward. Law: prompts and answers are cut out of the rows exactly as
-the engine had them, shared prompts included.
+log-probs. Their gradient stays that of the trainer's forward. Law: prompts and answers are cut out of the rows exactly
+as the engine had them, shared prompts included.
 """
 
 from __future__ import annotations

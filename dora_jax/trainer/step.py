@@ -3,10 +3,10 @@
     TrainBatch -> micro-batches -> forward -> log-probs -> policy loss x correction x loss_weights -> sum -> Adam
 
 Consumes the packed step (buffer.pack), produces new f32 masters and host metrics. The moments of Adam may rest in host
-memory between updates, and all of the state while the devices are lent. Several processes may share the mesh: each then holds the whole batch and takes its part of it.
-Laws: the loss is a plain sum, because what it is divided by travels in the batch: so neither the number of
-micro-batches, nor the mesh, nor the packing moves it; empty micro-batches are not computed; a non-finite loss or
-gradient leaves the state as it was and is counted.
+memory between updates, and all of the state while the devices are lent. Several processes may share the mesh: each then
+holds the whole batch and takes its part of it. Laws: the loss is a plain sum, because what it is divided by travels in
+the batch: so neither the number of micro-batches, nor the mesh, nor the packing moves it; empty micro-batches are not
+computed; a non-finite loss or gradient leaves the state as it was and is counted.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Trainer:
     ):
         """Copies `params` (stacked, any sharding); they stay the caller's.
 
-        lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one, stacked;
-        None: a fresh one of this seed. replay: see score.py.
+        lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one,
+        stacked; None: a fresh one of this seed. replay: see score.py.
         """
         self.section, self.mesh, self._replay = section, mesh, replay
         self.recipe = new_recipe(
@@ -160,8 +160,8 @@ class Trainer:
         self._begun = {}, []
 
     def to_host(self) -> None:
-        """Moves the state to host memory, also in the middle of a step; compiled programs stay. Until `to_devices` nothing
-        may be computed."""
+        """Moves the state to host memory, also in the middle of a step; compiled programs stay. Until `to_devices`
+        nothing may be computed."""
         held = self.state, self.base, self._reference
         on_host = jax.tree.map(lambda x: x.sharding.with_memory_kind(optim.HOST), held)
         self.state, self.base, self._reference = optim.moved(held, on_host)

@@ -1,6 +1,8 @@
-"""One process of a trainer with a scratch folder of its own: `python -m tests.fakes.checkpoint_process ADDRESS RANK PROCESSES`.
+"""One process of a trainer with a scratch folder of its own: `python -m tests.fakes.checkpoint_process ADDRESS RANK
+PROCESSES`.
 
-Puts its part of two steps into the bucket of $DORA_TEST_URL, then restores one; prints what it put, and was it the same.
+Puts its part of two steps into the bucket of $DORA_TEST_URL, then restores one; prints what it put, and was it the
+same.
 """
 
 import json

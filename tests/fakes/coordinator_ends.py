@@ -1,4 +1,5 @@
-"""What the coordinator's adversary holds against a run at any time: the ends of samples and groups, what is retained."""
+"""What the coordinator's adversary holds against a run at any time: the ends of samples and groups, what is
+retained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run whose trainer lends its devices whenever it waits, whatever that is worth: python -m tests.fakes.eager_lender FLAGS."""
+"""A run whose trainer lends its devices whenever it waits, whatever that is worth: python -m tests.fakes.eager_lender
+FLAGS."""
 
 from dora_jax import train
 from dora_jax.cli import flags

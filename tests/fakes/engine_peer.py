@@ -1,5 +1,5 @@
-"""An engine in a process of its own: `python -m tests.fakes.engine_peer`. A line on stdin is a lent in_flight as hex and a
-sequence number; its sample is fetched, run to its end, and printed as hex."""
+"""An engine in a process of its own: `python -m tests.fakes.engine_peer`. A line on stdin is a lent in_flight as hex
+and a sequence number; its sample is fetched, run to its end, and printed as hex."""
 
 import sys
 

@@ -12,8 +12,8 @@ from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, Observed
 
 
 class Obedient:
-    """Says the message again with its number. "end" ends with reward 1; "sleep S", "hang S", "raise", "retry", "die" and
-    "odd" do what they say."""
+    """Says the message again with its number. "end" ends with reward 1; "sleep S", "hang S", "raise", "retry", "die"
+    and "odd" do what they say."""
 
     terms = ("right", "turns")
     replays = True
@@ -82,8 +82,8 @@ class Lawless:
 
 
 class ScriptedEnvironments:
-    """`Environments` whose answers follow from the sample and the turn: an episode has 1 + (group + index) % 3 turns and is
-    right where its index is odd. The answer to a turn comes at the `late`-th poll behind it."""
+    """`Environments` whose answers follow from the sample and the turn: an episode has 1 + (group + index) % 3 turns
+    and is right where its index is odd. The answer to a turn comes at the `late`-th poll behind it."""
 
     def __init__(self, late=3, opening=0, failing=(), losing=(), branching=()):
         """opening: tokens that come first. failing: groups. losing, branching: samples, at their first turn."""

@@ -1,4 +1,5 @@
-"""The endpoint of a run over arithmetic engines, with real threads and sockets; the trainer makes steps as it is told."""
+"""The endpoint of a run over arithmetic engines, with real threads and sockets; the trainer makes steps as it is
+told."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,5 @@
-"""A client of the endpoint: `python openai_client.py SUITE BASE_URL` in an environment that has openai and nothing of ours.
+"""A client of the endpoint: `python openai_client.py SUITE BASE_URL` in an environment that has openai and nothing of
+ours.
 
 Each suite raises where the endpoint does not do what the library expects of OpenAI's, or of vLLM's extras.
 """

@@ -4,7 +4,8 @@ Each source (a life of an instance, its supervisor, the scorer, the trainer, the
 sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with commands
 and facts on their way; a life that is over goes on being heard. Samples wait for environments, which answer when they
 like. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from a
-snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Faults stop after `calm_after` moves, so that a run that can end does.
+snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Faults stop after `calm_after`
+moves, so that a run that can end does.
 
     python -m tests.fakes.orchestrator_adversary 5000        so many configurations, one after the other
 """

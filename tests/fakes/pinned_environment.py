@@ -13,7 +13,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / f"dora_j
 
 
 def python_of(name):
-    """The interpreter that has what tests/data/clients/NAME.txt pins; the test is skipped where no registry gives it."""
+    """The interpreter that has what tests/data/clients/NAME.txt pins; the test is skipped where no registry gives
+    it."""
     version = f"{sys.version_info.major}{sys.version_info.minor}"
     home, pins = CACHE / f"{name}-{version}", ROOT / f"tests/data/clients/{name}.txt"
     python, stamp = home / "bin/python", home / "installed.txt"

@@ -8,7 +8,8 @@ TOKENS = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "a", "b", "
 
 
 def folder(path, *, settings=None, vocab=TOKENS, unknown="<unk>", **files):
-    """A folder with a character tokenizer; unknown: what other characters become; files: name without .json = object."""
+    """A folder with a character tokenizer; unknown: what other characters become; files: name without .json =
+    object."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({t: i for i, t in enumerate(vocab)}, unk_token=unknown))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     backend.decoder = tokenizers.decoders.Fuse()

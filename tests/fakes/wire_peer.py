@@ -1,7 +1,7 @@
 """The other end of a wire, in a process of its own: `python -m tests.fakes.wire_peer`.
 
-A line on stdin names an epoch, a version, a receiver and a sequence number; the arrays of that version are offered to it
-and the manifest printed as hex. "release" and the same numbers release it.
+A line on stdin names an epoch, a version, a receiver and a sequence number; the arrays of that version are offered to
+it and the manifest printed as hex. "release" and the same numbers release it.
 """
 
 import sys

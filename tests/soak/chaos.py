@@ -1,14 +1,15 @@
 """The real run, killed with SIGKILL again and again, then its books.
 
-    python -m tests.soak.chaos [--kills=10] [--points=all|none|NAME,...] [--seed=0] [--config=configs/quickstart.py:tiny]
+    python -m tests.soak.chaos [--kills=10] [--points=all|none|NAME,...] [--seed=0]
+    [--config=configs/quickstart.py:tiny]
                                [--workdir=DIR] [--at_once=2] [--fresh]
 
 Every life is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds that a
 Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts an
 interpreter for each life, which is what the start-up time of a whole job is. Each named fault point
-(dora_jax/base/fault_injection.py) kills one life at its first or second pass; the random kills come up to LIFE_S after a life has begun
-to take facts. A run that reaches its end before all kills are spent is audited, and the next run begins. At the end
-every run is left alone until it is done. One row a run:
+(dora_jax/base/fault_injection.py) kills one life at its first or second pass; the random kills come up to LIFE_S after
+a life has begun to take facts. A run that reaches its end before all kills are spent is audited, and the next run
+begins. At the end every run is left alone until it is done. One row a run:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 and one SIGTERM per run, with the time until the process is gone and its exit code (42).
 """
@@ -213,8 +214,8 @@ def main() -> None:
     starts = sorted(s for run in runs for s in run.start_s)
     print(
         f"{len(runs)} runs, {sum(run.lives for run in runs)} lives, {sum(run.kills for run in runs)} kills, of which "
-        f"{sum(len(run.points) for run in runs)} at {len({p for run in runs for p in run.points})} points; a start takes "
-        f"{starts[len(starts) // 2]:.1f} s (median), up to {starts[-1]:.1f} s"
+        f"{sum(len(run.points) for run in runs)} at {len({p for run in runs for p in run.points})} points; a start "
+        f"takes {starts[len(starts) // 2]:.1f} s (median), up to {starts[-1]:.1f} s"
     )
     sys.exit(0 if all(run.ok for run in runs) else 1)
 
@@ -254,7 +255,8 @@ def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Ra
     run.ok = books.ok and books.epochs == 1 and books.weights == STEPS and code in (None, RETRY, 0)
     starts = f"{sorted(run.start_s)[len(run.start_s) // 2]:.1f}" if run.start_s else "-"
     print(
-        f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  {books}",
+        f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  "
+        f"{books}",
         flush=True,
     )
     return run

@@ -4,16 +4,17 @@
                                 [--planted=restore|state] [--resumes=4] [--workdir=DIR] [--table]
 
 A tiny run is made, observed from outside (damage_truth.py), and killed with samples under way. Then case by case a copy
-of its workdir is damaged (damage_kinds.py), and the command's own resume goes as far as its loop (damage_rig.py). What the
-trainer then holds, the steps that were made again, and the samples that are known must be the true history:
+of its workdir is damaged (damage_kinds.py), and the command's own resume goes as far as its loop (damage_rig.py). What
+the trainer then holds, the steps that were made again, and the samples that are known must be the true history:
     exact      the state of the undamaged workdir
     older      an older state, true to the byte, with a sentence, where the newest was really gone
     refused    a sentence, where nothing good was left
     wrong      a byte is another; or a better state was there
     trace      any other exception
-A case depends on seed and number alone: --first=17 --faults=1 repeats number 17, and ranges run side by side. Each adds a
-line to DIR/cases.jsonl; --table adds up what is there. --planted makes the restore lie, which the judge must find. At last
-`resumes` damaged copies are run to their end by the command itself. The exit code is 1 where a case is wrong or a trace.
+A case depends on seed and number alone: --first=17 --faults=1 repeats number 17, and ranges run side by side. Each adds
+a line to DIR/cases.jsonl; --table adds up what is there. --planted makes the restore lie, which the judge must find. At
+last `resumes` damaged copies are run to their end by the command itself. The exit code is 1 where a case is wrong or a
+trace.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Cases:
         self._stored.close()
 
     def plant(self, fault: str) -> None:
-        """Makes every restore from now on wrong by one bit of the optimizer's state. restore: in what is read; state: in
-        what the trainer holds when the resume is over, as if nothing had looked."""
+        """Makes every restore from now on wrong by one bit of the optimizer's state. restore: in what is read; state:
+        in what the trainer holds when the resume is over, as if nothing had looked."""
         restore = checkpoint.restore
 
         def wrong_restore(*args: Any, **named: Any) -> Any:

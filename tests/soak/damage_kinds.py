@@ -1,7 +1,7 @@
 """Random damage to a kept workdir: what storage, power cuts and people do to files.
 
-Consumes a copy of a workdir and a random source; changes the copy, and produces a `Damage`: what was done, and the least
-that a resume must still reach. Law: the same random source does the same to the same workdir.
+Consumes a copy of a workdir and a random source; changes the copy, and produces a `Damage`: what was done, and the
+least that a resume must still reach. Law: the same random source does the same to the same workdir.
 """
 
 from __future__ import annotations

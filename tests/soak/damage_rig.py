@@ -1,4 +1,5 @@
-"""The resume of a workdir as the command makes it, in this process, up to the moment at which the run's loop would begin.
+"""The resume of a workdir as the command makes it, in this process, up to the moment at which the run's loop would
+begin.
 
 Consumes the command line of a run; produces `Resumed`, or the sentence with which it is refused, or a trace. Everything
 is what the command runs - command line, journal, checkpoints, recovery, steps made again, readers of the run's files -

@@ -2,11 +2,11 @@
 
     python -m tests.soak.exact [--steps=12] [--cuts=5] [--seed=0] [--config=configs/quickstart.py:tiny] [--workdir=DIR]
 
-sync: N steps straight against k steps, a kill, and N - k by the same command, at `cuts` random k and fault points of the
-trainer. Compared: every array of the last checkpoint (parameters and optimizer), the weights' digest of every version,
-and every metric but those of time and of where samples ran.
-async: a run in mode dora; then its checkpoints are taken away and the same command makes all of its steps again from the
-journal. Compared: every array of the last checkpoint, and the digest of every version.
+sync: N steps straight against k steps, a kill, and N - k by the same command, at `cuts` random k and fault points of
+the trainer. Compared: every array of the last checkpoint (parameters and optimizer), the weights' digest of every
+version, and every metric but those of time and of where samples ran.
+async: a run in mode dora; then its checkpoints are taken away and the same command makes all of its steps again from
+the journal. Compared: every array of the last checkpoint, and the digest of every version.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _compare(mode: str, what: str, one: Path, other: Path, steps: int) -> int:
             if metrics[0].get(step) != metrics[1].get(step)
         ]
     print(
-        f"{mode:5} {what:32} {len(mine):>6} {sum(x.nbytes for x in mine.values()):>9} {len(digests[0]):>7} {values:>7}  "
-        f"{', '.join(different) or 'nothing'}",
+        f"{mode:5} {what:32} {len(mine):>6} {sum(x.nbytes for x in mine.values()):>9} {len(digests[0]):>7} {values:>7} "
+        f" {', '.join(different) or 'nothing'}",
         flush=True,
     )
     return len(different)

@@ -4,10 +4,10 @@
                                     [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
 
 Every port on which the controller or a process of a gang listens is found anew each second, whatever opened it: links
-and wires (runtime/listener.py), the coordination service of jax.distributed, collectives between the trainer's two
-processes. A connection says nothing, closes at once, sends zeros, noise, HTTP, TLS, lengths that cannot be, halves of a
-handshake, or its bytes one by one. One row a listener: connections, what was sent, and the most file numbers that the
-process had open. At the end the gangs that were lost, and the books of the whole run, from its journal:
+and wires (runtime/common/listener.py), the coordination service of jax.distributed, collectives between the trainer's
+two processes. A connection says nothing, closes at once, sends zeros, noise, HTTP, TLS, lengths that cannot be, halves
+of a handshake, or its bytes one by one. One row a listener: connections, what was sent, and the most file numbers that
+the process had open. At the end the gangs that were lost, and the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """
 

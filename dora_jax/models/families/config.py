@@ -100,7 +100,8 @@ class Experts:
             )
         if self.count % self.groups or self.top_groups > self.groups:
             raise ValueError(
-                f"model experts.count {self.count} does not fall into {self.groups} groups, of which {self.top_groups} count"
+                f"model experts.count {self.count} does not fall into {self.groups} groups, of which {self.top_groups} "
+                "count"
             )
         if self.groups > 1 and (self.zero or self.top_groups * self.count // self.groups < self.per_token):
             raise ValueError(

@@ -1,6 +1,7 @@
 """The weights of a checkpoint, whatever the run trained: all of them, or an adapter beside the base of model.path.
 
-    WORKDIR/checkpoints/base.json   of a run that trains an adapter: the folder of its base, and the digest of its weights
+    WORKDIR/checkpoints/base.json   of a run that trains an adapter: the folder of its base, and the digest of its
+                                    weights
 
 Laws: a reader gets whole weights, stacked; an adapter is never added to other weights than it was trained beside; what
 was trained has the digest that the journal of the workdir has for it, where there is one.
@@ -31,8 +32,9 @@ class ParamsChanged(ConfigError):
 
 
 def read(run: Config, directory: Path, version: Version, like: Any = None) -> Any:
-    """The policy of a checkpoint, float32, an adapter added up into its base; like: shapes and shardings of whole weights,
-    None: on the first device. ConfigError: the base is missing, or another; the checkpoint is not what the run saved."""
+    """The policy of a checkpoint, float32, an adapter added up into its base; like: shapes and shardings of whole
+    weights, None: on the first device. ConfigError: the base is missing, or another; the checkpoint is not what the run
+    saved."""
     if not run.lora.on:
         return read_trained(directory, version, like)
     adapter = read_trained(directory, version)
@@ -50,15 +52,15 @@ def read_trained(directory: Path, version: Version, like: Any = None) -> Any:
     known = params_digest(directory.parent, version)
     if known is not None and (found := digest(params)) != known:
         raise ParamsChanged(
-            f"step: checkpoint {version} cannot be trusted: its params have the digest {found:016x}, and the journal has "
-            f"{known:016x} for them; --step names another one"
+            f"step: checkpoint {version} cannot be trusted: its params have the digest {found:016x}, and the journal "
+            f"has {known:016x} for them; --step names another one"
         )
     return params
 
 
 def check_base(run: Config, directory: Path, base: Any) -> None:
-    """ConfigError: the adapters of this folder were trained beside other weights. Where none are yet, it is written down
-    which ones they will be. base: f32, stacked."""
+    """ConfigError: the adapters of this folder were trained beside other weights. Where none are yet, it is written
+    down which ones they will be. base: f32, stacked."""
     file, found = directory / BASE, f"{digest(base):016x}"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)

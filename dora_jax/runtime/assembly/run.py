@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.exact.Replay` on the first devices of the trainer's mesh, as many as
-    an instance has. The weights take the way of a published version: a copy in the engines' dtype, then the serving layout.
+    """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.exact.Replay` on the first
+    devices of the trainer's mesh, as many as an instance has. The weights take the way of a published version: a copy
+    in the engines' dtype, then the serving layout.
     """
 
     def __init__(self, model: ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, **options: Any):
@@ -69,8 +70,8 @@ class Replay:
 def new_engine(
     config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh, host: HostKV | None = None
 ) -> Engine:
-    """It holds the weights of model.path, where versions are adapters of them. host: KV in host memory, of all engines of
-    the process."""
+    """It holds the weights of model.path, where versions are adapters of them. host: KV in host memory, of all engines
+    of the process."""
     engine = engine_of(
         config,
         model,
@@ -162,8 +163,8 @@ def trainer_of(
     dump_dir: str | None = None,
     adapter: Tree | None = None,
 ) -> Trainer:
-    """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`. adapter:
-    the first one, where one is trained; None: a fresh one."""
+    """The trainer of a resolved configuration and of these weights (stacked), which it copies; see `engine_of`.
+    adapter: the first one, where one is trained; None: a fresh one."""
     replay = None
     if config.rollout.exact:
         options = engine_options(config, model, eos_ids, vocab_limit or model.vocab_size)
@@ -218,8 +219,8 @@ def publishing_inputs(model: ModelConfig, mesh: Mesh, adapted: Lora = OFF) -> Tr
 
 def partial_s(config: Config) -> float:
     """How often running samples report their tokens. A sample that goes on from its tokens may differ in the last bits
-    from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed, and
-    not with rollout.exact."""
+    from one that was never cut: not in mode sync, whose runs are the same bit for bit however often they are killed,
+    and not with rollout.exact."""
     return 0.0 if config.orchestrator.synchronous or config.rollout.exact else config.journal.partial_s
 
 

@@ -39,8 +39,8 @@ OCDBT = "manifest.ocdbt"  # an item that has it was written by a run in one proc
 
 
 class StepFolder:
-    """The checkpointed steps, as the controller sees them, in a folder that all processes see. OSError: the storage did not do
-    it."""
+    """The checkpointed steps, as the controller sees them, in a folder that all processes see. OSError: the storage did
+    not do it."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):
         self._folder, self._notify = folder.absolute(), notify
@@ -166,8 +166,8 @@ class FolderCheckpointWriter:
         return Checkpoints(self.folder / STEPS, section, notify)
 
     def restore(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """(params, opt_state) of a step, laid out as `params` and `opt_state` say: ShapeDtypeStructs with shardings of any
-        mesh. Each process reads what its own devices hold and waits for no other, so that one may fail alone."""
+        """(params, opt_state) of a step, laid out as `params` and `opt_state` say: ShapeDtypeStructs with shardings of
+        any mesh. Each process reads what its own devices hold and waits for no other, so that one may fail alone."""
         return read_state(Objects(str(self.folder)), step, params, opt_state)
 
     def restore_unsealed(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:

@@ -2,9 +2,9 @@
 
     joined ... the connection ends -> alone: looks for the next controller -> found -> Rejoin -> `rejoin` -> joined
 
-`RecordConnection` carries records of messages.py over an authenticated connection (runtime/listener.py), many records a
-frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after that one is
-killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
+`RecordConnection` carries records of messages.py over an authenticated connection (runtime/common/listener.py), many
+records a frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after
+that one is killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
 `HeartbeatSender` tells the controller every second that the process lives, and how far it is.
 
 Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called

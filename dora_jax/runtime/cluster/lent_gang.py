@@ -1,11 +1,12 @@
-"""An instance of the trainer's gang, as the controller sees it: it has a life only while the trainer's devices are lent.
+"""An instance of the trainer's gang, as the controller sees it: it has a life only while the trainer's devices are
+lent.
 
     Lend -> LendDevices to the trainer's gang -> its processes join as a gang of this instance -> the version is loaded
     -> InstanceUp ... Return -> HandOver -> samples out, the state back -> InstanceDown
 
-`LentRemoteInstance` is a RemoteInstance whose gangs begin when they are asked for. Laws: every Lend is answered by InstanceUp
-or InstanceDown, every Return by InstanceDown; a life is never begun again by itself, and lives that come to nothing are
-counted; a life ends with the trainer's gang, and with its controller: no other controller takes it over.
+`LentRemoteInstance` is a RemoteInstance whose gangs begin when they are asked for. Laws: every Lend is answered by
+InstanceUp or InstanceDown, every Return by InstanceDown; a life is never begun again by itself, and lives that come to
+nothing are counted; a life ends with the trainer's gang, and with its controller: no other controller takes it over.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class LentProcesses:
 
 @dataclasses.dataclass
 class LentLauncher:
-    """`Launcher` of the instances that the trainer's processes make up. trainer: its gang; None: it is not there now."""
+    """`Launcher` of the instances that the trainer's processes make up. trainer: its gang; None: it is not there
+    now."""
 
     ip: str
     trainer: Callable[[], Gang | None]

@@ -3,9 +3,10 @@
     LendDevices -> the state leaves the devices -> Hello -> Begin -> Ready -> RolloutRole ... HandOver -> samples out
     -> weights and pages gone -> the state is back -> HandOverDone
 
-A life of the instance has a connection and a thread of its own, and ends with either. Consumes LendDevices; produces what a
-RolloutRole does. Laws: the trainer computes nothing before `come_home` returns; the engine is compiled once; where the
-controller is lost, the life ends and the trainer's role goes on; whatever goes wrong in a life ends the process.
+A life of the instance has a connection and a thread of its own, and ends with either. Consumes LendDevices; produces
+what a RolloutRole does. Laws: the trainer computes nothing before `come_home` returns; the engine is compiled once;
+where the controller is lost, the life ends and the trainer's role goes on; whatever goes wrong in a life ends the
+process.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class LentRole:
         hosts = tensor // own
         if tensor % own or not hosts or begin.hosts % hosts:
             raise ConfigError(
-                f"orchestrator.elastic: the trainer's {begin.hosts} processes have {own} devices each, which make up no whole "
-                f"number of instances of rollout.tensor = {tensor}"
+                f"orchestrator.elastic: the trainer's {begin.hosts} processes have {own} devices each, which make up "
+                f"no whole number of instances of rollout.tensor = {tensor}"
             )
         self._rank, self._hosts, self._link = begin.rank, begin.hosts, link
         self._life: LentConnection | None = None

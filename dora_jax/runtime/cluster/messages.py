@@ -145,8 +145,8 @@ class CheckCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
-    """Trainer: start to save a checkpoint of this version; declined where the trainer is at another. The answer is Saved
-    where it was started."""
+    """Trainer: start to save a checkpoint of this version; declined where the trainer is at another. The answer is
+    Saved where it was started."""
 
     version: Version
     rl_state: Any
@@ -168,7 +168,8 @@ class ComputeDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendDevices:
-    """Trainer: the devices of the processes from `first` on make up an instance, until it hands over; see lent_role.py."""
+    """Trainer: the devices of the processes from `first` on make up an instance, until it hands over; see
+    lent_role.py."""
 
     instance: InstanceId
     gang: str

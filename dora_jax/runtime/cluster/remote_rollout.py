@@ -203,7 +203,8 @@ class GangWorker(CalledHere):
                 staging.release()
                 if fault:
                     self._notify(
-                        f"the KV of sample {tuple(staging.id)} did not reach {self._owner.role}, where it is made again: {fault}"
+                        f"the KV of sample {tuple(staging.id)} did not reach {self._owner.role}, where it is made "
+                        f"again: {fault}"
                     )
             case messages.HandedOverShard():
                 with self._lock:

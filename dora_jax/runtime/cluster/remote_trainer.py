@@ -1,6 +1,7 @@
 """The trainer gang as the controller sees it: what TrainerWorker, resume and the saver of checkpoints ask of a trainer.
 
-    step(parts)     -> TrainGroups for each, then FinishStep    weights.put(version, params) -> PublishWeights, WriteWeights
+    step(parts)     -> TrainGroups for each, then FinishStep    weights.put(version, params) -> PublishWeights,
+                    WriteWeights
     load(..., step) -> RestoreCheckpoint                        checkpoints.save(version, ...) -> SaveCheckpoint
 
 Consumes groups and versions; produces metrics and digests: arrays never come here. Laws: a new gang is brought to where

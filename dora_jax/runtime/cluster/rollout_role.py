@@ -135,8 +135,8 @@ class RolloutRole:
         progress_s: float = 0.0,
         free: Callable[[], None] = lambda: None,
     ):
-        """alike: neighbouring processes that hold the same KV heads. free: what is done when all samples are out, before it
-        is said that they are."""
+        """alike: neighbouring processes that hold the same KV heads. free: what is done when all samples are out,
+        before it is said that they are."""
         self._engine, self._status, self._turns, self._weights, self._kv = engine, status, turns, weights, kv
         self._transfers = TransferThreads(weights, link, kv=kv)
         self._link = link

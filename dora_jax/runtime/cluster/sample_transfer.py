@@ -2,7 +2,8 @@
 
     source       lend -> MoveStarted ........................... ReleaseKV -> it is forgotten
     destination         FetchKV -> fetch -> KVStaged ... FinishMove -> take, in every process; or DropStagedKV in each
-                        StageKV -> keep  -> KVStaged ... ResumeSample ...: of a source that had to leave, by the controller
+                        StageKV -> keep  -> KVStaged ... ResumeSample ...: of a source that had to leave, by the
+                                         controller
 
 `ResultSender` is the outbox of an EngineWorker: it sends facts to the controller, and keeps what only this process can
 give: its shard of the pages of samples that may come back, and samples that finished when nobody may have listened.

@@ -3,9 +3,9 @@
     doubt -> RestoreCheckpoint(5) -> TrainGroups, FinishStep(5) -> TrainGroups, FinishStep(6) -> TrainGroups ...
 
 Consumes calls and their answers; gives the same answers to the same calls without touching the weights, and of the
-groups of a call those that are new. Law: a step, or its beginning, is recalled only where the very same groups are asked
-for, however calls share them out; any other call for an earlier step ends the trainer, and its gang begins again from the
-checkpoint.
+groups of a call those that are new. Law: a step, or its beginning, is recalled only where the very same groups are
+asked for, however calls share them out; any other call for an earlier step ends the trainer, and its gang begins again
+from the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Versions from the trainer's gang to the others: what `weight_distribution.WeightDistribution` decides, carried out
 over links.
 
-    trainer's gang: PublishWeights, WriteWeights -> Holds, Stored      an instance: `want` -> Wanted ... Loaded -> `then`
+    trainer's gang: PublishWeights, WriteWeights -> Holds, Stored      an instance: `want` -> Wanted ... Loaded ->
+    `then`
 
 Consumes facts from every process of every gang; sends commands to all processes of the gang that they name. Used by any
 thread. Laws: an instance takes a version into use only after every process of its gang has committed it; a gang that

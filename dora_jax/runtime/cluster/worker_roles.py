@@ -184,7 +184,8 @@ class TrainerRole:
     def _read(
         self, what: messages.RestoreCheckpoint | messages.CheckCheckpoint, restore: Restore
     ) -> tuple[Tree, Tree] | messages.CallDeclined:
-        """(params, opt_state) of a checkpoint, if all processes can read it and it has the digests that are asked for."""
+        """(params, opt_state) of a checkpoint, if all processes can read it and it has the digests that are asked
+        for."""
         like = self._trainer.abstract_state()
         state, error = None, ""
         try:

@@ -1,1 +1,2 @@
-"""What the rooms of the runtime share: the Protocols between its parts, worker threads, the codec, listeners, shutdown."""
+"""What the rooms of the runtime share: the Protocols between its parts, worker threads, the codec, listeners,
+shutdown."""

@@ -3,9 +3,9 @@
     WORKDIR/trajectories.txt    to read
     WORKDIR/samples.jsonl       for programs: a row a step; of some steps each token's advantage and both log-probs
 
-Consumes the groups of a step and, from the trainer's thread, what the trainer made of their tokens (`TokenViews`). Laws:
-what is looked at moves nothing: no batch and no weight is changed by it; each of the two keeps within its budget, the
-older half in trajectories.1.txt and samples.1.jsonl, and the oldest rows are dropped.
+Consumes the groups of a step and, from the trainer's thread, what the trainer made of their tokens (`TokenViews`).
+Laws: what is looked at moves nothing: no batch and no weight is changed by it; each of the two keeps within its budget,
+the older half in trajectories.1.txt and samples.1.jsonl, and the oldest rows are dropped.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ class CheckpointStore(Protocol):
         """Checkpoints that are complete but for their manifest."""
 
     def adopt(self, step: Version, params: Tree, opt_state: Tree, digests: Digests) -> None:
-        """Gives an unsealed checkpoint its manifest if what it restores to has these digests. UnusableCheckpoint: it has
-        not; nothing changes."""
+        """Gives an unsealed checkpoint its manifest if what it restores to has these digests. UnusableCheckpoint: it
+        has not; nothing changes."""
 
     def put_aside(self, step: Version, why: str) -> None:
         """Takes a checkpoint off the list; `why` is in the name of the folder that keeps it."""
@@ -221,7 +221,8 @@ class Scorer(Protocol):
 
 
 class Environments(Protocol):
-    """Law: an infrastructure error is an EpisodeFailed, never a reward; of an episode, the last question has an answer."""
+    """Law: an infrastructure error is an EpisodeFailed, never a reward; of an episode, the last question has an
+    answer."""
 
     def open(self, id: SampleId, prompt: Prompt) -> None:
         """Asks what follows the prompt: Observed, perhaps of no tokens."""
@@ -264,7 +265,8 @@ class StageWorker(PostedWorker, Protocol):
 
 
 class SampleWorker(PostedWorker, Protocol):
-    """An instance, or one life of it. A command of the orchestrator is one post; every one but `load` names one sample."""
+    """An instance, or one life of it. A command of the orchestrator is one post; every one but `load` names one
+    sample."""
 
     @property
     def life(self) -> int:
@@ -305,14 +307,15 @@ class RolloutWorker(StageWorker, SampleWorker, Protocol):
     def instance(self) -> InstanceId: ...
 
     def lend(self, version: Version) -> None:
-        """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or InstanceDown."""
+        """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or
+        InstanceDown."""
 
     def give_back(self) -> None:
         """The devices are the trainer's again: samples are handed over. The answer is InstanceDown."""
 
     def doubt(self, life: int, reason: str) -> None:
-        """What the instance sampled up to the end of this life is not believed: it ends, unless it has, and the instance is
-        reported as unhealthy."""
+        """What the instance sampled up to the end of this life is not believed: it ends, unless it has, and the
+        instance is reported as unhealthy."""
 
 
 @dataclass(frozen=True)

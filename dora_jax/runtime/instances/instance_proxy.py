@@ -35,8 +35,8 @@ NOT_FINITE = "its log-probs are not finite"
 
 
 class Life(SampleWorker, Protocol):
-    """The worker of one life: an engine's thread here, or the messages to a gang. `move` takes the Destination of the move,
-    `forward` the ForwardTarget of the episode."""
+    """The worker of one life: an engine's thread here, or the messages to a gang. `move` takes the Destination of the
+    move, `forward` the ForwardTarget of the episode."""
 
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
         """in_flight: what `move` of the source's life gave to the Destination."""
@@ -237,8 +237,8 @@ class Destination(CalledHere, Generic[AnyLife]):
 
 
 def garbage_in(item: Any, vocab_size: int | None = None) -> str | None:
-    """What is wrong with the sampled tokens of a record; None: nothing, or it carries none. What an environment said is not
-    looked at: it is no instance's fault. vocab_size: None where it is not known."""
+    """What is wrong with the sampled tokens of a record; None: nothing, or it carries none. What an environment said is
+    not looked at: it is no instance's fault. vocab_size: None where it is not known."""
     match item:
         case Finished(sample=sample):
             found = _fault(sample.out_ids, sample.logprobs, sample.mask, vocab_size)

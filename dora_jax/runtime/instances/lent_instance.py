@@ -41,8 +41,8 @@ class LentState:
     first instance: to_host -> weights, pages ... last instance: no weights, no pages -> to_devices -> the next batch
 
     Any thread may use it; the state moves on that thread. Laws: the state is off the devices before an instance takes
-    their memory; it is back on them before the trainer takes a batch, whatever became of the instance; compiled programs
-    stay."""
+    their memory; it is back on them before the trainer takes a batch, whatever became of the instance; compiled
+    programs stay."""
 
     def __init__(self, trainer: MovableState):
         self._trainer = trainer

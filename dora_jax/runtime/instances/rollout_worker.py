@@ -1,7 +1,8 @@
 """The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
 
 Consumes the calls that the coordinator posts; puts events and `Finished`, `Waiting`, `Parked`,
-`HandedOver` and `Partial` records into the outbox. Law: every call for a sample is answered by one event, whether or not the sample is still here.
+`HandedOver` and `Partial` records into the outbox. Law: every call for a sample is answered by one event, whether or
+not the sample is still here.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class EngineWorker(Worker):
         self._skewed = False  # by a fault
         self._weights = weights
         self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
-        # that placed the samples that are here; none of what an earlier incarnation has left in the engine, or was cancelled
+        # that placed the samples that are here; none of what an earlier incarnation has left in the engine, or was
+        # cancelled
         self._attempts: dict[SampleId, int] = {}
         self._progress: dict[SampleId, int] = {}  # tokens of what runs here
         self._grew = False  # since the last report

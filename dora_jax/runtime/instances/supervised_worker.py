@@ -1,9 +1,9 @@
 """A rollout instance of this process that may die, hang or return garbage: it leaves the pool, and may come back.
 
 `LocalInstance` is an InstanceProxy whose lives are an engine and its thread each. Laws: a sample that is not a sample
-(log-probs that are no numbers, tokens that are no tokens) ends the life that made it and is never told, and the instance
-is said to be unhealthy; lives that come to nothing are counted; where no instance is left, the run ends with the last
-error.
+(log-probs that are no numbers, tokens that are no tokens) ends the life that made it and is never told, and the
+instance is said to be unhealthy; lives that come to nothing are counted; where no instance is left, the run ends with
+the last error.
 """
 
 from __future__ import annotations

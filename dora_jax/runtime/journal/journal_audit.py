@@ -43,9 +43,9 @@ class Audit:
 
     def __str__(self) -> str:
         return (
-            f"issued {self.issued} = trained {self.trained} + filtered {self.filtered} + failed {self.failed} + in flight "
-            f"{self.in_flight}; lost {len(self.lost)}, trained twice {len(self.trained_twice)}, finished samples "
-            f"generated again {len(self.generated_again)}, epochs {self.epochs}, weights {self.weights}"
+            f"issued {self.issued} = trained {self.trained} + filtered {self.filtered} + failed {self.failed} + in "
+            f"flight {self.in_flight}; lost {len(self.lost)}, trained twice {len(self.trained_twice)}, finished "
+            f"samples generated again {len(self.generated_again)}, epochs {self.epochs}, weights {self.weights}"
         )
 
 

@@ -41,7 +41,8 @@ class JournalError(RuntimeError):
 
 
 class FileLogStore:
-    """Keeps segments in a folder, for one writer. `read_only`: another process may be writing it. JournalError: another run writes it."""
+    """Keeps segments in a folder, for one writer. `read_only`: another process may be writing it. JournalError: another
+    run writes it."""
 
     lasting = True  # appended bytes outlive this process before they are synced; else `append` takes long, and syncs
 
@@ -76,7 +77,8 @@ class FileLogStore:
         return self._path(segment).with_suffix(f".{os.getpid()}.part")
 
     def stage(self, segment: int) -> None:
-        """Brings the file of the head to where `begin` needs it: it is there. Elsewhere it may take long, beside `append`."""
+        """Brings the file of the head to where `begin` needs it: it is there. Elsewhere it may take long, beside
+        `append`."""
 
     def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
         """Begins a new last segment with this content: durable, whole or not at all. `staged`: the content follows the
@@ -312,7 +314,8 @@ def _folders(data: bytes) -> dict[int, str]:
     written = manifest.get("format", 1)
     if written not in (1, MANIFEST_FORMAT):
         raise UnknownFormat(
-            f"workdir: the journal's {MANIFEST} is of format {written}, and this version of dora_jax reads 1 to {MANIFEST_FORMAT}"
+            f"workdir: the journal's {MANIFEST} is of format {written}, and this version of dora_jax reads 1 to "
+            f"{MANIFEST_FORMAT}"
         )
     return folders
 

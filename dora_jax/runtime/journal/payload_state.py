@@ -1,8 +1,8 @@
 """The payload of everything unfinished, as it follows from the records of the journal.
 
 Consumes facts in order, and the commands that follow from them; holds samples of unscored groups, scored groups not yet
-trained, the tokens of running samples, and evaluations under way. Law: `apply` is called right before the orchestrator steps an event that counts, while it
-runs and when it is replayed, so both give the same payload.
+trained, the tokens of running samples, and evaluations under way. Law: `apply` is called right before the orchestrator
+steps an event that counts, while it runs and when it is replayed, so both give the same payload.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class PayloadState:
         return None
 
     def follow(self, command: ev.Command) -> None:
-        """A sample that is told to start has no tokens: one that began on an instance in quarantine begins again. A group
-        that is discarded has nothing."""
+        """A sample that is told to start has no tokens: one that began on an instance in quarantine begins again. A
+        group that is discarded has nothing."""
         match command:
             case ev.Start(ids=ids):
                 for id in ids:

@@ -185,8 +185,8 @@ def _replay_one(
             raise _unknown(number, f"record {i + 1}: {error}") from error
         except SENSELESS as error:
             notify(
-                f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from there "
-                f"on are not read"
+                f"journal segment {number}: record {i + 1} cannot be followed ({error}); the {len(records) - i} from "
+                f"there on are not read"
             )
             return _replay_one(number, records[:i], steps, notify, followed)  # the next was perhaps followed in part
     for entry in rest:

@@ -122,7 +122,8 @@ class _Starts:
         self._checkpoints, self._trainer, self._writer = checkpoints, trainer, writer
 
     def adopt(self, saved: Mapping[Version, Saved]) -> list[Version]:
-        """Takes what the journal holds of checkpoints; the unsealed ones that restore to it are sealed, and returned."""
+        """Takes what the journal holds of checkpoints; the unsealed ones that restore to it are sealed, and
+        returned."""
         self._digests = {v: Digests(each.params, each.opt_state, each.rl_state) for v, each in saved.items()}
         adopted = []
         for step in self._checkpoints.unsealed():
@@ -267,8 +268,8 @@ def _again(
     samples = sum(len(done) for done in found.payloads.samples.values())
     tokens = sum(len(found.payloads.tokens(id)[0]) for id in found.debts.recorded)
     writer.note(
-        f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.payloads.scored)} scored groups "
-        f"and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
+        f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.payloads.scored)} scored "
+        f"groups and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
     )
     return Begun(found.orchestrator, found.payloads, epoch, found.debts, dict(found.segments))
 

@@ -2,7 +2,7 @@
 
 Each wraps the real thing behind the same seam. The thing computes what it always does, and its thread then sleeps until
 the modelled time is over, so that orchestrator, queues, moves and publications of a *real* run show how they behave in
-wall-clock time on hardware that is not there. `pace` is real seconds a modelled second; costs are those of costs.py.
+wall-clock time on hardware that is not there. `pace` is real seconds a modelled second; costs are those of costs/.
 
 Laws: results are the wrapped part's own, token for token. An engine that is busy keeps one timeline: a thread that
 wakes

@@ -65,7 +65,8 @@ class Evaluations:
 
 def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool = False) -> Metrics:
     """The record of one version: eval/reward/mean and /std, eval/reward/term/NAME; where it is said what counts as
-    solved, eval/accuracy (avg@k) and eval/pass_at_k of k samples a prompt, and _low and _high of both: the 95 % interval.
+    solved, eval/accuracy (avg@k) and eval/pass_at_k of k samples a prompt, and _low and _high of both: the 95 %
+    interval.
 
     Source: Chen et al. 2021, arXiv 2107.03374; with all k samples used, pass@k is the share of groups with one that is
     solved."""

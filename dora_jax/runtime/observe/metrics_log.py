@@ -133,8 +133,9 @@ class ScoringFailures:
         if enough and self._failed > self._max_failed_share * total:
             lengths = np.quantile(self._lengths or [0], [0.5, 0.9])
             raise RunError(
-                f"{self._failed} of {total} groups could not be scored (task.max_failed_share = {self._max_failed_share:.1%}); "
-                f"response length p50 {lengths[0]:.0f}, p90 {lengths[1]:.0f}; last reason: {failure.reason}"
+                f"{self._failed} of {total} groups could not be scored (task.max_failed_share = "
+                f"{self._max_failed_share:.1%}); response length p50 {lengths[0]:.0f}, p90 {lengths[1]:.0f}; last "
+                f"reason: {failure.reason}"
             )
 
     def metrics(self) -> dict[str, float]:

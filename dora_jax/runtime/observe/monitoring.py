@@ -1,11 +1,12 @@
 """What a run tells other programs while it goes on, where the configuration asks for it.
 
     monitor.port    GET /metrics (Prometheus) and /healthz on 127.0.0.1
-    monitor.wandb   each record of metrics.jsonl to a project of Weights & Biases; WANDB_MODE=offline keeps it in WORKDIR/wandb
+    monitor.wandb   each record of metrics.jsonl to a project of Weights & Biases; WANDB_MODE=offline keeps it in
+                    WORKDIR/wandb
 
-Consumes the records and the live facts that metrics.Writer is given; decides nothing. Law: what listens here never stops
-the run: a page that nobody reads costs nothing, no request changes anything, and connections hold a bounded number of
-threads for a bounded time.
+Consumes the records and the live facts that metrics.Writer is given; decides nothing. Law: what listens here never
+stops the run: a page that nobody reads costs nothing, no request changes anything, and connections hold a bounded
+number of threads for a bounded time.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def _train(
 
 
 class _Kept:
-    """The state of an unfinished warm start, as the newest checkpoint of a folder. `identity`: a digest of all that the result
-    depends on."""
+    """The state of an unfinished warm start, as the newest checkpoint of a folder. `identity`: a digest of all that the
+    result depends on."""
 
     def __init__(self, folder: Path, identity: str, notify: Callable[[str], None]):
         self._folder, self._identity, self._notify = folder, identity, notify

@@ -1,8 +1,8 @@
 """The data of the supervised warm start: texts, the tokenizer that they make, packed rows and their order. No JAX.
 
 Consumes rows of a file, or worked solutions of the config's task; produces (prompt, completion) texts, a folder with a
-tokenizer trained on them, and `TextRows`. Laws: none of the texts has a held-out prompt; everything here is a function of
-configuration and seed.
+tokenizer trained on them, and `TextRows`. Laws: none of the texts has a held-out prompt; everything here is a function
+of configuration and seed.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class TextRows(NamedTuple):
 def pack_rows(
     pairs: Sequence[tuple[Sequence[int], Sequence[int], Sequence[bool]]], length: int, pad_id: int
 ) -> TextRows:
-    """(prompt ids, completion ids with the end token, which of them are trained on), packed in order: an example opens a
-    new row if it must."""
+    """(prompt ids, completion ids with the end token, which of them are trained on), packed in order: an example opens
+    a new row if it must."""
     rows: list[list[int]] = []
     room = 0
     for i, (prompt, completion, _) in enumerate(pairs):

@@ -6,9 +6,10 @@
 
 Consumes and produces NumPy arrays, bit for bit; the owner of an array brings it from its devices to the host. Laws: a
 receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
-deadline, on both sides; a shard whose checksum is not the one that was offered is read again, then refused; the port serves only processes that know the token of the run (listener.py), so that
-bytes of a stranger end the stranger's connection and nothing else. `jax.experimental.transfer` is not used: it has no
-authentication, and a few bytes of garbage on one of its ports abort the process.
+deadline, on both sides; a shard whose checksum is not the one that was offered is read again, then refused; the port
+serves only processes that know the token of the run (listener.py), so that bytes of a stranger end the stranger's
+connection and nothing else. `jax.experimental.transfer` is not used: it has no authentication, and a few bytes of
+garbage on one of its ports abort the process.
 """
 
 from __future__ import annotations

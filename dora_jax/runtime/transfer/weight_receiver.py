@@ -3,9 +3,10 @@
     Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 
 Consumes the commands of `weight_distribution.WeightDistribution`, produces its facts; what arrives waits in host memory
-until an engine takes it. Laws: what is staged is reported with its sums, by which the controller knows it; what is staged becomes visible at its commit, all at once; a process receives one
-version at a time: a command of an older transfer is refused, and a command that was carried out already is answered
-again, so that commands may come twice, late and in any order.
+until an engine takes it. Laws: what is staged is reported with its sums, by which the controller knows it; what is
+staged becomes visible at its commit, all at once; a process receives one version at a time: a command of an older
+transfer is refused, and a command that was carried out already is answered again, so that commands may come twice, late
+and in any order.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Stage 3: the environments of a run's episodes, in worker processes, while generation goes on.
 
-Consumes an episode at the end of each of its turns (`turn`; before the first one `open`); produces its answer (`poll`), in
-any order. Per process one thread sends and one receives, however many episodes wait:
+Consumes an episode at the end of each of its turns (`turn`; before the first one `open`); produces its answer (`poll`),
+in any order. Per process one thread sends and one receives, however many episodes wait:
 
     open, turn -> [sender -> process: reset, step -> receiver: bridge] -> results -> poll
 
-Laws: neither open, turn nor poll waits; each question has one answer, unless the episode was dropped or asked about again
-meanwhile. An error is tried again environment.retries times where a retry can help; then, as after a deadline, the episode
-fails with its group, and is never a reward of 0. A process that dies or answers late is killed and started again, and its
-episodes are made again by their messages; so is an episode whose controller was killed. A replay whose observations are not
-those that the policy saw loses the episode, which begins again.
+Laws: neither open, turn nor poll waits; each question has one answer, unless the episode was dropped or asked about
+again meanwhile. An error is tried again environment.retries times where a retry can help; then, as after a deadline,
+the episode fails with its group, and is never a reward of 0. A process that dies or answers late is killed and started
+again, and its episodes are made again by their messages; so is an episode whose controller was killed. A replay whose
+observations are not those that the policy saw loses the episode, which begins again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stage 3: from what an environment says to the tokens that the policy observes, behind the exact tokens of its turns.
 
-Consumes a prompt, the token ids of each turn, and messages; produces token ids, and how many of the earlier tokens stay.
-Laws: no token of the policy is encoded again, unless the chat template rewrites it: then a branch begins where the two
-differ. What an environment says is text: a control token written in it stays text.
+Consumes a prompt, the token ids of each turn, and messages; produces token ids, and how many of the earlier tokens
+stay. Laws: no token of the policy is encoded again, unless the chat template rewrites it: then a branch begins where
+the two differ. What an environment says is text: a control token written in it stays text.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Bridge:
     def observe(
         self, told: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
-        """(i32[n] that follow, how many of `tokens` stay: None for all). tokens: the prompt and all that followed; turn: the
-        policy's last message, at their end; empty before its first. `told` goes on to behind what is observed."""
+        """(i32[n] that follow, how many of `tokens` stay: None for all). tokens: the prompt and all that followed;
+        turn: the policy's last message, at their end; empty before its first. `told` goes on to behind what is
+        observed."""
         if self._around is not None:
             return self._plain(observed), None
         said = [self.message(turn)] if len(turn) else []
@@ -111,10 +112,11 @@ def _filled(text: str, contents: Sequence[str]) -> str:
     return SLOTS.sub(lambda match: contents[int(match[1])], text)
 
 
-# Stage 3: between an engine and an environment that speaks token ids itself, such as a client with a renderer of its own.
+# Stage 3: between an engine and an environment that speaks token ids itself, such as a client with a renderer of its
+# own.
 #
-# As bridge.py, but that nothing is encoded or decoded here: what the environment says is the whole prompt of the next turn.
-# Where that does not begin with the exact earlier tokens, a branch begins at the first difference.
+# As bridge.py, but that nothing is encoded or decoded here: what the environment says is the whole prompt of the next
+# turn. Where that does not begin with the exact earlier tokens, a branch begins at the first difference.
 
 
 class TokenBridge:

@@ -1,7 +1,7 @@
 """Stage 3: a calculator as an environment, for sums of one line: a small task of several turns that needs nothing.
 
-The policy writes one operation a turn, "4 + 3", and reads its result; the number behind "####" is its answer and ends the
-episode. Standard library only.
+The policy writes one operation a turn, "4 + 3", and reads its result; the number behind "####" is its answer and ends
+the episode. Standard library only.
 """
 
 from __future__ import annotations

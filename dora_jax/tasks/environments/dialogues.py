@@ -1,7 +1,8 @@
-"""Stage 1: worked dialogues for the supervised warm start: what a policy would say, and what its environment answers to it.
+"""Stage 1: worked dialogues for the supervised warm start: what a policy would say, and what its environment answers to
+it.
 
-Consumes an environment with `worked(prompt, slips)`, which returns the policy's messages, and prompts; produces the turns of
-each. Law: the observations are the environment's own, without noise.
+Consumes an environment with `worked(prompt, slips)`, which returns the policy's messages, and prompts; produces the
+turns of each. Law: the observations are the environment's own, without noise.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ Dialogue = tuple[tuple[str, bool], ...]  # texts in order, and which of them the
 def worked(
     section: EnvironmentSection, prompts: Iterable[tuple[str, Any, bool]], seed: int
 ) -> list[tuple[str, Dialogue]]:
-    """(prompt text, its dialogue) of each (prompt text, answer, whether it slips). ConfigError: there are no dialogues."""
+    """(prompt text, its dialogue) of each (prompt text, answer, whether it slips). ConfigError: there are no
+    dialogues."""
     try:
         kind: Any = resolved(section.name)
     except Refused as error:
         raise ConfigError(str(error)) from error
     if not hasattr(kind, "worked"):
         raise ConfigError(
-            f"environment.name: {section.name} has no worked dialogues; warm-start on rows of your own (sft.rows), or name "
-            "a model that can speak (model.path)"
+            f"environment.name: {section.name} has no worked dialogues; warm-start on rows of your own (sft.rows), or "
+            "name a model that can speak (model.path)"
         )
 
     async def played() -> list[tuple[str, Dialogue]]:

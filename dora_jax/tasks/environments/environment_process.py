@@ -1,6 +1,7 @@
 """Stage 3: one process of environments and the two threads that talk to it, whatever becomes of it.
 
-    sender:   questions -> process          receiver:   process -> asker.answered; a process that is dead or hangs -> a new one
+    sender:   questions -> process          receiver:   process -> asker.answered; a process that is dead or hangs -> a
+              new one
 
 Law: what was asked and not answered when a process went is told to `asker.died`, once the next process is there.
 """

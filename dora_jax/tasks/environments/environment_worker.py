@@ -1,14 +1,17 @@
-"""Stage 3, one process of environments: `python -m dora_jax.tasks.environments.environment_worker FD`, started by environments.py.
+"""Stage 3, one process of environments: `python -m dora_jax.tasks.environments.environment_worker FD`, started by
+environments.py.
 
-Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s", "noise"}, then {}
+Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s", "noise"}, then
+{}
 -> {"terms", "replays", "tokens"}, and from then on questions and answers in any order:
 
-    {"id", "number", "prompt", "messages", "again"} -> {"id", "number", "observed", "done", "terms"}, or with "error" or "lost"
+    {"id", "number", "prompt", "messages", "again"} -> {"id", "number", "observed", "done", "terms"}, or with "error" or
+    "lost"
     {"id", "close"}                        -> nothing
 
-messages: all that the policy has said, the last of them not yet answered. observed: what each answered, from the first one
-that this object has not answered before; the opening comes before all. An object that is not there, or that is asked for
-again, is made by the messages, where its environment replays; else the episode is lost.
+messages: all that the policy has said, the last of them not yet answered. observed: what each answered, from the first
+one that this object has not answered before; the opening comes before all. An object that is not there, or that is
+asked for again, is made by the messages, where its environment replays; else the episode is lost.
 Laws: one event loop and no thread; an answer within step_timeout_s; what an environment raises ends its episode alone.
 """
 

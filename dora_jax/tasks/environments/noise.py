@@ -1,7 +1,7 @@
 """Stage 3: observations that are wrong on purpose, so that a policy learns to live with broken tools.
 
-A draw is decided by the run's seed, the sample and the turn alone. Its rate rises linearly with the number of the group up
-to `ramp_groups`. The last observation of an episode, and its reward, are never touched. Standard library only.
+A draw is decided by the run's seed, the sample and the turn alone. Its rate rises linearly with the number of the group
+up to `ramp_groups`. The last observation of an episode, and its reward, are never touched. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Stage 3: the bridge by a published chat template of the package `renderers` (the extra agents): environment.renderer.
 
-As bridge.py, but that the renderer of a model family extends an episode behind its exact tokens, closes a turn that was cut,
-and reads tool calls and thinking out of the policy's tokens. Where it says that the template rewrites, a branch begins.
+As bridge.py, but that the renderer of a model family extends an episode behind its exact tokens, closes a turn that was
+cut, and reads tool calls and thinking out of the policy's tokens. Where it says that the template rewrites, a branch
+begins.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message
 
 
 class SkyrlGym:
-    """env: the id under which it is registered, "module:id" imports the module first. extras: beside the row's answer, which
-    is reward_spec.ground_truth. config: env_config."""
+    """env: the id under which it is registered, "module:id" imports the module first. extras: beside the row's answer,
+    which is reward_spec.ground_truth. config: env_config."""
 
     terms = ("reward",)
     replays = False  # nothing says which of them do

@@ -79,7 +79,7 @@ class Walled:
             try:
                 self._supervisor.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._supervisor.kill()  # the kernel then ends the program, and behind namespaces all of its descendants
+                self._supervisor.kill()  # the kernel then ends the program, and behind namespaces its descendants
                 self._supervisor.wait()
 
 

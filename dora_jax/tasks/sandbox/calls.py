@@ -3,9 +3,9 @@
     caller: Process.ask -- frame {nonce, ...} --> serve: `answer(request)` -- frame {nonce, ...} --> caller
 
 Frames of a 4-byte length and UTF-8 JSON, on a socket of its own, so that what the code prints is only noise; no pickle.
-Laws: whatever goes wrong is NoAnswer in one sentence, within the deadline; the process is then gone with its descendants.
-Each request carries a nonce that its reply repeats: frames written ahead, later, or by a descendant are refused. The
-asked code runs inside the answering process itself, and no wall separates the two.
+Laws: whatever goes wrong is NoAnswer in one sentence, within the deadline; the process is then gone with its
+descendants. Each request carries a nonce that its reply repeats: frames written ahead, later, or by a descendant are
+refused. The asked code runs inside the answering process itself, and no wall separates the two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The sandbox server: `python -m dora_jax.tasks.sandbox.program_server CHANNEL`, started by programs.py outside every wall.
+"""The sandbox server: `python -m dora_jax.tasks.sandbox.program_server CHANNEL`, started by programs.py outside every
+wall.
 
-    client -- a connection's descriptor --> server -- fork --> runner -- fork --> program_walls.py --> bwrap --> the program
+    client -- a connection's descriptor --> server -- fork --> runner -- fork --> program_walls.py --> bwrap --> the
+    program
        <-- on the connection: {"program", "stdin", "limits"}, then {"stdout", ..., "ended_by"} or {"error"} -->
 
-Laws: at most MOST_AT_ONCE runners; a result is sent when every process of its program is gone, and its mounts with them;
-the death of client, server or runner ends the program. Imports the standard library and its neighbours only.
+Laws: at most MOST_AT_ONCE runners; a result is sent when every process of its program is gone, and its mounts with
+them; the death of client, server or runner ends the program. Imports the standard library and its neighbours only.
 """
 
 from __future__ import annotations

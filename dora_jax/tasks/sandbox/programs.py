@@ -3,9 +3,9 @@
     run(program, stdin) --> the sandbox server (program_server.py; program_walls.py says what the walls are) --> Ran
 
 The server is outside the walls of a reward worker, because what it needs (another user id, namespaces) is what those
-walls take away; a worker reaches it by a descriptor that VARIABLE names. A process without one starts a server of its own.
-Laws: what the program does is a Ran; what the machine does wrong is SandboxError, and never a Ran. `lack` tries every
-wall with a program that attacks it; where one does not hold, `check` refuses, and nothing weaker runs.
+walls take away; a worker reaches it by a descriptor that VARIABLE names. A process without one starts a server of its
+own. Laws: what the program does is a Ran; what the machine does wrong is SandboxError, and never a Ran. `lack` tries
+every wall with a program that attacks it; where one does not hold, `check` refuses, and nothing weaker runs.
 """
 
 from __future__ import annotations

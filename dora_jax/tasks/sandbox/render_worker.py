@@ -2,8 +2,8 @@
 
 Protocol (calls.py): setup {"extract": expression} or {"template": text, "special": {name: token}}; then
 {"raw"} -> {"text": the first group, or null} or {"messages", "add_generation_prompt", "variables"} -> {"text"}.
-Laws: nothing is compiled before the first question, which has a deadline; a chat template sees no clock, so that a prompt
-is a pure function of its row.
+Laws: nothing is compiled before the first question, which has a deadline; a chat template sees no clock, so that a
+prompt is a pure function of its row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _environment() -> jinja2.Environment:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}...{% endgeneration %} marks the assistant's text for trainers elsewhere; here it is plain."""
+        """{% generation %}...{% endgeneration %} marks the assistant's text for trainers elsewhere; here it is
+        plain."""
 
         tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 

@@ -1,4 +1,5 @@
-"""The supervisor of a program behind walls: `python supervisor.py SPEC`, started by sandbox.py, which says what the forms are.
+"""The supervisor of a program behind walls: `python supervisor.py SPEC`, started by sandbox.py, which says what the
+forms are.
 
 Consumes {"form", "leash", "fds", "memory_bytes", "argv"}; ends when the program ends, when the leash ends, or on
 SIGTERM. It kills every descendant of the program first, and exits with the program's exit code.
@@ -128,7 +129,8 @@ class _Supervisor:
         except OSError as error:
             self._fail(OSError(error.errno, error.strerror, argv[0]))
 
-    # ------------------------------------------------------------ forms: what the program does first, how all are killed
+    # ------------------------------------------------------------ forms: what the program does first, how all are
+    # killed
 
     def _namespaces(self) -> tuple[Callable[[], None], Callable[[], None]]:
         uid, gid = os.geteuid(), os.getegid()
