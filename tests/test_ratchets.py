@@ -37,7 +37,7 @@ CODE = {
     "serving": 1954,
     "sim": 2092,
     "tasks": 3621,
-    "trainer": 2414,
+    "trainer": 2415,
 }
 PIECES = {"functions": 103.7, "lambdas": 6.7}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 942, "Protocol": 43, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel

@@ -57,6 +57,8 @@ UNPROVED = "unproved"  # in the name of a folder put aside: it lacks its manifes
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 # The writes of a save that has failed find their event loop closed.
 never_print(lambda error: isinstance(error, RuntimeError) and str(error) == "Event loop is closed")
+# Where a piece of a checkpoint cannot be read, Orbax leaves its reads of the others behind; `proved` says it once.
+never_print(lambda error: "Encountered error while reading array index" in str(error))
 
 
 WHY_CHARS = 300  # of a library's error, which may list every array
