@@ -143,7 +143,7 @@ sys.path += sys.argv[2:]
 from dora_jax.config import Config
 from dora_jax.config.live import MonitorSection
 from dora_jax.base.metrics import Writer
-from dora_jax.runtime import monitoring
+from dora_jax.runtime.observe import monitoring
 workdir = Path(sys.argv[1])
 config = dataclasses.replace(Config(), monitor=MonitorSection(wandb="sums"))
 for steps in ((1, 2, 3), (2, 3)):  # resumed at step 1
