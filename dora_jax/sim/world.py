@@ -43,9 +43,8 @@ class SimWorld:
 
     def __init__(self, config: SimConfig, decisions: Decisions, *, until: Version, trace: Trace | None = None):
         self.now = 0.0
-        self._appointments: list[
-            tuple[float, int, Callable[..., None], tuple]
-        ] = []  # a heap: when, which of one moment
+        # A heap: when, which of one moment, what is called, and with what.
+        self._appointments: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._agreed = itertools.count()
         self.costs: Costs = open_costs(config.model, config.hardware, config.cost)
         self.meter = Meter(config, decisions)
