@@ -72,7 +72,7 @@ def listening(pid):
 
 
 def start(folder, console, **env):
-    """Instances that hold one group at a time: what a step takes comes one by one."""
+    """One group beyond the batch in training: each step has parts that it must wait for."""
     with console.open("a") as log:
         return subprocess.Popen(
             [
@@ -84,6 +84,7 @@ def start(folder, console, **env):
                 "--config.orchestrator.groups_per_step=4",
                 "--config.trainer.updates=4",
                 "--config.rollout.slots=4",
+                "--config.orchestrator.inflight=0.25",
             ],
             stdout=log,
             stderr=log,
