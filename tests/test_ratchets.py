@@ -21,11 +21,11 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 CODE = {
     ".": 997,
     "aot": 391,
-    "base": 1406,
+    "base": 1423,
     "bench": 4378,
     "buffer": 349,
     "cli": 364,
-    "config": 673,
+    "config": 680,
     "costs": 436,
     "models": 2629,
     "ops": 618,
@@ -33,14 +33,14 @@ CODE = {
     "plan": 1222,
     "report": 961,
     "rollout": 3209,
-    "runtime": 12106,
+    "runtime": 12132,
     "serving": 1954,
-    "sim": 2092,
-    "tasks": 3621,
-    "trainer": 2415,
+    "sim": 2090,
+    "tasks": 3604,
+    "trainer": 2465,
 }
 PIECES = {"functions": 103.7, "lambdas": 6.7}  # in 1,000 lines of code of the wheel
-LOOSE = {"Any": 942, "Protocol": 43, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
+LOOSE = {"Any": 950, "Protocol": 43, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 
 

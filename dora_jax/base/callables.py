@@ -1,4 +1,4 @@
-"""How a function of the caller's own file reaches the worker processes: by the name of its module, which they import.
+"""Plug-ins by import path: "module.name" -> the object, and a function of the caller's own file -> its import path.
 
 A script that starts a run may define its reward itself. A worker then imports the script, and the import ends where the
 script calls `fit`: what stands above that call is defined, what stands below is not, and no second run starts.
@@ -6,6 +6,7 @@ script calls `fit`: what stands above that call is defined, what stands below is
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -33,6 +34,26 @@ def import_module(name: str) -> types.ModuleType:
         return module
     finally:
         _importing = None
+
+
+def imported(path: str) -> Any:
+    """The callable at the import path "module.name". ValueError names in one sentence the path and what it lacks."""
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ValueError(f"{path}: there is no module {error.name}") from error
+        raise ValueError(f"{path}: {module_name} imports {error.name}, which is not there") from error
+    except Exception as error:  # the user's own code; always raised again, with the path
+        raise ValueError(f"{path}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        raise ValueError(f"{path}: {module_name} has no {name}" + (f"; the nearest is {near[0]}" if near else ""))
+    found = getattr(module, name)
+    if not callable(found):
+        raise ValueError(f"{path} is a {type(found).__name__}, not a callable")
+    return found
 
 
 def end_import() -> None:

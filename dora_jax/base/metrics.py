@@ -99,11 +99,14 @@ def _merged(values: Sequence[Any]) -> Value:
 
 
 class Sink(Protocol):
-    """What else hears of a run. Its owner closes it."""
+    """Receives a run's metrics while it goes on: the Prometheus page, Weights & Biases, or a class of the user's that
+    `monitor.sinks` names, which is called with (config, workdir). Its owner closes it (`close()`)."""
 
-    def write(self, step: int, scalars: Mapping[str, float | None]) -> None: ...
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        """One record of metrics.jsonl: name -> number; None where it is not finite."""
 
-    def status(self, facts: Mapping[str, Any]) -> None: ...
+    def status(self, facts: Mapping[str, Any]) -> None:
+        """What the orchestrator does now, about once a second: base, training, versions, groups, waits."""
 
 
 class Writer:

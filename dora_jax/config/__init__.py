@@ -157,13 +157,13 @@ class TrainerSection:
     attention: TrainerKernel = field("auto", "kernel: splash on TPU, cudnn on GPU; auto: by platform")
     logits_bytes: int = field(0, "float32 logits alive at once on a device; 0: by platform", ge=0, tuning=True)
     compiler_options: dict[str, Any] = field({}, "XLA options of the update; empty: the chip's", tuning=True)
-    advantage: str = "grpo"
-    policy_loss: str = "ppo"
+    advantage: str = field("grpo", "or the import path of your own (my_module.name)")
+    policy_loss: str = field("ppo", "or the import path of your own")
     aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
     anchor: Literal["behavior", "proximal"] = field("behavior", "policy of the ratio's denominator")
-    correction: str = "none"
+    correction: str = field("none", "of the engine-trainer mismatch, or the import path of your own")
     loss_params: dict[str, Any] = field({}, "eps_lo, eps_hi, ...; empty: the loss's own")
     advantage_params: dict[str, Any] = field({}, "gamma, lam, eps, ...")
     correction_params: dict[str, Any] = field({}, "C, lo, hi, level, metric, ...")

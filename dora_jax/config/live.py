@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dora_jax.base import callables
 from dora_jax.base.config_tree import field
 
 
@@ -15,6 +16,7 @@ class MonitorSection:
 
     port: int = field(0, "of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none", ge=0, le=65535)
     wandb: str = field("", "Weights & Biases project that gets each record of metrics.jsonl (extra wandb); empty: none")
+    sinks: tuple[str, ...] = field((), "import paths of your own metric sinks (dora_jax.base.metrics.Sink)")
     log_bytes: int = field(
         2**27,
         "samples.jsonl, trajectories.txt, timeline.jsonl, trace.json, each: the oldest go; 0: no limit",
@@ -38,8 +40,13 @@ class ServingSection:
 
 
 def problems(config: Any) -> Iterator[str]:
-    """What does not fit in a configuration with an endpoint."""
+    """What does not fit in a configuration with sinks of the user's, or with an endpoint."""
     serving, residents = config.serving, config.rollout.residents
+    for path in config.monitor.sinks:
+        try:
+            callables.imported(path)
+        except ValueError as error:
+            yield f"monitor.sinks: {error}"
     if serving.train:
         # Of a run that trains on the sessions of its endpoint.
         if not config.serving.port:

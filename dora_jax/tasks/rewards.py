@@ -15,7 +15,6 @@ reasoning-gym item and not the plain answer.
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import os
@@ -184,26 +183,10 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
 
 
 def _resolve_one(path: str) -> Reward:
-    module_name, _, name = path.rpartition(".")
     try:
-        module = callables.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise RewardError(f"task.rewards: {path}: there is no module {error.name}") from error
-        raise RewardError(f"task.rewards: {path}: {module_name} imports {error.name}, which is not there") from error
-    except Exception as error:  # the user's own code; always raised again, with the path
-        raise RewardError(
-            f"task.rewards: {path}: importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        raise RewardError(
-            f"task.rewards: {path}: {module_name} has no {name}" + (f"; the nearest is {near[0]}" if near else "")
-        )
-    reward = getattr(module, name)
-    if not callable(reward):
-        raise RewardError(f"task.rewards: {path} is a {type(reward).__name__}, not a callable")
-    return reward
+        return callables.imported(path)
+    except ValueError as error:
+        raise RewardError(f"task.rewards: {error}") from error
 
 
 def score(rewards: Mapping[str, Reward], prompt: str, response: str, answer: Any) -> dict[str, float]:

@@ -16,18 +16,17 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import TrainerSection
-from dora_jax.trainer import loss
+from dora_jax.trainer import loss, objective
 
 GRPO_EPS = 1e-6
 WHITEN_EPS = 1e-8  # under the root: a batch without variance whitens to 0
 
 
 def estimate(name: str, rewards: Any, group_ids: Any, **params: Any) -> np.ndarray:
-    """Advantages by name: f32[n] per trajectory, or f32[n, T] where the method is per token."""
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantage {name!r}: known are {', '.join(ESTIMATORS)}, gae, gae_turn")
+    """Advantages by name or import path: f32[n] per trajectory, or f32[n, T] where the method is per token."""
     rewards = np.asarray(rewards, np.float64)
-    return ESTIMATORS[name](rewards, np.asarray(group_ids), **params).astype(np.float32)
+    function = ESTIMATORS.get(name) or objective.plugin("advantage", name)
+    return np.asarray(function(rewards, np.asarray(group_ids), **params), np.float32)
 
 
 def grpo(rewards: np.ndarray, group_ids: np.ndarray, *, eps: float = GRPO_EPS) -> np.ndarray:
@@ -269,4 +268,13 @@ class Prepare:
         if name == "vcpo":
             gap = np.where(mask, sequences.old_logprobs - sequences.behavior_logprobs, 0.0).sum(-1)
             params |= {"w": np.exp(np.clip(gap, -20.0, 20.0)), "g_sq": sequences.grad_sq[:, 0]}
-        return estimate(name, rewards, sequences.group_ids, **params), None
+        if name not in ESTIMATORS:
+            offered = {"mask": mask, "lengths": sequences.lengths, "truncated": sequences.truncated}
+            params |= objective.offered(objective.plugin("advantage", name), offered)
+        advantages = estimate(name, rewards, sequences.group_ids, **params)
+        if advantages.shape not in (mask.shape[:1], mask.shape):
+            raise ValueError(
+                f"trainer.advantage: {name} returned an array of shape {advantages.shape} for {len(mask)} trajectories "
+                f"of {mask.shape[1]} positions; it has one number a trajectory, or one a position"
+            )
+        return advantages, None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dora_jax.trainer import objective
 from dora_jax.trainer.loss import segment_max, segment_sum
 
 LOG_WEIGHT_LIMIT = 20.0  # a sequence's summed gap is clamped here before exp
@@ -31,16 +32,19 @@ def weights(
     segment_ids: Any = None,
     **params: Any,
 ) -> Result:
-    """(weights f32[B, T], mask bool[B, T], metrics): the loss is multiplied by the first and kept where the second."""
-    if name not in CORRECTIONS:
-        raise ValueError(f"unknown correction {name!r}: known are {', '.join(CORRECTIONS)}")
+    """(weights f32[B, T], mask bool[B, T], metrics): the loss is multiplied by the first and kept where the second.
+
+    name: of CORRECTIONS, or the import path of a function of the same form (objective.plugin)."""
+    function = CORRECTIONS.get(name) or objective.plugin("correction", name)
     mask = jnp.asarray(mask, bool)
     gap = _clean(old_logprobs, mask) - _clean(behavior_logprobs, mask)
-    if name == "opsm":
-        if logprobs is None or advantages is None:
-            raise ValueError("correction 'opsm' needs logprobs and advantages")
-        params |= {"drift": _clean(old_logprobs, mask) - _clean(logprobs, mask), "adv": _clean(advantages, mask)}
-    w, keep, metrics = CORRECTIONS[name](gap, mask, segment_ids, **params)
+    if name == "opsm" and (logprobs is None or advantages is None):
+        raise ValueError("correction 'opsm' needs logprobs and advantages")
+    offered = {
+        "drift": None if logprobs is None else _clean(old_logprobs, mask) - _clean(logprobs, mask),
+        "adv": None if advantages is None else _clean(advantages, mask),
+    }
+    w, keep, metrics = function(gap, mask, segment_ids, **objective.offered(function, offered), **params)
     metrics["rejected_share"] = 1.0 - jnp.sum(keep) / jnp.maximum(jnp.sum(mask), 1)
     return jax.lax.stop_gradient((w, keep, metrics))
 

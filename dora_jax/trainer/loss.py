@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax.trainer import objective
+
 
 def segment_sum(values_BxL: Any, segment_ids_BxL: Any, n_segments: int | None = None) -> Any:
     """Each token gets the sum over its own sequence, f32[B, L]. segment_ids None: one sequence a row.
@@ -65,21 +67,21 @@ def policy_loss(
     segment_ids: Any = None,
     **params: Any,
 ) -> jax.Array:
-    """Per-token loss f32[B, T], zero where `mask` is false, before any weight or aggregation."""
-    if name not in POLICY_LOSSES:
-        raise ValueError(f"unknown policy loss {name!r}: known are {', '.join(POLICY_LOSSES)}")
+    """Per-token loss f32[B, T], zero where `mask` is false, before any weight or aggregation.
+
+    name: of POLICY_LOSSES, or the import path of a function of the same form (objective.plugin)."""
+    function = POLICY_LOSSES.get(name) or objective.plugin("policy_loss", name)
     mask = jnp.asarray(mask, bool)
     l, anchor, adv = (_clean(x, mask) for x in (logprobs, anchor_logprobs, advantages))
-    extra: dict[str, Any] = {}
-    if name in ("dppo_tv", "dppo_kl", "longcat") and behavior_logprobs is not None:
-        extra["behavior"] = _clean(behavior_logprobs, mask)
-    if name == "topr":
-        if rewards is None:
-            raise ValueError("policy loss 'topr' needs rewards: it treats positive and other trajectories apart")
-        extra["rewards"] = _clean(rewards, mask)
-    if name == "gspo":
-        extra |= {"mask": mask, "segment_ids": segment_ids}
-    return jnp.where(mask, POLICY_LOSSES[name](l, anchor, adv, **extra, **params), 0.0)
+    if name == "topr" and rewards is None:
+        raise ValueError("policy loss 'topr' needs rewards: it treats positive and other trajectories apart")
+    offered = {
+        "behavior": None if behavior_logprobs is None else _clean(behavior_logprobs, mask),
+        "rewards": None if rewards is None else _clean(rewards, mask),
+        "mask": mask,
+        "segment_ids": segment_ids,
+    }
+    return jnp.where(mask, function(l, anchor, adv, **objective.offered(function, offered), **params), 0.0)
 
 
 def ppo(

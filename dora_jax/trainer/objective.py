@@ -1,14 +1,18 @@
 """Stage 5, train: which objectives exist, what each takes, and which do not go together. No JAX.
 
-Consumes the trainer's section of the config; produces sentences, one per mistake, before JAX is imported.
+Consumes the trainer's section of the config; produces sentences, one per mistake, before JAX is imported. A policy
+loss, advantage or correction is a name of the tables, or the import path of the user's own function (`plugin`).
 Law: the tables below name exactly the keywords of the functions in loss.py, advantage.py and correction.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from dora_jax.base import callables
 from dora_jax.config import Config, RolloutSection, TrainerSection
 from dora_jax.models.families.config import ModelConfig
 
@@ -43,6 +47,17 @@ CORRECTIONS: Mapping[str, tuple[str, ...]] = {
     "opsm": ("delta",),
     "vcpo_lr": ("rho_base",),
 }
+KNOWN = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "correction": CORRECTIONS}
+TAKES: Mapping[str, tuple[str, ...]] = {  # what a function of each kind takes by position
+    "policy_loss": ("logprobs", "anchor", "advantages"),
+    "advantage": ("rewards", "group_ids"),
+    "correction": ("gap", "mask", "segment_ids"),
+}
+OFFERED: Mapping[str, tuple[str, ...]] = {  # and by keyword, where its signature names it
+    "policy_loss": ("behavior", "rewards", "mask", "segment_ids"),
+    "advantage": ("mask", "lengths", "truncated"),
+    "correction": ("drift", "adv"),
+}
 SPLASH_UNIT = 128  # positions: a TPU's vector, of which the kernel's blocks are multiples
 CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient take more than 1 GiB
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
@@ -69,35 +84,72 @@ WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values ar
 
 def check(section: TrainerSection, rollout: RolloutSection | None = None) -> list[str]:
     """What is wrong with a TrainerSection (and with the RolloutSection it learns from): one sentence each."""
-    known = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "correction": CORRECTIONS}
-    errors = [
-        f"trainer.{field}={getattr(section, field)!r} is unknown: known are {', '.join(names)}"
-        for field, names in known.items()
-        if getattr(section, field) not in names
-    ]
+    takes: dict[str, tuple[str, ...]] = {}
+    errors = []
+    for kind, table in KNOWN.items():
+        name = getattr(section, kind)
+        if name not in table and "." not in name:
+            errors.append(
+                f"trainer.{kind}={name!r} is unknown: known are {', '.join(table)}, and a function of your own by its "
+                "import path (my_module.name)"
+            )
+            continue
+        try:
+            takes[kind] = table[name] if name in table else _keywords(kind, plugin(kind, name))
+        except ValueError as error:
+            errors.append(f"trainer.{kind}: {error}")
     if errors:
         return errors
-    tables = {
-        "loss_params": (LOSSES, section.policy_loss),
-        "advantage_params": (ADVANTAGES, section.advantage),
-        "correction_params": (CORRECTIONS, section.correction),
-    }
-    errors = []
-    for field, (table, name) in tables.items():
-        params = getattr(section, field)
-        surplus = sorted(set(params) - set(table[name]))
-        if surplus:
-            takes = ", ".join(table[name]) or "nothing"
-            errors.append(f"trainer.{field}: {', '.join(surplus)} not known to {name!r}, which takes {takes}")
+    for kind, params in zip(KNOWN, (section.advantage_params, section.loss_params, section.correction_params)):
+        name, field = getattr(section, kind), f"trainer.{kind.removeprefix('policy_')}_params"
+        if surplus := sorted(set(params) - set(takes[kind])):
+            known = ", ".join(takes[kind]) or "nothing"
+            errors.append(f"{field}: {', '.join(surplus)} not known to {name!r}, which takes {known}")
         errors += [
-            f"trainer.{field}.{key}: {params[key]!r} is {wrong}"
-            for key in table[name]
-            if key in params and (wrong := _wrong_value(name, key, params[key]))
+            f"{field}.{key}: {params[key]!r} is {wrong}"
+            for key in takes[kind]
+            if key in params and name in KNOWN[kind] and (wrong := _wrong_value(name, key, params[key]))
         ]
     mask = section.correction_params if section.correction == "mask" else {}
     if mask.get("level") == "geometric" and mask.get("metric", "ratio") != "ratio":
         errors.append(f"trainer.correction_params: level='geometric' is of ratios, not of metric={mask['metric']!r}")
     return [*errors, *_pairings(section), *_numbers(section), *(_sampling(rollout) if rollout else [])]
+
+
+@functools.cache
+def plugin(kind: str, path: str) -> Callable[..., Any]:
+    """The user's own function of a kind (policy_loss, advantage, correction), by its import path "module.name".
+
+    It takes what TAKES lists by position, what it names of OFFERED by keyword, and its other keywords from
+    `trainer.*_params`; shapes and results are those of loss.py (f32[B, L]), advantage.py (f64[n] -> [n] or [n, T]) and
+    correction.py ((weights, mask, metrics)). ValueError: it cannot be imported, or takes something else.
+    """
+    if "." not in path:
+        raise ValueError(f"unknown {kind.replace('_', ' ')} {path!r}: known are {', '.join(KNOWN[kind])}")
+    function = callables.imported(path)
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    takes = sum(each in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in kinds)
+    if takes != len(TAKES[kind]):
+        raise ValueError(
+            f"{path} takes {takes} arguments by position, not {len(TAKES[kind])} ({', '.join(TAKES[kind])}); of "
+            f"{', '.join(OFFERED[kind])} it gets by keyword what it names behind a *"
+        )
+    return function
+
+
+def offered(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the function's signature names of `values`; for one that is None its own default stands."""
+    named = inspect.signature(function).parameters
+    return {
+        name: value
+        for name, value in values.items()
+        if name in named and (value is not None or named[name].default is inspect.Parameter.empty)
+    }
+
+
+def _keywords(kind: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in OFFERED[kind])
 
 
 def needs_reference(section: TrainerSection) -> bool:
@@ -124,7 +176,8 @@ def may_start_early(section: TrainerSection) -> bool:
     Denominators are per update anyway. Not where the starting weights must score every batch of the step first, nor
     where an advantage is whitened: over fewer trajectories that is another estimate.
     """
-    return section.updates > 1 and not needs_scores(section) and section.advantage not in WHITENED
+    alone = section.advantage in ADVANTAGES and section.advantage not in WHITENED
+    return section.updates > 1 and not needs_scores(section) and alone
 
 
 def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]:
@@ -152,7 +205,8 @@ def may_share_prompts(section: TrainerSection) -> bool:
 
 def may_skip_zero_advantage(section: TrainerSection) -> bool:
     """Where nothing but the advantage moves the weights, and no score or weight is taken over all trajectories."""
-    return not needs_scores(section) and not section.entropy_coef and section.correction != "vcpo_lr"
+    only_advantage = section.policy_loss in LOSSES and not section.entropy_coef
+    return not needs_scores(section) and only_advantage and section.correction != "vcpo_lr"
 
 
 def attention_problems(section: TrainerSection, platform: str, dtype: str) -> list[str]:
@@ -252,7 +306,8 @@ def _pairings(section: TrainerSection) -> list[str]:
             section.skip_zero_advantage and not may_skip_zero_advantage(section),
             (
                 "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, "
-                "trainer.kl, values or old log-probs of several updates, or correction='vcpo_lr'; set it to False"
+                "trainer.kl, values or old log-probs of several updates, correction='vcpo_lr', or a policy loss of "
+                "your own; set it to False"
             ),
         ),
         (

@@ -3,6 +3,7 @@
     monitor.port    GET /metrics (Prometheus) and /healthz on 127.0.0.1
     monitor.wandb   each record of metrics.jsonl to a project of Weights & Biases; WANDB_MODE=offline keeps it in
                     WORKDIR/wandb
+    monitor.sinks   each record, and what goes on now, to classes of the user's (metrics.Sink)
 
 Consumes the records and the live facts that metrics.Writer is given; decides nothing. Law: what listens here never
 stops the run: a page that nobody reads costs nothing, no request changes anything, and connections hold a bounded
@@ -29,7 +30,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dora_jax import config
-from dora_jax.base import prometheus, state_files
+from dora_jax.base import callables, prometheus, state_files
 from dora_jax.base.metrics import Sink
 from dora_jax.config import Config, ConfigError
 
@@ -54,7 +55,41 @@ def opened(settings: Config, workdir: Path) -> Iterator[list[Sink]]:
             board = WandbRun(settings, workdir)
             stack.callback(board.close)
             sinks.append(board)
+        for path in settings.monitor.sinks:
+            own = UserSink(path, settings, workdir)
+            stack.callback(own.close)
+            sinks.append(own)
         yield sinks
+
+
+class UserSink:
+    """A sink of the user's (monitor.sinks). One that raises is reported once and gets nothing more: the run goes on."""
+
+    def __init__(self, path: str, settings: Config, workdir: Path):
+        self._path = path
+        with config.blame("monitor.sinks"):
+            self._sink: Any = callables.imported(path)(settings, workdir)
+        if missing := [name for name in ("write", "status", "close") if not hasattr(self._sink, name)]:
+            raise ConfigError(f"monitor.sinks: {path} has no {', '.join(missing)} (dora_jax.base.metrics.Sink)")
+
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        self._call("write", step, scalars)
+
+    def status(self, facts: Mapping[str, Any]) -> None:
+        self._call("status", facts)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, name: str, *args: Any) -> None:
+        if self._sink is None:
+            return
+        try:
+            getattr(self._sink, name)(*args)
+        except Exception as error:  # the user's own code
+            self._sink = None
+            print(f"monitor.sinks: {self._path}.{name} raised {type(error).__name__}: {error}; it gets nothing more",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
 
 class RunFacts:
