@@ -22,7 +22,7 @@ import numpy as np
 from dora_jax import config as configs
 from dora_jax.base import callables
 from dora_jax.cli import flags
-from dora_jax.config import Config, blame
+from dora_jax.config import Config, field_context
 from dora_jax.config import files as config_files
 from dora_jax.report.load import Row, load, number
 
@@ -144,7 +144,7 @@ def _merge(tree: dict[str, Any], fields: Mapping[str, Any], prefix: str = "") ->
 def _path(reward: Any) -> str:
     if isinstance(reward, str):
         return reward
-    with blame("reward"):
+    with field_context("reward"):
         return callables.path_of(reward)
 
 
@@ -166,7 +166,7 @@ def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_hel
         task["path"] = os.fspath(prompts)
         return
     rows = [{"prompt": row, "answer": ""} if isinstance(row, str) else row for row in prompts]
-    with blame("prompts"):
+    with field_context("prompts"):
         # The file of these rows, named by their content. ValueError: a row is no JSON.
         folder = flags.local(workdir, "train")
         try:

@@ -86,7 +86,7 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Swee
     try:
         points = list(module.sweep())
     except Exception as error:  # the function is the user's: anything may come out of it
-        raise ConfigError(config_files.blame(config_files.config_file(path), error)) from error
+        raise ConfigError(config_files.field_context(config_files.config_file(path), error)) from error
     if not points or not all(isinstance(point, Mapping) and point for point in points):
         raise ConfigError(f"config: sweep() of {path} returned no list of {{field: value}}")
     sweep = [

@@ -51,15 +51,15 @@ def picture(data: RunData, now_s: float) -> Group:
     for key, label in FIGURES.items():
         what, healthy = legend.METRICS.get(key) or legend.EVALUATION[key]
         table.add_row(label, _shown(key, figures), Text(f"{what}; {healthy}" if healthy else what, style="dim"))
-    told_s = data.timeline[-1]["t"] if data.timeline else None
-    age = "no timeline yet" if told_s is None else f"last sign of life {max(0.0, now_s - told_s):.0f} s ago"
+    last_t = data.timeline[-1]["t"] if data.timeline else None
+    age = "no timeline yet" if last_t is None else f"last sign of life {max(0.0, now_s - last_t):.0f} s ago"
     head = Text(f"{data.name}: step {figures['step']}, {age}", style="bold")
-    return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data), *_doubted(data))
+    return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data), *_quarantined(data))
 
 
-def _doubted(data: RunData) -> list[Text]:
+def _quarantined(data: RunData) -> list[Text]:
     """The newest word on each instance that was in quarantine."""
-    return [Text(said[-1], style="red") for _, said in sorted(findings.quarantines(data).items())]
+    return [Text(reasons[-1], style="red") for _, reasons in sorted(findings.quarantines(data).items())]
 
 
 def _shown(key: str, figures: Row) -> str:

@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "a_snapshot_loses_failed_moves",
         "orchestrate/snapshot.py",
-        'if name not in ("dst", "group", "id"))',
-        'if name not in ("dst", "group", "id", "failed_moves"))',
+        'set(Unit.__slots__) - {"dst", "group", "id"}',
+        'set(Unit.__slots__) - {"dst", "group", "id", "failed_moves"}',
         "test_payload_replay.py::test_a_snapshot_holds_all_of_a_sample",
     ),
     Mutant(

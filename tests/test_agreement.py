@@ -15,7 +15,7 @@ from dora_jax.runtime.common.sample_gaps import SampleGap, SampleGaps
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.training.agreement import Agreement
-from dora_jax.trainer.advantage import Unjudged
+from dora_jax.trainer.advantage import ZeroWeights
 from dora_jax.trainer.step import Probe
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes.coordinator_world import SECTION, Weights
@@ -48,7 +48,7 @@ class Trainer:
 
 def probe(group, version, weights):
     shape = layout.layout(pack_tokens=8, rows=0, micro_batches=1, samples=len(group.samples), max_tokens=8)
-    return Probe(pack.pack_step([[group]], shape, Unjudged())[0], version, weights)
+    return Probe(pack.pack_step([[group]], shape, ZeroWeights())[0], version, weights)
 
 
 def measured(*steps, known=range(100)):
@@ -93,10 +93,12 @@ class Fleet:
     """Instances that are doubted; `step` ends a step of samples of so many instances, with these gaps."""
 
     def __init__(self, instances=3):
-        self.said, self.doubts, self._versions, self._groups = [], [], itertools.count(1), itertools.count()
-        self.pool = [types.SimpleNamespace(instance=i, life=0) for i in range(instances)]
+        self.said, self.suspicions, self._versions, self._groups = [], [], itertools.count(1), itertools.count()
+        self.pool = [types.SimpleNamespace(instance=i, incarnation=0) for i in range(instances)]
         for worker in self.pool:
-            worker.doubt = lambda life, reason, i=worker.instance: self.doubts.append((i, life, reason))
+            worker.mark_unhealthy = lambda incarnation, reason, i=worker.instance: self.suspicions.append(
+                (i, incarnation, reason)
+            )
         self._gaps = {}
         self.agreement = Agreement(0.2, self, self.pool, self.said.append)
 
@@ -109,7 +111,7 @@ class Fleet:
         for worker, gap in zip(self.pool, gaps):
             id = SampleId(next(self._groups), 0)
             if gap is not None:
-                started = ev.SampleStarted(id=id, instance=worker.instance, version=0, life=worker.life)
+                started = ev.SampleStarted(id=id, instance=worker.instance, version=0, incarnation=worker.incarnation)
                 for event in (started, *then(id)):
                     self.agreement.event(event, ())
                 found.append(SampleGap(id=id, version=0, gap=gap, tokens=tokens))
@@ -120,45 +122,45 @@ class Fleet:
 def test_the_instance_that_is_far_from_the_trainer_is_named_with_the_figures():
     fleet = Fleet()
     fleet.step(0.001, 0.02, 1.0)
-    ((instance, life, reason),) = fleet.doubts
-    assert (instance, life) == (2, 0)
+    ((instance, incarnation, reason),) = fleet.suspicions
+    assert (instance, incarnation) == (2, 0)
     assert reason == (
         "its log-probs differ from the trainer's by 1 nats a token at the same version, measured on 64 tokens of "
         "version 0, above trainer.max_instance_mismatch=0.2"
     )
-    fleet.pool[2].life = 1
+    fleet.pool[2].incarnation = 1
     fleet.step(0.001, 0.02, 0.001)
     fleet.step(0.001, 0.02, 0.001)
-    assert len(fleet.doubts) == 1, "its next life begins without a history"
+    assert len(fleet.suspicions) == 1, "its next life begins without a history"
 
 
 def test_a_few_tokens_condemn_nobody_and_what_is_old_does_not_count():
     fleet = Fleet()
     fleet.step(0.01, 0.01, 5.0, tokens=8)
-    assert not fleet.doubts, "one sample in which a token went wrong"
+    assert not fleet.suspicions, "one sample in which a token went wrong"
     for _ in range(8):
         fleet.step(0.01, 0.01, 0.01, tokens=16)
-    assert not fleet.doubts
+    assert not fleet.suspicions
     fleet.step(0.01, 0.01, 1.0, tokens=32)
-    assert [i for i, _, _ in fleet.doubts] == [2], "half of its newest tokens are off by a nat"
+    assert [i for i, _, _ in fleet.suspicions] == [2], "half of its newest tokens are off by a nat"
 
 
-def test_where_no_instance_agrees_none_is_blamed_and_it_is_said_once():
+def test_where_no_instance_agrees_none_is_blamed_and_it_is_reported_once():
     fleet = Fleet()
     for _ in range(3):
         fleet.step(0.5, 0.4, 0.3)
-    assert not fleet.doubts and len(fleet.said) == 1 and "no instance is blamed" in fleet.said[0]
+    assert not fleet.suspicions and len(fleet.said) == 1 and "no instance is blamed" in fleet.said[0]
     Fleet().step(0.5, None, None)  # what the others sample is not known yet
     fleet = Fleet(1)
     fleet.step(0.5)
-    assert not fleet.doubts and fleet.said
+    assert not fleet.suspicions and fleet.said
 
 
 @pytest.mark.parametrize(
     "event",
     [
         lambda id: ev.SampleMoved(id=id, src=0, dst=1, attempt=1),
-        lambda id: ev.SampleResumed(id=id, instance=7, life=0),
+        lambda id: ev.SampleResumed(id=id, instance=7, incarnation=0),
         lambda id: ev.SampleCancelled(id=id, reason=""),
         lambda id: ev.GroupFailed(group_id=id.group_id, reason=""),
     ],
@@ -167,37 +169,37 @@ def test_a_sample_that_others_ran_too_says_nothing(event):
     fleet = Fleet(2)
     fleet.step(0.001, 0.001)
     fleet.step(None, 9.0, then=lambda id: [event(id)])
-    assert not fleet.doubts
+    assert not fleet.suspicions
 
 
-def test_a_sample_of_an_earlier_life_says_nothing_of_this_one():
+def test_a_sample_of_an_earlier_incarnation_does_not_count_for_this_one():
     fleet = Fleet(2)
     fleet.step(0.001, 9.0, tokens=32)
-    fleet.pool[1].life = 1
+    fleet.pool[1].incarnation = 1
     fleet.step(0.001, 9.0, tokens=32)
-    assert not fleet.doubts
+    assert not fleet.suspicions
 
 
 def test_an_incarnation_that_is_over_is_judged_while_groups_of_it_wait_to_be_trained():
     fleet = Fleet(2)
-    fleet.agreement.event(ev.SampleStarted(id=SampleId(99, 0), instance=1, version=0, life=0), ())
+    fleet.agreement.event(ev.SampleStarted(id=SampleId(99, 0), instance=1, version=0, incarnation=0), ())
 
     def lost(id):
-        fleet.pool[1].life = id.group_id  # after it has sampled group 1
+        fleet.pool[1].incarnation = id.group_id  # after it has sampled group 1
         return ()
 
     fleet.step(0.001, 9.0, then=lost)
-    assert [(i, life) for i, life, _ in fleet.doubts] == [(1, 0)]
+    assert [(i, incarnation) for i, incarnation, _ in fleet.suspicions] == [(1, 0)]
     fleet.step(0.001, 0.001)
-    assert len(fleet.doubts) == 1
+    assert len(fleet.suspicions) == 1
 
 
-def test_a_doubt_about_an_incarnation_that_is_over_is_reported_and_ends_nothing():
+def test_a_suspicion_about_an_incarnation_that_is_over_is_reported_and_ends_nothing():
     outbox = queue.SimpleQueue()
     spare = RestartPolicy(new_engine=None, vocab_size=256, hung_s=0.0)
-    up = ev.InstanceUp(instance=0, life=3, slots=8, pages=96, page_size=8)
+    up = ev.InstanceUp(instance=0, incarnation=3, slots=8, pages=96, page_size=8)
     instance = LocalInstance(up, OracleEngine(SECTION), Weights(), outbox, 0.0, spare, {}, print)
     present = instance.worker
-    instance.doubt(1, "found out late")
-    assert outbox.get_nowait() == ev.InstanceUnhealthy(instance=0, reason="found out late", life=1)
+    instance.mark_unhealthy(1, "found out late")
+    assert outbox.get_nowait() == ev.InstanceUnhealthy(instance=0, reason="found out late", incarnation=1)
     assert outbox.empty() and instance.worker is present

@@ -44,7 +44,7 @@ def test_every_point_is_somewhere_and_every_somewhere_is_a_point():
 def finished(tmp_path):
     """The journal of a run that was killed once."""
     job = Run(tmp_path, eval_every=0)
-    assert job.life(kill_at=150) is None and job.life().ok
+    assert job.incarnation(kill_at=150) is None and job.incarnation().ok
     return tmp_path
 
 

@@ -40,7 +40,7 @@ def test_a_step_killed_before_its_manifest_is_adopted_on_another_mesh_where_its_
     again.close()
 
 
-def test_a_step_without_a_manifest_that_nobody_adopts_is_put_aside_and_one_in_part_too(tmp_path):
+def test_a_step_without_a_manifest_that_nobody_adopts_is_set_aside_and_one_in_part_too(tmp_path):
     killed_before_its_manifest(tmp_path, small())
     (tmp_path / "6" / "params").mkdir(parents=True)
     (tmp_path / "6" / "params" / "d").write_bytes(b"weights")
@@ -118,7 +118,7 @@ def test_a_writer_steps_over_what_is_broken_and_says_so(tmp_path):
     said = []
     again = store_of(tmp_path, said, keep=3)
     assert again.steps() == [1, 3] and len(said) == 1 and "manifest" in said[0]
-    again.put_aside(3, "broken")
+    again.set_aside(3, "broken")
     save(again, small(2), 2)
     again.close()
     assert checkpoint.latest(tmp_path, full=True) == 2

@@ -124,7 +124,7 @@ def test_what_was_damaged_or_is_missing_in_the_bucket_is_found(tmp_path):
     assert "has 6 bytes, not 7" in steps.fault(5)
     store.drop("checkpoints/5/params/w/0")
     assert "missing" in steps.fault(5)
-    steps.put_aside(5, "broken")
+    steps.set_aside(5, "broken")
     assert StepBucket(store.url).steps() == steps.steps() == [] and store.keys() == []
 
 

@@ -25,7 +25,7 @@ class Ends:
     """Both ends of one link, and what came out of them."""
 
     def __init__(self):
-        self.heard, self.ended = {"a": [], "b": []}, {}
+        self.received, self.ended = {"a": [], "b": []}, {}
         self.links, self.ends = {}, {}
         self.door = Listener("127.0.0.1", b"token", lambda end: self._link("b", end))
         self._link("a", dial(self.door.address, b"token"))
@@ -33,7 +33,7 @@ class Ends:
 
     def _link(self, name, end):
         link = RecordConnection(
-            end, lambda _, item: self.heard[name].append(item), lambda _, reason: self.ended.setdefault(name, reason)
+            end, lambda _, item: self.received[name].append(item), lambda _, reason: self.ended.setdefault(name, reason)
         )
         link.start()
         self.links[name], self.ends[name] = link, end
@@ -45,8 +45,8 @@ def test_records_go_both_ways_in_order():
     for item in sent:
         ends.links["a"].send(item)
     ends.links["b"].send(messages.Ready(holds=(3,)))
-    eventually(lambda: len(ends.heard["b"]) == 1000 and ends.heard["a"])
-    assert ends.heard["b"] == sent and ends.heard["a"] == [messages.Ready(holds=(3,))]
+    eventually(lambda: len(ends.received["b"]) == 1000 and ends.received["a"])
+    assert ends.received["b"] == sent and ends.received["a"] == [messages.Ready(holds=(3,))]
     ends.links["a"].close()
     eventually(lambda: len(ends.ended) == 2)
 
@@ -56,7 +56,7 @@ def test_large_records_that_wait_together_are_no_frame_too_large(monkeypatch):
     ends = Ends()
     for _ in range(20):
         ends.links["a"].send(messages.ProcessFailed(error="x" * (1 << 20)))
-    eventually(lambda: len(ends.heard["b"]) == 20 or ends.ended)
+    eventually(lambda: len(ends.received["b"]) == 20 or ends.ended)
     assert not ends.ended
 
 
@@ -65,7 +65,7 @@ def test_bytes_that_are_no_records_end_the_link(frame):
     ends = Ends()
     ends.ends["a"].send_bytes(frame)
     eventually(lambda: "b" in ends.ended)
-    assert ends.heard["b"] == []
+    assert ends.received["b"] == []
 
 
 def test_a_reader_that_stands_still_does_not_stop_the_sender():
@@ -140,26 +140,26 @@ def test_what_a_process_says_last_is_the_reason():
 
 
 def beating(busy):
-    def life(host):
+    def incarnation(host):
         host.join()
         host.ready()
         while not host.done.wait(0.01):
             host.beat(1, busy)
 
-    return life
+    return incarnation
 
 
 def test_silence_is_a_death():
-    def life(host):
+    def incarnation(host):
         host.join()
         host.ready()
 
-    with Kept(FakeLauncher(life=life), limits=dataclasses.replace(LIMITS, silence_s=0.3)) as kept:
+    with Kept(FakeLauncher(incarnation=incarnation), limits=dataclasses.replace(LIMITS, silence_s=0.3)) as kept:
         eventually(lambda: any("has not been heard" in text for text in kept.said))
 
 
 def test_standstill_is_a_death():
-    with Kept(FakeLauncher(life=beating(busy=True)), limits=dataclasses.replace(LIMITS, stall_s=0.3)) as kept:
+    with Kept(FakeLauncher(incarnation=beating(busy=True)), limits=dataclasses.replace(LIMITS, stall_s=0.3)) as kept:
         eventually(lambda: any("has work and has not moved" in text for text in kept.said))
 
 
@@ -182,7 +182,7 @@ def lone_gang():
 
 def test_a_controller_that_slept_blames_nobody():
     gang, _ = lone_gang()
-    gang.processes[0].heard_s -= 60.0
+    gang.processes[0].received_s -= 60.0
     assert "has not been heard" in gang.fault()
     gang.excuse(60.0)
     assert gang.fault() is None
@@ -194,11 +194,11 @@ class FakeLink:
 
 
 def test_a_gang_that_can_never_come_up_ends_the_run_with_its_own_words():
-    def life(host):
+    def incarnation(host):
         host.join()
         host.link.send(messages.ProcessFailed(error="ConfigError: rollout.tensor: 3 is wrong", final=True))
 
-    with Kept(FakeLauncher(life=life)) as kept:
+    with Kept(FakeLauncher(incarnation=incarnation)) as kept:
         eventually(lambda: kept.events)
         assert isinstance(kept.events[0], RunError) and "rollout.tensor: 3 is wrong" in str(kept.events[0])
         assert len(kept.launcher.gangs) == 1
@@ -206,39 +206,39 @@ def test_a_gang_that_can_never_come_up_ends_the_run_with_its_own_words():
 
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_restarts_that_come_to_nothing_are_counted(comes_up):
-    def life(host):
+    def incarnation(host):
         host.join()
         if comes_up:
             host.ready()
         time.sleep(0.05)
         host.link.send(messages.ProcessFailed(error="again"))
 
-    with Kept(FakeLauncher(life=life)) as kept:
+    with Kept(FakeLauncher(incarnation=incarnation)) as kept:
         eventually(lambda: isinstance(kept.events[-1], RunError) if kept.events else False)
         assert "3 times in a row" in str(kept.events[-1]) and len(kept.launcher.gangs) == LIMITS.restarts + 1
 
 
 def test_restarts_after_work_are_not_counted():
-    def life(host):
+    def incarnation(host):
         host.join()
         host.ready()
         host.beat(5)
         time.sleep(0.02)
         host.link.send(messages.ProcessFailed(error="again"))
 
-    with Kept(FakeLauncher(life=life)) as kept:
+    with Kept(FakeLauncher(incarnation=incarnation)) as kept:
         kept.up(LIMITS.restarts + 3)
 
 
-def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
-    def life(host):
+def test_a_gang_that_is_reported_to_leave_hands_over_first_and_another_comes():
+    def incarnation(host):
         host.join()
         host.ready()
         assert isinstance(host.inbox.get(), messages.HandOver)
         host.link.send(ev.InstanceReported(instance=0, free=3))
         host.link.send(messages.HandOverDone(hosts=1))
 
-    with Kept(FakeLauncher(life=life), limits=dataclasses.replace(LIMITS, restarts=0)) as kept:
+    with Kept(FakeLauncher(incarnation=incarnation), limits=dataclasses.replace(LIMITS, restarts=0)) as kept:
         kept.up()
         kept.hosts()[1].link.send(messages.PreemptionNotice(reason="SIGTERM"))
         kept.up(2)
@@ -249,8 +249,8 @@ def test_a_gang_that_is_told_to_leave_hands_over_first_and_another_comes():
         assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.said)
 
 
-def test_who_leaves_has_left_once_every_process_has_said_so():
-    def life(host):
+def test_who_leaves_has_left_once_every_process_has_reported_so():
+    def incarnation(host):
         host.join()
         host.ready()
         if host.began.rank == 0:
@@ -258,7 +258,7 @@ def test_who_leaves_has_left_once_every_process_has_said_so():
             host.link.send(messages.HandOverDone(hosts=2))
             host.link.send(messages.Note(text="all is handed over"))
 
-    with Kept(FakeLauncher(life=life)) as kept:
+    with Kept(FakeLauncher(incarnation=incarnation)) as kept:
         kept.up().leave("preempted")
         eventually(lambda: "rollout 0: all is handed over" in kept.said)
         kept.hosts()[1].link.send(ev.InstanceReported(instance=0, free=3))  # its part takes longer
@@ -269,14 +269,14 @@ def test_who_leaves_has_left_once_every_process_has_said_so():
 
 def test_a_gang_that_does_not_hand_over_in_time_is_ended(monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.cluster.gang.LEAVE_S", 0.2)
-    with Kept(FakeLauncher(life=beating(busy=False))) as kept:
+    with Kept(FakeLauncher(incarnation=beating(busy=False))) as kept:
         kept.up().leave("preempted")
         kept.up(2)
         assert kept.gangs[0].reason == "preempted; it has not handed over within 0 s"
 
 
 def test_a_gang_that_is_not_wanted_leaves_and_comes_back_when_it_is():
-    with Kept(FakeLauncher(life=leaving)) as kept:
+    with Kept(FakeLauncher(incarnation=leaving)) as kept:
         kept.up()
         kept.keeper.want(False)
         eventually(lambda: "down 1" in kept.events)
@@ -297,7 +297,7 @@ def leaving(host):
 @pytest.mark.parametrize("elastic", [True, False])
 def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic, monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.cluster.gang_supervisor.ROOM_S", 0.2)
-    launcher = FakeLauncher(life=lambda host: None)
+    launcher = FakeLauncher(incarnation=lambda host: None)
     limits = dataclasses.replace(LIMITS, start_s=0.4, elastic=elastic)
     with Kept(launcher, limits=limits) as kept:
         eventually(lambda: launcher.started)

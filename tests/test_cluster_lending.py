@@ -49,19 +49,26 @@ def start(folder, console, **env):
         )
 
 
-def lives(folder):
+def incarnations(folder):
     """InstanceUp and InstanceDown of the trainer's devices, as far as the journal knows."""
     known = events(folder / "run" / "journal") if (folder / "run" / "journal").exists() else []
     return [event for event in known if isinstance(event, ev.InstanceUp | ev.InstanceDown) and event.instance >= LENT]
 
 
 def lent(folder):
-    return any(isinstance(newest, ev.InstanceUp) for newest in {life.instance: life for life in lives(folder)}.values())
+    return any(
+        isinstance(newest, ev.InstanceUp)
+        for newest in {incarnation.instance: incarnation for incarnation in incarnations(folder)}.values()
+    )
 
 
 def cut_short(folder):
     """Lives that another end came to than a Return."""
-    return [life for life in lives(folder) if isinstance(life, ev.InstanceDown) and life.reason != RETURNED]
+    return [
+        incarnation
+        for incarnation in incarnations(folder)
+        if isinstance(incarnation, ev.InstanceDown) and incarnation.reason != RETURNED
+    ]
 
 
 def said(console, pattern):
@@ -93,7 +100,7 @@ def test_devices_that_are_no_instance_s_are_refused(instance, tensor, wrong):
 
 
 @pytest.mark.parametrize("dies", ["a process", "the trainer"])
-def test_instances_have_a_life_for_each_lend(tmp_path, monkeypatch, dies):
+def test_instances_have_a_incarnation_for_each_lend(tmp_path, monkeypatch, dies):
     """Threads stand for processes; where the trainer's gang is not there, no process comes."""
     world = World(tmp_path / "journal", max_versions=1, lendable=(3,))
     blows, asked = [], []
@@ -116,7 +123,7 @@ def test_instances_have_a_life_for_each_lend(tmp_path, monkeypatch, dies):
     assert lost in ((1, 2) if dies == "a process" else (0,)), world.said  # one may be on its way back by then
 
 
-def test_an_instance_whose_every_life_is_lost_stays_away(tmp_path, monkeypatch):
+def test_an_instance_whose_every_incarnation_is_lost_stays_away(tmp_path, monkeypatch):
     world = World(tmp_path / "journal", max_versions=1, lendable=(3,), restarts=1)
     start, killed = world.launcher.start, []
 
@@ -161,7 +168,7 @@ def test_the_trainer_s_gang_is_killed_while_it_is_lent_and_then_the_controller(t
     finally:
         process.kill()
     text = console.read_text()
-    assert cut_short(tmp_path), lives(tmp_path)
+    assert cut_short(tmp_path), incarnations(tmp_path)
     assert "trainer (epoch 1) has left: preempted" in text, text
     assert "is up, taken over" in text and "version 10 is published" in text, text
     sampled = [event for event in events(tmp_path / "run" / "journal") if isinstance(event, ev.SampleDone)]

@@ -12,7 +12,7 @@ def pair():
     return new_pair()
 
 
-def test_commands_reach_a_gang_only_after_its_coming_was_heard(pair):
+def test_commands_reach_a_gang_only_after_its_coming_was_received(pair):
     remotes, gangs, outbox = pair
     remotes.tell(0, "down", gangs[0])
     again = Posted(2)
@@ -38,7 +38,7 @@ def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
 def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
-    remotes.tell(0, "heard", moving())
+    remotes.tell(0, "on_message", moving())
     assert isinstance(gangs[1].posts[-1], messages.FinishMove)
     remotes.tell(1, "down", gangs[1])
     down, moved = drained(outbox)
@@ -51,15 +51,15 @@ def test_a_sample_is_not_handed_to_a_later_epoch_of_its_destination(pair):
     remotes.tell(1, "down", gangs[1])
     drained(outbox)
     later = rise(remotes, 1, outbox, 2)
-    remotes.tell(0, "heard", moving())
+    remotes.tell(0, "on_message", moving())
     assert not later.posts and isinstance(drained(outbox)[0], ev.SampleMoved)
 
 
 def test_a_move_that_arrives_is_owed_no_more(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
-    remotes.tell(0, "heard", moving())
-    remotes.tell(1, "heard", ev.SampleMoved(id=A, src=0, dst=1, attempt=1))
+    remotes.tell(0, "on_message", moving())
+    remotes.tell(1, "on_message", ev.SampleMoved(id=A, src=0, dst=1, attempt=1))
     for i in (0, 1):
         remotes.tell(i, "down", gangs[i])
     assert [type(item) for item in drained(outbox)] == [ev.SampleMoved, ev.InstanceDown, ev.InstanceDown]

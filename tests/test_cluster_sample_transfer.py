@@ -16,7 +16,7 @@ from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import OFFER, Porters, World
 from tests.fakes.coordinator_world import Task, expected
 from tests.fakes.engine_rig import LAYOUT, assert_undisturbed, bits, finish, loaded, taken_out
-from tests.fakes.remote_pair import PARCEL, A, drained, moving, new_pair, rise
+from tests.fakes.remote_pair import REQUEST, A, drained, moving, new_pair, rise
 from tests.fakes.wire_peer import new_wire
 
 
@@ -35,7 +35,7 @@ class Driver:
         self.world, self.samples, self.left = world, samples, set(samples)
         self.where, self.moves, self.done, self.loaded = {}, 0, {}, set()
         self.moving = {}  # and which life of instance 1 it was then
-        self.lives, self.there = 0, False
+        self.incarnations, self.there = 0, False
 
     def run(self, kill_after=None):
         for remote in self.world.remotes.values():
@@ -66,7 +66,7 @@ class Driver:
                 self._move(id)
             case ev.SampleMoved(id=id, dst=dst):
                 self.moves += 1
-                lost = dst == 1 and self.moving[id] < self.lives  # it had left for an earlier life
+                lost = dst == 1 and self.moving[id] < self.incarnations  # it had left for an earlier life
                 del self.moving[id]
                 self.where[id] = dst
                 if lost:
@@ -76,7 +76,7 @@ class Driver:
             case ev.MoveFailed(id=id, reason="its instance is lost"):
                 self._submit(id)
             case ev.InstanceDown(instance=1):
-                self.lives, self.there = self.lives + 1, False
+                self.incarnations, self.there = self.incarnations + 1, False
                 for id in [id for id in self.left - set(self.moving) if self.where[id] == 1]:
                     self._submit(id)
             case Finished(sample=sample):
@@ -92,8 +92,8 @@ class Driver:
     def _move(self, id):
         src, dst = self.where[id], 1 - self.where[id]
         if src == 1 or self.there:
-            self.moving[id] = self.lives
-            self.world.remotes[src].move(id, self.world.remotes[dst], self.lives)
+            self.moving[id] = self.incarnations
+            self.world.remotes[src].move(id, self.world.remotes[dst], self.incarnations)
 
 
 PROMPT = Task().prompt_at(0)
@@ -126,17 +126,17 @@ def carried(pair):
     number = gangs[0].posts[-1].number
     for host in (1, 0):
         assert not gangs[1].posts, "every process speaks of its part first"
-        remotes.tell(0, "heard", moving(number, host, 2, OFFER))
+        remotes.tell(0, "on_message", moving(number, host, 2, OFFER))
     carry = gangs[1].posts.pop()
     assert isinstance(carry, messages.FetchKV) and (carry.number, carry.epoch, len(carry.lent)) == (number, 1, 2)
     return remotes, gangs, outbox, number
 
 
 def answer(remotes, number, host, fault=""):
-    remotes.tell(1, "heard", messages.KVStaged(number=number, host=host, fault=fault))
+    remotes.tell(1, "on_message", messages.KVStaged(number=number, host=host, fault=fault))
 
 
-def told_late(remotes, outbox, number):
+def reported_late(remotes, outbox, number):
     """What the next gang of instance 1 is told where the last answer for KV of the lost one comes to it."""
     drained(outbox)
     later = rise(remotes, 1, outbox, 2)
@@ -176,21 +176,21 @@ def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
     remotes[0].move(A, remotes[1], 1)
     again = gangs[0].posts[-1].number
     for host in (0, 1):
-        remotes.tell(0, "heard", moving(again, host, 2, OFFER))
+        remotes.tell(0, "on_message", moving(again, host, 2, OFFER))
     assert gangs[0].posts[-1] == messages.ReleaseKV(number=again), "nobody is there to fetch it"
-    assert not told_late(remotes, outbox, number)
+    assert not reported_late(remotes, outbox, number)
 
 
 def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pair):
     remotes, gangs, outbox = pair
     remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
-    remotes.tell(0, "heard", moving(number, 1, 2, OFFER))
+    remotes.tell(0, "on_message", moving(number, 1, 2, OFFER))
     remotes.tell(0, "down", gangs[0])
     _down, failed = drained(outbox)
     assert isinstance(failed, ev.MoveFailed)
     rise(remotes, 0, outbox, 2)
-    remotes.tell(0, "heard", moving(number, 0, 2, OFFER))
+    remotes.tell(0, "on_message", moving(number, 0, 2, OFFER))
     assert not gangs[1].posts, "the other part is forgotten"
 
 
@@ -199,7 +199,7 @@ def test_a_sample_without_kv_is_handed_over_at_once(pair):
     remotes[0].move(A, remotes[1], 1)
     number = gangs[0].posts[-1].number
     for host in (0, 1):
-        remotes.tell(0, "heard", moving(number, host, 2))
+        remotes.tell(0, "on_message", moving(number, host, 2))
     assert [(type(post), post.number) for post in gangs[1].posts] == [(messages.FinishMove, 0)]
 
 
@@ -223,7 +223,7 @@ def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(por
     id = SampleId(3, 1)
     in_flight = taken_out(id)
     assert porters[1].fetch(lent(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
-    porters[0].give_back(7)
+    porters[0].reclaim(7)
     got = porters[1].take(7)
     assert bits(got.k_pages) == bits(in_flight.k_pages) and bits(got.v_pages) == bits(in_flight.v_pages)
     with loaded("small") as small:
@@ -237,8 +237,8 @@ def test_kv_of_another_epoch_is_not_fetched_and_what_is_left_is_gone(porters):
     in_flight = taken_out(SampleId(3, 1))
     carried = porters[1].fetch(lent(porters, in_flight, 8, epoch=1))
     assert "process 0: version 0 for rollout 1/0 (epoch 1, transfer 8) is offered where" in carried.fault
-    porters[0].give_back(8)
-    porters[0].give_back(8)
+    porters[0].reclaim(8)
+    porters[0].reclaim(8)
     assert porters[1].fetch(lent(porters, in_flight, 9)).fault == ""
     porters[1].leave(9)
     with pytest.raises(KeyError):
@@ -261,7 +261,7 @@ def with_pages(host, heads=1):
     """The tokens of PARCEL; every head's pages hold its number."""
     k = np.full((1, 2, heads, 3, 4), 1.0, ml_dtypes.bfloat16)
     k *= np.arange(host * heads, (host + 1) * heads)[:, None, None]
-    return dataclasses.replace(PARCEL, kv_len=7, page_size=4, k_pages=k, v_pages=k.swapaxes(3, 4))
+    return dataclasses.replace(REQUEST, kv_len=7, page_size=4, k_pages=k, v_pages=k.swapaxes(3, 4))
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -293,10 +293,10 @@ def test_kv_of_an_episode_that_waits_stays_in_its_process():
     assert [type(item) for item in told] == [HandedOver] and not told[0].in_flight.n_pages
 
 
-def test_kv_that_a_gang_keeps_is_made_again_at_another_and_said(pair):
+def test_kv_that_a_gang_keeps_is_made_again_at_another_and_reported(pair):
     remotes, gangs, _ = pair
     for _ in range(9):
-        remotes[0].forward(PARCEL, remotes[1], 1)
+        remotes[0].forward(REQUEST, remotes[1], 1)
     assert gangs[0].posts == [messages.ForgetKept(id=A)] * 9
     assert [post.in_flight.id for post in gangs[1].posts] == [A] * 9 and not gangs[1].posts[0].in_flight.n_pages
     assert gangs[1].said == [
@@ -319,7 +319,7 @@ def handed(pair):
         outlet.leave(lambda outlet=outlet, host=host: outlet.put(HandedOver(in_flight=with_pages(host, 2))))
         part, left = (messages.CODEC.decode(messages.CODEC.encode(item)) for item in sent)
         assert left == messages.HandOverDone(hosts=2)
-        remotes.tell(0, "heard", part)
+        remotes.tell(0, "on_message", part)
     (handed,) = drained(outbox)
     return remotes, gangs, outbox, handed.in_flight
 
@@ -349,7 +349,7 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
     remotes, _gangs, outbox = pair
     for host in range(2):
         ResultSender(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(in_flight=with_pages(0)))
-        remotes.tell(0, "heard", sent[0])
+        remotes.tell(0, "on_message", sent[0])
     (handed,) = drained(outbox)
     assert bits(handed.in_flight.k_pages) == bits(with_pages(0).k_pages)
     parts = parted(handed.in_flight, 4)
@@ -366,7 +366,7 @@ def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
     assert isinstance(drained(outbox)[0], ev.InstanceDown)
     before = len(gangs[1].posts)
     remotes[1].resume(in_flight, 1)  # asked for before the orchestrator has heard
-    assert len(gangs[1].posts) == before and not told_late(remotes, outbox, number)
+    assert len(gangs[1].posts) == before and not reported_late(remotes, outbox, number)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -383,7 +383,7 @@ def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
 @pytest.mark.parametrize("host", [0, 1])
 def test_where_a_part_does_not_come_in_time_the_tokens_go_on(pair, host):
     remotes, gangs, outbox = pair
-    remotes.tell(0, "heard", messages.HandedOverShard(in_flight=with_pages(host), host=host, hosts=2))
+    remotes.tell(0, "on_message", messages.HandedOverShard(in_flight=with_pages(host), host=host, hosts=2))
     remotes.tell(0, "down", gangs[0])
     *found, down = drained(outbox)
     assert isinstance(down, ev.InstanceDown)

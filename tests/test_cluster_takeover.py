@@ -63,28 +63,28 @@ class MortalRegistry(RunRegistry):
         return None if self.dead else super().close()
 
 
-class Lives(World):
+class Incarnations(World):
     """One workdir and the controllers that came after each other."""
 
     def __init__(self, folder, *args, **options):
         super().__init__(folder, *args, **options)
         StoredWeights(folder.parent).clear()
         self.launcher.place = str(folder.parent)
-        self.heard = []  # by all controllers
+        self.received = []  # by all controllers
 
     def new_roster(self):
         return MortalRegistry(str(self.folder.parent), "this build")
 
-    def life(self, kill=lambda event: False, found=None, trusted=True):
+    def incarnation(self, kill=lambda event: False, found=None, trusted=True):
         """Halt, or None where the controller was killed at a fact."""
         if found is not None:
             self.launcher.spares = False
             self.trusted = trusted
             self.open(found)
             self.weights.held.clear()
-            for version in found.debts.versions:
+            for version in found.outstanding.versions:
                 self.weights.put(version, None)
-            self.world.adopt(found.debts, found.payloads, found.orchestrator.state.now_s)
+            self.world.adopt(found.outstanding, found.payloads, found.orchestrator.state.now_s)
             self.publisher.settle()
         self.roster.announce(self.hub.address)
 
@@ -101,17 +101,17 @@ class Lives(World):
         except Killed:
             return None
         finally:
-            self.heard += self.records
+            self.received += self.records
 
     def again(self, kill=lambda event: False, trusted=True):
         found = recover(
             EventLog(FileLogStore(self.folder, read_only=True)), self.config, [0], lambda v: True, self.said.append
         )
-        return self.life(kill, found, trusted)
+        return self.incarnation(kill, found, trusted)
 
     def check(self, halt):
         assert halt.ok, halt
-        for base, group in trained_by(self.heard):
+        for base, group in trained_by(self.received):
             for sample in group.samples:
                 np.testing.assert_array_equal(sample.out_ids, expected(sample))
         books = audit(self.folder)
@@ -132,14 +132,14 @@ def counted(kind, n):
     "mode, max_versions, seed", [("dora", 3, 0), ("partial", 2, 1), ("sync", 1, 2), ("dora", 2, 3)]
 )
 def test_gangs_go_on_and_the_next_controller_takes_them_over(tmp_path, mode, max_versions, seed):
-    draw, lives = random.Random(seed), Lives(tmp_path / "journal", mode, max_versions)
-    halt = lives.life(counted(ev.SampleDone, draw.randrange(2, 20)))
+    draw, incarnations = random.Random(seed), Incarnations(tmp_path / "journal", mode, max_versions)
+    halt = incarnations.incarnation(counted(ev.SampleDone, draw.randrange(2, 20)))
     for _ in range(4):
         if halt is None:
             time.sleep(draw.choice([0.0, 0.1]))
-            halt = lives.again(counted(ev.SampleDone, draw.randrange(2, 20)))
-    lives.check(halt or lives.again())
-    assert {epoch for _, epoch in lives.launcher.gangs} == {1}, lives.said
+            halt = incarnations.again(counted(ev.SampleDone, draw.randrange(2, 20)))
+    incarnations.check(halt or incarnations.again())
+    assert {epoch for _, epoch in incarnations.launcher.gangs} == {1}, incarnations.said
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -153,21 +153,23 @@ def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeyp
         return OracleEngine.tick(engine) if released.is_set() or not long_ones else IDLE  # these do not end
 
     monkeypatch.setattr(SlowEngine, "tick", tick)
-    lives = Lives(
+    incarnations = Incarnations(
         tmp_path / "journal",
         length=lambda version, group, index, limit: (60, 8, 60, 32)[index],
         instances=1,
         partial_s=1e9,
         hosts=hosts,
     )
-    assert lives.life(counted(ev.SampleDone, 2)) is None  # by then the journal knows of all that has started
-    started = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleStarted)}
-    lives.launcher.imported.clear()
-    engines = [engine for each in lives.launcher.engines.values() for engine in each.values()]
+    assert (
+        incarnations.incarnation(counted(ev.SampleDone, 2)) is None
+    )  # by then the journal knows of all that has started
+    started = {event.id for event in events(incarnations.folder) if isinstance(event, ev.SampleStarted)}
+    incarnations.launcher.imported.clear()
+    engines = [engine for each in incarnations.launcher.engines.values() for engine in each.values()]
     eventually(lambda: not any(id.index == 3 for engine in engines for id in engine.samples))
-    lives.check(lives.again(lambda event: isinstance(event, ev.SampleResumed) and released.set()))
-    imported = {in_flight.id: in_flight for in_flight in reversed(lives.launcher.imported)}
-    resumed = {event.id for event in events(lives.folder) if isinstance(event, ev.SampleResumed)}
+    incarnations.check(incarnations.again(lambda event: isinstance(event, ev.SampleResumed) and released.set()))
+    imported = {in_flight.id: in_flight for in_flight in reversed(incarnations.launcher.imported)}
+    resumed = {event.id for event in events(incarnations.folder) if isinstance(event, ev.SampleResumed)}
     assert resumed - imported.keys(), "one has ended alone, and is only told of"
     went_on = [imported[id] for id in resumed & started & imported.keys()]
     assert went_on and all(len(in_flight.out_ids) for in_flight in went_on)
@@ -175,36 +177,38 @@ def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeyp
 
 
 def test_a_gang_whose_process_ended_meanwhile_is_begun_anew_and_the_others_are_taken_over(tmp_path):
-    lives = Lives(tmp_path / "journal")
-    assert lives.life(counted(ev.SampleDone, 9)) is None
-    eventually(lambda: lives.hosts(1)[0].link.alone)
-    lives.hosts(1)[0].done.set()
-    lives.launcher.gangs["rollout 1", 1].pop()
-    lives.check(lives.again())
-    assert set(lives.launcher.gangs) == {("rollout 0", 1), ("rollout 1", 1), ("rollout 1", 2), ("rollout 2", 1)}
-    assert "rollout 1 (epoch 1) is not taken over: it has ended" in lives.said
+    incarnations = Incarnations(tmp_path / "journal")
+    assert incarnations.incarnation(counted(ev.SampleDone, 9)) is None
+    eventually(lambda: incarnations.hosts(1)[0].link.alone)
+    incarnations.hosts(1)[0].done.set()
+    incarnations.launcher.gangs["rollout 1", 1].pop()
+    incarnations.check(incarnations.again())
+    assert set(incarnations.launcher.gangs) == {("rollout 0", 1), ("rollout 1", 1), ("rollout 1", 2), ("rollout 2", 1)}
+    assert "rollout 1 (epoch 1) is not taken over: it has ended" in incarnations.said
 
 
 def test_gangs_of_another_build_are_ended_and_begun_anew(tmp_path, monkeypatch):
-    lives = Lives(tmp_path / "journal")
-    assert lives.life(counted(ev.SampleDone, 9)) is None
-    monkeypatch.setattr(Lives, "new_roster", lambda self: RunRegistry(str(self.folder.parent), "another build"))
-    lives.check(lives.again())
-    assert {epoch for _, epoch in lives.launcher.gangs} == {1, 2}
-    assert lives.launcher.killed.count(("rollout 0", 1)) == 1 and any("by other code" in text for text in lives.said)
+    incarnations = Incarnations(tmp_path / "journal")
+    assert incarnations.incarnation(counted(ev.SampleDone, 9)) is None
+    monkeypatch.setattr(Incarnations, "new_roster", lambda self: RunRegistry(str(self.folder.parent), "another build"))
+    incarnations.check(incarnations.again())
+    assert {epoch for _, epoch in incarnations.launcher.gangs} == {1, 2}
+    assert incarnations.launcher.killed.count(("rollout 0", 1)) == 1 and any(
+        "by other code" in text for text in incarnations.said
+    )
 
 
 def test_without_the_trainer_of_before_nothing_but_the_processes_is_used(tmp_path):
     """A trainer that is made again may come to other weights: what gangs hold and have sampled is left."""
-    lives = Lives(
+    incarnations = Incarnations(
         tmp_path / "journal", length=lambda version, group, index, limit: 9 if index == 1 else 60, partial_s=1e9
     )
-    assert lives.life(counted(ev.SampleDone, 2)) is None
-    started = [event.id for event in events(lives.folder) if isinstance(event, ev.SampleStarted)]
-    lives.launcher.imported.clear()
-    lives.check(lives.again(trusted=False))
-    assert {epoch for _, epoch in lives.launcher.gangs} == {1}
-    again = {in_flight.id: len(in_flight.out_ids) for in_flight in reversed(lives.launcher.imported)}
+    assert incarnations.incarnation(counted(ev.SampleDone, 2)) is None
+    started = [event.id for event in events(incarnations.folder) if isinstance(event, ev.SampleStarted)]
+    incarnations.launcher.imported.clear()
+    incarnations.check(incarnations.again(trusted=False))
+    assert {epoch for _, epoch in incarnations.launcher.gangs} == {1}
+    again = {in_flight.id: len(in_flight.out_ids) for in_flight in reversed(incarnations.launcher.imported)}
     assert again.keys() & set(started) and not any(again[id] for id in again.keys() & set(started))
 
 
@@ -229,14 +233,14 @@ def halves(hub, place, both):
     shared = queue.SimpleQueue()
     follower = SimpleNamespace(send=shared.put)
 
-    def life(host):
+    def incarnation(host):
         host.join()
         host.link.wait_for_another(place, host.began.rank, 20.0)
         host.ready()
         Half(host, Follower(shared) if host.began.rank else Leader([follower]), both).run(host.inbox)
 
     ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
-    return [FakeHost(ticket, hub.token, rank, None, life) for rank in (0, 1)]
+    return [FakeHost(ticket, hub.token, rank, None, incarnation) for rank in (0, 1)]
 
 
 def seated(hub, again):

@@ -323,7 +323,7 @@ def test_processes_that_disagree_end_the_run(tmp_path):
             rig.trainer.step(part((scored_group(0),), 0))
 
 
-def test_a_save_that_a_death_cuts_short_is_said_and_the_run_goes_on(tmp_path):
+def test_a_save_that_a_death_cuts_short_is_reported_and_the_run_goes_on(tmp_path):
     with Rig(tmp_path, dies=("SaveCheckpoint",)) as rig:
         checkpoints = RemoteCheckpoints(rig.steps, CheckpointSection(), rig.trainer, rig.said.append)
         rig.step(0)

@@ -136,7 +136,7 @@ def test_a_trainer_lost_over_a_write_leaves_it_to_the_next(rig, tmp_path):
     leaves(tmp_path, "v1", "v1.whole", "v2", "v2.whole")
 
 
-def test_a_replica_lives_on_where_the_trainer_dies_over_its_first_version(rig):
+def test_a_replica_goes_on_where_the_trainer_dies_over_its_first_version(rig):
     publisher, trainer, replica = rig
     loaded = []
     publish(publisher, trainer, 1)

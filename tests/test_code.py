@@ -133,7 +133,7 @@ def test_what_the_machine_does_wrong_is_an_error_and_no_score(monkeypatch):
 
 
 @needs_sandbox
-def test_reward_workers_run_programs_from_behind_their_own_walls():
+def test_reward_workers_run_programs_from_behind_their_own_sandbox():
     with pools() as open_pool:
         pool = open_pool("dora_jax.tasks.code.stdio", "dora_jax.tasks.code.stdio_share")
         right, half = "print(2 * int(input()))", "print(8)"
@@ -162,7 +162,7 @@ def test_the_tool_tells_a_model_what_its_program_did():
     assert told.startswith("a\nTraceback") and told.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
     assert code.python_tool("while True: pass", limits=programs.Limits(wall_s=0.2)) == "[ended at its limit of time]"
     long = code.python_tool("print('x' * 10**5)")
-    assert len(long) < 5000 and f"[{10**5 + 1 - code.TOLD_CHARS} characters left out]" in long
+    assert len(long) < 5000 and f"[{10**5 + 1 - code.REPORTED_CHARS} characters left out]" in long
 
 
 # ---------------------------------------------------------------- an environment
@@ -209,7 +209,7 @@ class Characters:
 
 @needs_sandbox
 @pytest.mark.slow
-def test_environment_workers_run_programs_from_behind_their_own_walls():
+def test_environment_workers_run_programs_from_behind_their_own_sandbox():
     section = EnvironmentSection(name="dora_jax.tasks.code.PythonTool")
     pool = EnvironmentPool(section, Bridge(Characters(), section.observation), seed=0)
     try:

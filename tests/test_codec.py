@@ -164,7 +164,7 @@ def test_an_array_that_lies_about_its_size_is_refused(array, message):
         CODEC.decode(data)
 
 
-def test_what_cannot_be_written_is_said():
+def test_what_cannot_be_written_is_reported():
     with pytest.raises(codec.CodecError, match="a set cannot be written"):
         CODEC.encode(dataclasses.replace(scored(), parts={"a": {1}}))
     with pytest.raises(codec.CodecError, match="an array of object"):

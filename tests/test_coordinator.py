@@ -31,7 +31,7 @@ from tests.fakes.coordinator_world import (
     play,
     trained_by,
 )
-from tests.fakes.remote_pair import PARCEL
+from tests.fakes.remote_pair import REQUEST
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
     assert report_period_s(2) == 0.1 and report_period_s(10_000) == 1.0
 
 
-def test_a_turn_s_end_is_told_behind_its_start_and_its_tokens():
+def test_a_turn_s_end_is_reported_behind_its_start_and_its_tokens():
     """Move and cancel of an episode that waits are answered; it goes on from where it was."""
     outbox, id, other = queue.SimpleQueue(), SampleId(0, 0), SampleId(0, 1)
     engine = OracleEngine(SECTION, length=lambda v, g, i, limit: limit)
@@ -204,7 +204,7 @@ class Keeper:
 def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
     keepers = [Keeper(0), Keeper(1)]
     kept = KeptKV(dict(enumerate(keepers)))
-    held = [dataclasses.replace(PARCEL, id=SampleId(i % 2, i)) for i in range(6)]
+    held = [dataclasses.replace(REQUEST, id=SampleId(i % 2, i)) for i in range(6)]
     assert all(kept.keep(each, 0) for each in held)
     kept.resume(held[0], keepers[0], 1)
     kept.resume(held[1], keepers[1], 1)
@@ -217,36 +217,36 @@ def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
     assert keepers[1].asked[-1] == ("resume", (0, 2)), "nothing is kept of it any more"
 
 
-class OneLife(InstanceProxy):
+class OneWorker(InstanceProxy):
     """Its life begins and ends where the test says so."""
 
-    def begin(self, life):
-        self._life = life
+    def begin(self, worker):
+        self._worker = worker
 
-    def lose(self, life):
+    def lose(self, worker):
         with self._lock:
-            self._down(life, 0, "gone")
+            self._down(worker, 0, "gone")
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
     """With the KV where the life that keeps it answers, else from its tokens; once either way."""
     source, there = Keeper(0), Keeper(1)
-    source.life, source.wait_s, later = 0, 0.0, []
+    source.incarnation, source.wait_s, later = 0, 0.0, []
     source.forward = lambda in_flight, dst, attempt: later.append(
         lambda: dst.resume(dataclasses.replace(in_flight, kv_len=7), attempt)
     )
     outbox, resumed = queue.SimpleQueue(), []
     there.resume = lambda in_flight, attempt: resumed.append((in_flight, attempt))
-    proxy = OneLife(ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4), outbox)
+    proxy = OneWorker(ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4), outbox)
     proxy.begin(source)
-    proxy.forward(PARCEL, there, 5)
+    proxy.forward(REQUEST, there, 5)
     if lost:
         proxy.lose(source)
     later[0]()
     assert [(in_flight.kv_len, attempt) for in_flight, attempt in resumed] == [(0 if lost else 7, 5)]
     proxy.begin(None)
-    proxy.forward(PARCEL, there, 5)
+    proxy.forward(REQUEST, there, 5)
     assert len(resumed) == 2
 
 
@@ -286,8 +286,8 @@ def test_an_end_that_is_reported_again_does_not_hide_the_next_incarnation():
         return task
 
     _, world, (up,), _ = make(instances=1, requests=listened)
-    ready = InstanceReady(event=dataclasses.replace(up, life=2), admit=lambda: ())
-    for item in (ready, ev.InstanceDown(instance=0, reason="reported again", life=1)):
+    ready = InstanceReady(event=dataclasses.replace(up, incarnation=2), admit=lambda: ())
+    for item in (ready, ev.InstanceDown(instance=0, reason="reported again", incarnation=1)):
         outboxes[0].put(item)
     list(world.events())
     assert ready.event in list(world.events())

@@ -74,7 +74,7 @@ class Slow(ScriptedEnvironments):
         if self.slow is None and told.version and self.turns(told.id) > 1:
             self.slow, self.kept = told.id, self.asked.pop(told.id)
 
-    def heard(self, event):
+    def received(self, event):
         if isinstance(event, ev.StepPublished) and self.kept and self.left:
             self.left -= 1
             if not self.left:
@@ -87,7 +87,7 @@ def test_other_versions_come_and_go_while_an_episode_waits():
     facts = []
 
     def watch(event, commands):
-        slow.heard(event)
+        slow.received(event)
         facts.append(event)
         facts.extend(commands)
 
@@ -122,8 +122,8 @@ def test_a_controller_that_is_killed_with_fifty_episodes_waiting_loses_none(tmp_
         return made[-1]
 
     history = Run(tmp_path, environments=environments, max_versions=5, inflight=5.0)
-    assert history.life(kill_when=fifty_wait) is None and len(waiting) >= 50
-    halt = history.life()
+    assert history.incarnation(kill_when=fifty_wait) is None and len(waiting) >= 50
+    halt = history.incarnation()
     assert halt.ok
     history.audit()
     finished = {sample.id: sample for sample in history.finished}
@@ -143,11 +143,11 @@ def test_a_controller_that_is_killed_with_fifty_episodes_waiting_loses_none(tmp_
 def test_a_run_killed_again_and_again_trains_whole_episodes(tmp_path, mode, opening):
     made = ScriptedEnvironments(opening=opening)
     history = Run(tmp_path, mode, environments=lambda: ScriptedEnvironments(opening=opening))
-    lives, halt = 0, None
+    incarnations, halt = 0, None
     while halt is None:
-        lives += 1
-        halt = history.life(kill_at=90 + 61 * lives if lives < 10 else None)
-    assert halt.ok and lives > 2
+        incarnations += 1
+        halt = history.incarnation(kill_at=90 + 61 * incarnations if incarnations < 10 else None)
+    assert halt.ok and incarnations > 2
     history.audit()
     for sample in history.finished:
         check(sample, made)

@@ -9,7 +9,7 @@ from dora_jax.rollout.drafts import PAYS, CallCosts
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import finish, ids, new_engine, submit, weights
-from tests.fakes.plan_device import SECTION, FakeDevice, parcel
+from tests.fakes.plan_device import SECTION, FakeDevice, request
 
 BOTH = dataclasses.replace(SECTION, narrow_rows=2, narrow_cost=0.5, drafts=3, draft_cost=0.6)
 
@@ -29,8 +29,8 @@ def test_few_rows_take_the_narrow_call_where_it_is_quicker():
 def test_the_plan_follows_the_live_rows_of_each_version():
     device = FakeDevice(dataclasses.replace(BOTH, drafts=0))
     for index in range(3):
-        device.add(parcel(0, index, n_prompt=5))
-    device.add(parcel(1, 0, version=1, n_prompt=5))
+        device.add(request(0, index, n_prompt=5))
+    device.add(request(1, 0, version=1, n_prompt=5))
     device.finish(lambda id: 8 if id == SampleId(0, 1) else 30)
     shapes = [{call.version: (len(call.rows), len(call.control)) for call in plan.decodes} for plan in device.plans]
     assert {0: (3, 4), 1: (1, 2)} in shapes and {0: (2, 2), 1: (1, 2)} in shapes

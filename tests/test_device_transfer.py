@@ -303,21 +303,21 @@ def test_a_process_of_another_run_is_given_nothing(ends, works):
         random.Random(0).randbytes(1 << 16),
     ],
 )
-def test_garbage_on_the_port_ends_the_strangers_connection_alone(ends, works, garbage):
+def test_garbage_on_the_port_ends_the_unverified_peers_connection_alone(ends, works, garbage):
     """64 zeros on a port of `jax.experimental.transfer` abort the process."""
     ip, port = ends[0].address.split(":")
-    with socket.create_connection((ip, int(port)), timeout=20) as stranger:
+    with socket.create_connection((ip, int(port)), timeout=20) as unverified:
         try:
-            stranger.sendall(garbage)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(1 << 16):
+            unverified.sendall(garbage)
+            unverified.shutdown(socket.SHUT_WR)
+            while unverified.recv(1 << 16):
                 pass
         except OSError as error:  # it is hung up on, and not left to wait
             assert not isinstance(error, TimeoutError)
     works()
 
 
-def test_a_member_that_asks_for_what_is_not_there_is_told_so(ends, works):
+def test_a_member_that_asks_for_what_is_not_there_is_answered_so(ends, works):
     _k, manifest = offered(ends[0])
     size = sum(x.nbytes for x in NAMED.values())
     for number, start, stop, answer in (

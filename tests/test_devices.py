@@ -76,7 +76,7 @@ def judged(asked, reward_placement="own", **mesh):
         (4, config(), ((0, 1), (1, 2, 1), ((2,), (3,)), ())),
     ],
 )
-def test_where_a_reward_model_lives(n_devices, asked, expected):
+def test_where_a_reward_model_is_placed(n_devices, asked, expected):
     plan = devices.plan(n_devices, asked)
     assert (*owners(plan), plan.reward_model) == expected
     assert ("reward model" in plan.describe()) == bool(plan.reward_model) and plan.n_devices == n_devices

@@ -90,7 +90,7 @@ def test_samples_that_have_left_draft_until_newer_groups_take_their_room(monkeyp
     assert drafter.decide([other], 0.0, [other])[0, 0] == 6
 
 
-def test_samples_of_other_engines_draft_and_what_is_told_again_goes_on(monkeypatch):
+def test_samples_of_other_engines_draft_and_what_is_reported_again_goes_on(monkeypatch):
     drafter, fresh = Drafter(SHAPES), seq_of(0, [1, 2], [7, 8, 3, 4])
     drafter.know(SampleId(0, 1), np.array([3, 4, 5, 6], np.int32))
     drafter.know(SampleId(0, 2), np.array([7, 8, 3, 4, 9], np.int32))

@@ -191,9 +191,9 @@ def test_tensor_parallel_instance():
         submit(engine, id)
     for _ in range(3):
         done = engine.tick().finished
-    parcel = engine.export(SampleId(2, 0))
+    request = engine.export(SampleId(2, 0))
     with loaded("a") as single:
-        single.import_(parcel)
+        single.import_(request)
         done = {s.id: s for s in done} | finish(engine) | finish(single)
     for sample in done.values():
         np.testing.assert_allclose(sample.logprobs, trainer_logprobs(sample), rtol=0, atol=1e-5)

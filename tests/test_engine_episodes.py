@@ -40,8 +40,8 @@ def test_log_probs_of_every_turn_are_those_of_the_whole_sequence():
     for row, sample in enumerate(samples):
         assert 3 < sample.mask.sum() < len(sample.mask)
         first = len(sample.prompt_ids) - 1
-        said_by = np.where(sample.mask, of_next[row, first : first + len(sample.mask)], 0)
-        np.testing.assert_allclose(said_by, sample.logprobs, atol=1e-5)
+        reported_by = np.where(sample.mask, of_next[row, first : first + len(sample.mask)], 0)
+        np.testing.assert_allclose(reported_by, sample.logprobs, atol=1e-5)
 
 
 def test_only_what_is_observed_is_prefilled():

@@ -162,20 +162,20 @@ def test_a_sample_moves_mid_answer_over_the_wire_with_latents_alone(engines):
     submit(here, id)
     for _ in range(6):
         here.tick()
-    parcel = here.export(id)
-    assert 0 < len(parcel.out_ids) < 24 and parcel.v_pages is None
+    request = here.export(id)
+    assert 0 < len(request.out_ids) < 24 and request.v_pages is None
     row = CFG.kv_layers * CFG.latent.cache_dim * 4
-    assert parcel.kv_bytes == parcel.n_pages * here.shapes.page_size * row
-    assert len(parcel.table.routes) == parcel.kv_len == len(parcel.prompt_ids) + len(parcel.out_ids) - 1
+    assert request.kv_bytes == request.n_pages * here.shapes.page_size * row
+    assert len(request.table.routes) == request.kv_len == len(request.prompt_ids) + len(request.out_ids) - 1
     key, wires = Key(epoch=1, version=0, receiver="there/0", sequence=1), (new_wire(), new_wire())
-    lent = kv_transfer.CODEC.decode(kv_transfer.CODEC.encode(kv_transfer.lend(wires[0], key, parcel)))
+    lent = kv_transfer.CODEC.decode(kv_transfer.CODEC.encode(kv_transfer.lend(wires[0], key, request)))
     arrived = kv_transfer.fetch(wires[1], lent, key, kv_transfer.layout_of(there.page()), 20)
     wires[0].release(key)
-    np.testing.assert_array_equal(arrived.k_pages, parcel.k_pages)
+    np.testing.assert_array_equal(arrived.k_pages, request.k_pages)
     there.import_(arrived)
     moved = finish(there)[id]
-    np.testing.assert_array_equal(moved.table.routes[: parcel.kv_len], parcel.table.routes)
-    np.testing.assert_array_equal(moved.logprobs[: len(parcel.logprobs)], parcel.logprobs)
+    np.testing.assert_array_equal(moved.table.routes[: request.kv_len], request.table.routes)
+    np.testing.assert_array_equal(moved.logprobs[: len(request.logprobs)], request.logprobs)
     assert_as_the_trainer(moved)
 
 
@@ -210,15 +210,15 @@ def test_a_sample_that_lost_its_pages_has_routes_all_the_same(engines, rows):
     submit(here, id)
     for _ in range(4):
         here.tick()
-    parcel = without_pages(here.export(id))
-    assert len(parcel.out_ids) and parcel.table.routes is not None
+    request = without_pages(here.export(id))
+    assert len(request.out_ids) and request.table.routes is not None
     if rows:
-        marked = parcel.table.routes.copy()
+        marked = request.table.routes.copy()
         marked[0] = marked[0, :, ::-1]  # another order of the same experts: nobody computes it
-        parcel = dataclasses.replace(parcel, table=TokenTable(routes=marked))
+        request = dataclasses.replace(request, table=TokenTable(routes=marked))
     else:
-        parcel = dataclasses.replace(parcel, table=TokenTable())
-    there.import_(parcel)
+        request = dataclasses.replace(request, table=TokenTable())
+    there.import_(request)
     done = finish(there)[id]
     if rows:
         np.testing.assert_array_equal(done.table.routes[: len(marked)], marked)
@@ -261,7 +261,7 @@ def test_a_sample_of_a_lost_instance_goes_on_from_the_journal_with_the_routes_th
 
 
 def test_a_gap_in_the_routes_raises():
-    parcel = InFlightSample(
+    request = InFlightSample(
         id=SampleId(0, 0),
         version=0,
         prompt_ids=np.arange(5, dtype=np.int32),
@@ -269,7 +269,7 @@ def test_a_gap_in_the_routes_raises():
         logprobs=np.zeros(0, np.float32),
         max_new_tokens=4,
     )
-    log = RouteLog(ROUTES, parcel, 8)
+    log = RouteLog(ROUTES, request, 8)
     with pytest.raises(RuntimeError, match="has the experts of 0 tokens, and the next ones begin at 4"):
         log.append(4, ROUTES.missing(2))
 
@@ -330,9 +330,9 @@ def test_latents_in_8_bits_move_and_stay_near_the_trainer(engines):
     submit(narrow, id)
     for _ in range(4):
         narrow.tick()
-    parcel = narrow.export(id)
-    assert parcel.kv_bytes == parcel.n_pages * SIZES["page_size"] * CFG.kv_layers * CFG.latent.cache_dim
-    here.import_(parcel)
+    request = narrow.export(id)
+    assert request.kv_bytes == request.n_pages * SIZES["page_size"] * CFG.kv_layers * CFG.latent.cache_dim
+    here.import_(request)
     assert_as_the_trainer(finish(here)[id], atol=0.2)
 
 

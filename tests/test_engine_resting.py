@@ -12,7 +12,7 @@ from dora_jax.rollout.migrate import HostKV, ended, observed
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, new_engine, submit, weights
 from tests.fakes.episode_rig import begin, play, quiet, said
-from tests.fakes.parcels import parcel
+from tests.fakes.requests import request
 
 
 def waiting_in(engine, *which):
@@ -55,10 +55,10 @@ def test_with_pages_to_spare_nothing_is_copied(monkeypatch):
         copies = watched(engine, monkeypatch)
         engine.import_(observed(held, said(held)))
         (second,) = play(engine, turns=2).values()
-    assert copies == {"out": 0, "in": 0, "prefilled": len(said(held)) + len(said_after(second))}
+    assert copies == {"out": 0, "in": 0, "prefilled": len(said(held)) + len(reported_after(second))}
 
 
-def said_after(sample):
+def reported_after(sample):
     """What was observed behind the second turn and later."""
     starts = np.flatnonzero(np.diff(sample.mask.astype(int)) == -1)
     return sample.mask[starts[1] :][~sample.mask[starts[1] :]] if len(starts) > 1 else sample.mask[:0]
@@ -111,10 +111,10 @@ def test_its_own_version_may_leave_the_instance_and_come_back():
     np.testing.assert_array_equal(sample.logprobs, whole.logprobs[:n])
 
 
-def test_beyond_the_budget_kv_is_dropped_counted_and_said_and_made_again(monkeypatch):
-    said_aloud = []
+def test_beyond_the_budget_kv_is_dropped_counted_and_reported_and_made_again(monkeypatch):
+    reported_aloud = []
     with loaded("small") as engine:
-        host = HostKV(1, said_aloud.append)
+        host = HostKV(1, reported_aloud.append)
         monkeypatch.setattr(engine, "host", host)
         monkeypatch.setattr(engine.scheduler, "host", host)
         for id in ids((2, 3, 4), size=2):
@@ -122,7 +122,10 @@ def test_beyond_the_budget_kv_is_dropped_counted_and_said_and_made_again(monkeyp
         done = play(engine)
         assert host.bytes == 0
     assert host.dropped and host.dropped_tokens > host.dropped and len(done) == 6
-    assert said_aloud[0].startswith("the KV of sample (") and "rollout.host_kv_bytes is 1 (1 samples" in said_aloud[0]
+    assert (
+        reported_aloud[0].startswith("the KV of sample (")
+        and "rollout.host_kv_bytes is 1 (1 samples" in reported_aloud[0]
+    )
     for sample in done.values():  # across shapes: as far as no near-tie falls the other way
         same = quiet(sample.id)
         n = min(len(sample.out_ids), len(same.out_ids))
@@ -244,7 +247,7 @@ def test_what_is_rewritten_is_cut_from_the_pages_that_are_kept(keep):
 
 
 def test_the_host_keeps_to_its_budget_and_gives_each_kv_once():
-    one = parcel()
+    one = request()
     host = HostKV(int(2.5 * one.kv_bytes))
     for index in range(3):
         host.put(dataclasses.replace(one, id=SampleId(0, index)))

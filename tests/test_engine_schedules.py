@@ -61,10 +61,10 @@ def test_migration_at_any_moment_changes_nothing(ticks):
         submit(b, SampleId(4, 1))
         done = {s.id: s for _ in range(ticks) for e in (a, b) for s in e.tick().finished}
         if a.holds(moved):
-            parcel = a.export(moved)
+            request = a.export(moved)
             assert not a.holds(moved)
-            assert parcel.kv_len == [0, 8, 16][ticks] if ticks < 3 else parcel.kv_len >= 19
-            b.import_(parcel)
+            assert request.kv_len == [0, 8, 16][ticks] if ticks < 3 else request.kv_len >= 19
+            b.import_(request)
         done |= finish(a, b)
     for sample in done.values():
         assert_undisturbed(sample)
@@ -117,8 +117,8 @@ def test_random_schedules(seed, late, monkeypatch):
             for version in (0, 1):
                 if version not in engine.versions:
                     engine.load(version, weights(engine, seed=version))
-        for parcel in parked:
-            engines[0].import_(parcel)
+        for request in parked:
+            engines[0].import_(request)
         done |= finish(*engines)
     assert len(done) + len(cancelled) + len(todo) == 24 and len(done) > 12
     for sample in done.values():
@@ -139,7 +139,7 @@ def test_late_results_change_nothing_but_when_they_are_seen():
             for seq in engine.scheduler.resuming:
                 if seq.n_out:  # it decoded: the host holds all tokens whose KV it holds
                     preempted += 1
-                    engine.host.put(held := engine.host.take(seq.parcel))
+                    engine.host.put(held := engine.host.take(seq.request))
                     assert held.kv_len == 20 + len(held.out_ids) - 1
         engine.section = plain
     assert first.tokens == second.tokens == third.tokens == 0  # two chunks, then a call that is not yet read back
@@ -156,9 +156,9 @@ def test_exporting_lands_what_is_in_flight():
         submit(engine, id)
         for _ in range(4):
             engine.tick()
-        parcel = engine.export(id)
+        request = engine.export(id)
         engine.section = plain
-        assert len(parcel.out_ids) == 8 and parcel.kv_len == 27
-        other.import_(parcel)
+        assert len(request.out_ids) == 8 and request.kv_len == 27
+        other.import_(request)
         sample = finish(other)[id]
     assert_undisturbed(sample)

@@ -39,9 +39,9 @@ def test_it_samples_what_one_device_does_also_after_a_move(engine):
             submit(engine, id)
         submit(single, back)
         done = {sample.id: sample for _ in range(2) for one in (engine, single) for sample in one.tick().finished}
-        parcel = engine.export(there)
-        assert parcel.k_pages.shape[2] == CFG.n_kv_heads
-        single.import_(parcel)
+        request = engine.export(there)
+        assert request.k_pages.shape[2] == CFG.n_kv_heads
+        single.import_(request)
         engine.import_(single.export(back))
         done |= finish(engine, single)
     assert len(done) == 6

@@ -47,7 +47,7 @@ def test_every_checkpoint_is_evaluated_once_until_the_last(run):
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b'{"step": 4, "eval/accuracy": 0.5}', b"folder"])
-def test_a_damaged_record_is_put_aside_and_made_again(run, damage, capsys):
+def test_a_damaged_record_is_set_aside_and_made_again(run, damage, capsys):
     workdir, told = run
     assert follow(Config(steps=6), workdir) == 0
     record = workdir / "evaluations/4.json"

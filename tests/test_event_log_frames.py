@@ -170,7 +170,7 @@ def test_a_journal_that_cannot_be_opened_is_a_sentence(tmp_path):
         FileLogStore(folder)
 
 
-def test_a_folder_in_the_place_of_the_lock_is_put_aside(tmp_path):
+def test_a_folder_in_the_place_of_the_lock_is_set_aside(tmp_path):
     (tmp_path / "lock").mkdir()
     log = FileLogStore(tmp_path)
     assert (tmp_path / "lock").is_file() and (tmp_path / "lock.damaged").is_dir()

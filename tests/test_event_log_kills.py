@@ -114,7 +114,7 @@ def test_the_schedules_reach_what_they_are_for(behind):
             if history.live(kill_fact=fact) is not None:
                 break
     assert bool(history.disk.turned) == behind
-    assert history.lives > 3 and history.continued and history.replayed and len(history.disk.content) > 1
+    assert history.incarnations > 3 and history.continued and history.replayed and len(history.disk.content) > 1
 
 
 IMPOSSIBLE = (
@@ -125,14 +125,14 @@ IMPOSSIBLE = (
 
 
 @pytest.mark.parametrize("fact", IMPOSSIBLE, ids=lambda fact: type(fact).__name__)
-def test_a_fact_that_cannot_be_ends_one_life_and_not_the_run(fact):
+def test_a_fact_that_cannot_be_ends_one_incarnation_and_not_the_run(fact):
     config = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=3)
     history, brains = History(config, Shape()), []
     original = history.arm
 
     def says_it_once(body, world, *rest):
         brains.append(body.brain)
-        if history.lives == 1:
+        if history.incarnations == 1:
             body.at(0.32, fact)  # the first samples have just begun
             body.payload_of = lambda event: event is not fact and type(body).payload_of(body, event)
         original(body, world, *rest)
@@ -243,7 +243,7 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
         assert list(map(CODEC.encode, after.payloads.records())) == list(map(CODEC.encode, before.payloads.records()))
         assert list(before.payloads.records()) and after.base == before.base
     history.arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
-    assert history.live().ok and history.lives == 2 and not history.said
+    assert history.live().ok and history.incarnations == 2 and not history.said
     history.audit(brains[-1])
 
 

@@ -11,7 +11,7 @@ from tests.fakes.wire_peer import NAMED, key, new_wire, takes, whole
 from tests.soak.fuzz_ports import PAYLOADS, Fuzzer, listening
 
 
-def test_a_gang_and_a_wire_work_on_while_strangers_send_garbage_to_every_port():
+def test_a_gang_and_a_wire_work_on_while_unverified_peers_send_garbage_to_every_port():
     sender, receiver = new_wire(), new_wire()
     with Kept(FakeLauncher()) as kept:
         gang = kept.up()
@@ -32,7 +32,7 @@ def test_a_gang_and_a_wire_work_on_while_strangers_send_garbage_to_every_port():
             fuzzer.close()
         assert not gang.dead.is_set() and kept.events == ["up 1"] and len(fuzzer.connections) == 3
         held_here = 3 * 65  # by the fuzzer's own threads
-        assert most - files < held_here + 3 * 2 * (listener.STRANGERS + 8)
+        assert most - files < held_here + 3 * 2 * (listener.MAX_UNVERIFIED + 8)
     sender.close()
     receiver.close()
 

@@ -216,10 +216,10 @@ BAD_FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize("spoil, message", BAD_FOLDERS, ids=[message[:40] for _, message in BAD_FOLDERS])
-def test_a_bad_folder_is_named_before_a_device_is_touched(spoil, message, tmp_path, monkeypatch):
+@pytest.mark.parametrize("corrupt, message", BAD_FOLDERS, ids=[message[:40] for _, message in BAD_FOLDERS])
+def test_a_bad_folder_is_named_before_a_device_is_touched(corrupt, message, tmp_path, monkeypatch):
     path = folder(tmp_path / "a")
-    spoil(path)
+    corrupt(path)
     monkeypatch.setattr(jax, "make_array_from_callback", lambda *_: pytest.fail("device memory was touched"))
     with pytest.raises(ValueError, match=message) as error:
         hf.load(path)

@@ -33,7 +33,7 @@ def exports(tmp_path, monkeypatch):
     made.close()
 
 
-def test_the_steps_that_are_due_are_exported_and_a_failure_is_said_once(exports):
+def test_the_steps_that_are_due_are_exported_and_a_failure_is_reported_once(exports):
     made, said, folder = exports
     made.finish([1, 2, 3, 4])
     made.finish([2, 4, 6])

@@ -46,7 +46,7 @@ def test_nothing_is_worn_unasked(tmp_path):
     assert (instance.engine, instance.weights, side, recorder, said) == ("engine", "weights", SIDE, None, [])
 
 
-def test_a_pace_is_worn_by_all_and_said(tmp_path):
+def test_a_pace_is_worn_by_all_and_reported(tmp_path):
     instance, side, recorder, (said,) = put_on(tmp_path, pace="h800")
     assert isinstance(instance.engine, PacedEngine) and isinstance(instance.weights, PacedWeights)
     assert isinstance(side.trainer, PacedTrainer) and side.pack == side.trainer.pack

@@ -23,24 +23,24 @@ from tests.fakes.orchestrator_by_hand import A, make, up
 @pytest.mark.parametrize("mode", ["sync", "one_step", "dora", "dora_paper", "partial", "rollpacker", "staleflow"])
 def test_a_run_killed_again_and_again_trains_every_group_once(tmp_path, mode):
     job = Run(tmp_path, mode)
-    lives, halt = 0, None
+    incarnations, halt = 0, None
     while halt is None:
-        lives += 1
-        halt = job.life(kill_at=60 + 12 * lives if lives < 12 else None)
-    assert halt.ok and lives > 2
+        incarnations += 1
+        halt = job.incarnation(kill_at=60 + 12 * incarnations if incarnations < 12 else None)
+    assert halt.ok and incarnations > 2
     job.audit()
     assert job.went_on or mode == "sync"
 
 
 def test_a_run_whose_journal_is_in_object_storage_tells_nothing_before_it_is_there(tmp_path):
     job, store = Run(tmp_path), tensorstore.KvStore.open("memory://j/").result()
-    lives, halt = 0, None
+    incarnations, halt = 0, None
     while halt is None:
-        lives += 1
-        halt = job.life(kill_at=60 + 37 * lives if lives < 12 else None, log=ObjectLogStore(store))
-    assert halt.ok and lives > 2 and job.went_on
+        incarnations += 1
+        halt = job.incarnation(kill_at=60 + 37 * incarnations if incarnations < 12 else None, log=ObjectLogStore(store))
+    assert halt.ok and incarnations > 2 and job.went_on
     job.audit()
-    assert len(store.list().result()) < 0.5 * sum(60 + 37 * n for n in range(1, lives)), "facts come in batches"
+    assert len(store.list().result()) < 0.5 * sum(60 + 37 * n for n in range(1, incarnations)), "facts come in batches"
 
 
 def test_a_run_that_is_stopped_goes_on_and_a_finished_one_ends_at_once(tmp_path):
@@ -55,18 +55,18 @@ def test_a_run_that_is_stopped_goes_on_and_a_finished_one_ends_at_once(tmp_path)
 
     guard.look = look
     with pytest.raises(Stop):
-        job.life(guard=guard)
-    assert job.life().ok
+        job.incarnation(guard=guard)
+    assert job.incarnation().ok
     job.audit()
     before = len(job.finished)
-    assert job.life().ok and len(job.finished) == before
+    assert job.incarnation().ok and len(job.finished) == before
 
 
 def test_more_steps_go_on_where_a_finished_run_ended(tmp_path):
     job = Run(tmp_path)
-    assert job.life().ok
+    assert job.incarnation().ok
     job.config = dataclasses.replace(job.config, total_steps=STEPS + 2)
-    assert job.life().ok
+    assert job.incarnation().ok
     assert sorted(job.trained) == list(range(1, STEPS + 3))
     ids = [g for groups, _ in job.trained.values() for g in groups]
     assert len(ids) == len(set(ids)) == (STEPS + 2) * P

@@ -46,7 +46,7 @@ def test_pages_arrive_bit_equal_and_the_sample_goes_on_as_if_it_had_stayed(ends)
         assert_undisturbed(finish(small)[id])
 
 
-def test_a_parcel_without_pages_needs_no_wire(ends):
+def test_a_request_without_pages_needs_no_wire(ends):
     in_flight, k = without_pages(taken_out(SampleId(2, 0))), key()
     lent = carried(lend(ends[0], k, in_flight))
     assert lent.manifest is None

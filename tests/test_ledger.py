@@ -168,7 +168,7 @@ def test_filtered_in_a_row_is_reset_by_a_trainable_group():
     assert book.filtered_in_a_row == 0
 
 
-def test_a_wrong_life_is_refused():
+def test_a_wrong_incarnation_is_refused():
     book = ledger()
     admit(book, 0, 0)
     with pytest.raises(RuntimeError, match="group 0 is waiting: it cannot become ready"):

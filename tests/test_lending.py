@@ -88,18 +88,18 @@ def end(brain, group_id):
 def test_the_trainer_begins_once_its_chips_are_back():
     brain, said = waiting()
     assert kinds(said) == ["Lend"]
-    brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
+    brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))
     assert kinds(end(brain, 1)) == ["Return"]
     assert not brain.state.fleet.has_room(brain.state.fleet.instances[1])
     assert kinds(brain.step(ev.TimePassed(now_s=82.0))) == []
-    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="returned", life=1))) == ["Train"]
+    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="returned", incarnation=1))) == ["Train"]
 
 
 def test_chips_on_their_way_to_the_rollouts_are_asked_back_when_they_are_there():
     brain, _ = waiting()
     assert kinds(end(brain, 1)) == []
-    assert kinds(brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))) == ["Return"]
-    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="returned", life=1))) == ["Train"]
+    assert kinds(brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))) == ["Return"]
+    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="returned", incarnation=1))) == ["Train"]
 
 
 def waiting_for_a_deadline():
@@ -144,7 +144,7 @@ def test_a_version_that_an_instance_on_its_way_will_hold_does_not_retire():
     brain, _ = waiting_for_a_deadline()
     said = [command for group in (2, 3) for command in end(brain, group)]
     assert not any(isinstance(command, ev.Retire) for command in said)
-    said = brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
+    said = brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))
     assert kinds(said) == ["Return"] and ev.Retire(version=0) in said
 
 
@@ -152,8 +152,8 @@ def test_a_version_that_an_instance_on_its_way_will_hold_does_not_retire():
 def test_a_lent_instance_that_dies_gives_its_chips_back(came_up):
     brain, _ = waiting()
     if came_up:
-        brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
-    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="killed", life=1))) in ([], ["Lend"])
+        brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))
+    assert kinds(brain.step(ev.InstanceDown(instance=1, reason="killed", incarnation=1))) in ([], ["Lend"])
     assert brain.state.roles.lent.get(1) in (None, "asked")
     with pytest.raises(ev.ImpossibleFact, match="1 groups of base 0 are trained, but the trainer has 0"):
         brain.step(ev.PartTrained(base_version=0, groups=1))
@@ -166,7 +166,7 @@ def test_an_instance_that_was_not_lent_cannot_come_up():
 
 def test_a_snapshot_knows_what_is_lent_and_an_older_one_is_read():
     brain, _ = waiting()
-    brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP))
+    brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))
     data = written(brain)
     again = Orchestrator.restore(CONFIG, data)
     assert written(again) == data and again.state.roles.lent == {1: "lent"}
@@ -184,7 +184,7 @@ def test_no_chips_are_lent_by_a_body_that_is_over(monkeypatch):
     """What is decided while it is taken down asks nobody for anything."""
     monkeypatch.setattr(lending, "worth_lending", lambda *expected: True)
     brain, _ = waiting()
-    brain.step(ev.InstanceUp(instance=1, versions=(0,), life=1, **UP), ev.TimePassed(now_s=83.0))
+    brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP), ev.TimePassed(now_s=83.0))
     moved = [unit for group in brain.state.groups.values() for unit in group.units if unit and unit.state == MOVING]
     assert moved
     restart(brain)

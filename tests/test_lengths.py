@@ -30,7 +30,7 @@ def test_samples_of_one_length_hold_it_and_lack_the_rest():
 
 
 @pytest.mark.parametrize("tokens", [0, 500, 2400, 9000])
-def test_many_samples_of_one_age_never_hold_more_than_is_said(tokens):
+def test_many_samples_of_one_age_never_hold_more_than_is_reported(tokens):
     samples = log_normal(1 << 14)
     running = sorted(n for n in samples if n > tokens)
     most = max(n * (len(running) - i) for i, n in enumerate(running)) / len(running)

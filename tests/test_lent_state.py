@@ -48,7 +48,7 @@ def test_the_state_is_in_host_memory_from_lend_to_return():
         rig.instance.lend(0)
         rig.hears("InstanceReady", n)
         assert not rig.trainer.here
-        rig.instance.give_back()
+        rig.instance.reclaim()
         rig.hears("InstanceDown", n)
         assert rig.trainer.here and rig.trainer.moves == n
     rig.instance.stop()
@@ -60,7 +60,7 @@ def test_the_trainer_waits_for_its_state_where_the_instance_that_has_its_devices
     rig.hears("InstanceReady")
     rig.instance.lose("killed by the test")
     rig.hears("InstanceDown")
-    begins = threading.Thread(target=rig.state.come_home)
+    begins = threading.Thread(target=rig.state.reload)
     begins.start()
     begins.join(0.05)
     assert begins.is_alive() and not rig.trainer.here, "the dead engine may hold memory"
@@ -74,9 +74,9 @@ def test_the_state_comes_back_with_the_last_of_several_instances():
     trainer = MovableState()
     state = LentState(trainer)
     state.lend(3), state.lend(4)
-    state.give_back(3)
+    state.reclaim(3)
     assert not trainer.here
-    state.give_back(4), state.give_back(4)
+    state.reclaim(4), state.reclaim(4)
     assert trainer.here and trainer.moves == 1
 
 
@@ -106,10 +106,10 @@ def test_a_state_that_cannot_move_stays_where_it_is_and_one_that_cannot_come_bac
     rig.instance.lend(0)
     if full == "device":
         rig.hears("InstanceReady")
-        rig.instance.give_back()
+        rig.instance.reclaim()
         rig.hears("Crashed")
         with pytest.raises(MemoryError):
-            rig.state.come_home()
+            rig.state.reload()
     rig.hears("InstanceDown")
     assert rig.trainer.here == (full == "host")
     assert any(isinstance(item, Crashed) for item in rig.said) == (full == "device")

@@ -25,7 +25,7 @@ def door(arrived):
     door.close()
 
 
-def stranger(door):
+def unverified(door):
     ip, port = door.address.split(":")
     return socket.create_connection((ip, int(port)), timeout=10)
 
@@ -42,10 +42,10 @@ def ended(raw):
     return True
 
 
-def test_a_stranger_is_turned_away_before_it_is_heard(door, arrived):
+def test_a_unverified_peer_is_turned_away_before_it_is_received(door, arrived):
     with pytest.raises(AuthenticationError):
         dial(door.address, b"guess")
-    with stranger(door):  # it does not hold up the others
+    with unverified(door):  # it does not hold up the others
         assert dial(door.address, b"token")
         eventually(lambda: len(arrived) == 1)
 
@@ -76,9 +76,9 @@ def test_what_answers_in_another_protocol_is_no_process_of_the_run():
 
 
 @pytest.mark.parametrize("drips", [False, True])
-def test_a_stranger_has_so_long_to_answer_however_slowly_its_bytes_come(door, monkeypatch, drips):
+def test_a_unverified_peer_has_so_long_to_answer_however_slowly_its_bytes_come(door, monkeypatch, drips):
     monkeypatch.setattr("dora_jax.runtime.common.listener.ANSWER_S", 0.3)
-    with stranger(door) as raw:
+    with unverified(door) as raw:
         if drips:
             raw.sendall(b"\0\0\0\xc8")  # 200 bytes are to come
 
@@ -91,11 +91,11 @@ def test_a_stranger_has_so_long_to_answer_however_slowly_its_bytes_come(door, mo
         assert ended(raw)
 
 
-def test_strangers_are_bounded_and_members_come_through_between_them(door, arrived, monkeypatch):
-    monkeypatch.setattr("dora_jax.runtime.common.listener.STRANGERS", 8)
+def test_unverified_peers_are_bounded_and_members_come_through_between_them(door, arrived, monkeypatch):
+    monkeypatch.setattr("dora_jax.runtime.common.listener.MAX_UNVERIFIED", 8)
     monkeypatch.setattr("dora_jax.runtime.common.listener.YIELD_S", 0.05)
     before = threading.active_count()
-    idle = [stranger(door) for _ in range(40)]
+    idle = [unverified(door) for _ in range(40)]
     assert dial(door.address, b"token")
     eventually(lambda: arrived)
     assert threading.active_count() <= before + 8 + 1  # a thread a stranger, of which one may be about to end

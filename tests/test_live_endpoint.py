@@ -79,7 +79,7 @@ class Stuck(OracleEngine):
             super().submit(id, *rest)
 
 
-def test_a_client_that_waits_when_the_run_ends_is_told_so():
+def test_a_client_that_waits_when_the_run_ends_is_answered_so():
     said = []
     with Run(short, engine=Stuck) as run:
         client = threading.Thread(target=lambda: said.append(run.ask(session="a")))

@@ -52,7 +52,7 @@ def test_a_term_that_only_some_groups_have_is_the_mean_of_those():
     assert (metrics["reward/term/right"], metrics["reward/term/short"]) == (0.75, -1.5)
 
 
-def test_episodes_that_fail_are_said_once_by_cause_and_length():
+def test_episodes_that_fail_are_reported_once_by_cause_and_length():
     said = []
     stats = {"environment/failed_share": 0.01, "environment/failed_deadline_to_256": 3, "environment/turns": 9}
     failures = EpisodeFailures(types.SimpleNamespace(stats=lambda: stats), said.append)
@@ -68,7 +68,7 @@ def test_episodes_that_fail_are_said_once_by_cause_and_length():
     assert EpisodeFailures(None, said.append).metrics() == {} and len(said) == 1
 
 
-def test_accuracy_is_told_with_and_without_noise():
+def test_accuracy_is_reported_with_and_without_noise():
     metrics = evaluation([group(right=[1, 0, 1, 1]), group(right=[1, 0, 0, 0])], Solved(term="right"), noisy=True)
     assert (metrics["eval/accuracy_clean"], metrics["eval/accuracy_noisy"]) == (0.75, 0.25)
 
@@ -151,7 +151,7 @@ def test_groups_that_an_earlier_process_scored_count_once():
     assert records[4]["eval/prompts"] == 2 and "eval/failed" not in records[4]
 
 
-def test_an_evaluation_without_any_score_is_said():
+def test_an_evaluation_without_any_score_is_reported():
     evaluations, records, lines = told(State(ids=(-1,)))
     evaluations.failed(GroupFailure(group_id=-1, reason="no", lengths=(2,)))
     assert lines == ["version 4 is not evaluated: none of its 1 groups has a score"] and not records

@@ -8,7 +8,7 @@ import pytest
 from dora_jax.rollout.migrate import ended, observed, repaged, without_pages
 from dora_jax.types import SampleId, Span, TokenTable
 from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, shared_engine, submit, undisturbed
-from tests.fakes.parcels import parcel
+from tests.fakes.requests import request
 
 
 def contiguous(one):
@@ -19,7 +19,7 @@ def contiguous(one):
 
 
 def test_other_page_sizes_hold_the_same_kv():
-    here = parcel()
+    here = request()
     for size in (1, 2, 8, 16):
         there = repaged(here, size)
         assert there.page_size == size and there.n_pages == -(-11 // size)
@@ -53,9 +53,9 @@ def test_samples_of_a_lost_instance_are_prefilled_again():
         submit(a, id)
         for _ in range(4):  # 20 prompt tokens: 3 ticks; the third decodes too
             a.tick()
-        parcel = without_pages(a.export(id))
-        assert parcel.kv_bytes == 0 and len(parcel.out_ids) == 8
-        small.import_(parcel)
+        request = without_pages(a.export(id))
+        assert request.kv_bytes == 0 and len(request.out_ids) == 8
+        small.import_(request)
         sample = finish(small)[id]
     same = undisturbed(id)
     np.testing.assert_array_equal(sample.out_ids, same.out_ids)
@@ -82,9 +82,9 @@ def test_a_group_that_moves_shares_its_prompt_again():
 def test_waiting_samples_travel_without_pages():
     with loaded("a", "small") as (a, small):
         submit(a, SampleId(2, 0))
-        parcel = a.export(SampleId(2, 0))
-        assert parcel.n_pages == 0 and a.idle
-        small.import_(parcel)
+        request = a.export(SampleId(2, 0))
+        assert request.n_pages == 0 and a.idle
+        small.import_(request)
         done = finish(small)
     assert_undisturbed(done[SampleId(2, 0)])
     assert shared_engine("a").free_pages == 96
@@ -102,14 +102,14 @@ def test_a_long_sample_moves_in_pieces_while_the_others_decode(monkeypatch):
             submit(a, id)
         done = {sample.id: sample for _ in range(4) for sample in a.tick().finished}
         before = {id: len(a.sampled(id)[0]) for id in others if id not in done}
-        parcel = a.export(moved)
-        assert parcel.n_pages == 7 and parcel.kv_len == 27
+        request = a.export(moved)
+        assert request.n_pages == 7 and request.kv_len == 27
         result = a.tick()
         assert any(result.progress[id] - n > a.shapes.steps for id, n in before.items()), "nobody decoded meanwhile"
         for id in there:
             submit(small, id)
         first = small.tick()
-        small.import_(parcel)
+        small.import_(request)
         ticks = [small.tick() for _ in range(4)]
         assert [moved in tick.progress for tick in ticks] == [False, False, False, True] and ticks[0].tokens > 0
         done |= {sample.id: sample for tick in (result, first, *ticks) for sample in tick.finished}
@@ -132,16 +132,16 @@ def test_a_sample_that_nobody_decodes_beside_moves_in_larger_pieces(monkeypatch)
         submit(a, moved)
         for _ in range(4):
             a.tick()
-        parcel = a.export(moved)
-        assert parcel.n_pages == 7 and parcel.kv_len == 27
-        small.import_(parcel)
+        request = a.export(moved)
+        assert request.n_pages == 7 and request.kv_len == 27
+        small.import_(request)
         assert [moved in small.tick().progress for _ in range(2)] == [False, True]
         assert_undisturbed(finish(small)[moved])
         assert (a.compiled, small.compiled) == compiled
 
 
 def test_what_is_observed_follows_the_exact_tokens_and_keeps_their_kv():
-    turn = dataclasses.replace(parcel(), kept=np.ones((5, 2), np.int32), spans=(Span(version=2, start=0, stop=3),))
+    turn = dataclasses.replace(request(), kept=np.ones((5, 2), np.int32), spans=(Span(version=2, start=0, stop=3),))
     there = observed(turn, np.array([50, 51, 52]))
     assert there.out_ids.tolist() == [0, 1, 2, 3, 4, 50, 51, 52] and there.out_ids.dtype == np.int32
     assert there.mask.tolist() == [True] * 5 + [False] * 3 and there.logprobs.tolist() == [0.0] * 8
@@ -156,7 +156,7 @@ def test_what_is_observed_follows_the_exact_tokens_and_keeps_their_kv():
 @pytest.mark.parametrize("keep", [3, 7, 9, 12])
 def test_a_rewritten_turn_keeps_the_tokens_and_the_kv_in_front_of_it(keep):
     routes = np.arange(2 * 11, dtype=np.uint8).reshape(11, 1, 2)
-    turn = dataclasses.replace(parcel(), table=TokenTable(routes=routes), spans=(Span(version=2, start=0, stop=3),))
+    turn = dataclasses.replace(request(), table=TokenTable(routes=routes), spans=(Span(version=2, start=0, stop=3),))
     there = observed(turn, np.array([50]), keep)
     assert [*there.prompt_ids, *there.out_ids] == [*turn.prompt_ids, *turn.out_ids][:keep] + [50]
     assert there.kv_len == min(keep, 11) and there.n_pages == -(-there.kv_len // 4)
@@ -166,7 +166,7 @@ def test_a_rewritten_turn_keeps_the_tokens_and_the_kv_in_front_of_it(keep):
 
 
 def test_an_episode_ends_with_its_last_sampled_token():
-    turn = dataclasses.replace(parcel(), table=TokenTable(routes=np.zeros((11, 1, 2), np.uint8)))
+    turn = dataclasses.replace(request(), table=TokenTable(routes=np.zeros((11, 1, 2), np.uint8)))
     for whole in (turn, observed(turn, np.array([50, 51]))):
         sample = ended(whole, "length")
         assert sample.out_ids.tolist() == list(range(5)) and sample.mask.all() and len(sample.mask) == 5
@@ -174,5 +174,5 @@ def test_an_episode_ends_with_its_last_sampled_token():
         assert len(sample.table.routes) == 7 + 5 - 1
 
 
-def bits_of(parcel):
-    return {name: pages.tobytes() for name, pages in parcel.pages.items()}
+def bits_of(request):
+    return {name: pages.tobytes() for name, pages in request.pages.items()}

@@ -109,7 +109,7 @@ def test_nothing_else_is_there(page):
         urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", data=b"x")
 
 
-def test_names_that_become_one_are_told_once():
+def test_names_that_become_one_are_reported_once():
     registry = CollectorRegistry()
     registry.register(prometheus.Gauges(lambda: {"a/b": 1.0, "a-b": 2.0, "reward/term/größe": 3.0}))
     assert numbers(prometheus.page(registry).decode()) == {"dora_run_a_b": 1.0, "dora_run_reward_term_gr__e": 3.0}

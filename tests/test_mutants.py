@@ -11,5 +11,5 @@ def test_killed(mutant, tmp_path):
     assert result.verdict == "killed", result.output[-2000:]
 
 
-def test_names_are_said_once_and_slow_ones_are_few():
+def test_names_are_reported_once_and_slow_ones_are_few():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)

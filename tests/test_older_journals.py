@@ -51,7 +51,7 @@ def test_an_older_journal_gives_what_the_code_that_wrote_it_recovered(format):
     assert sorted(payloads.evaluated) == expected["evaluated"]
     partial = {id: payloads.tokens(id)[0] for id in payloads.partial}
     assert [[*id, len(out), zlib.crc32(out.tobytes())] for id, out in sorted(partial.items())] == expected["partial"]
-    assert partial and sorted(map(list, found.debts.recorded)) == expected["recorded"]
+    assert partial and sorted(map(list, found.outstanding.recorded)) == expected["recorded"]
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -66,9 +66,9 @@ def test_kv_of_another_version_is_refused():
     a, b = engine(length=lambda *_: 20), engine(length=lambda *_: 20)
     a.submit(SampleId(0, 0), np.arange(3), 0, 20)
     a.tick()
-    parcel = dataclasses.replace(a.export(SampleId(0, 0)), version=1)
+    request = dataclasses.replace(a.export(SampleId(0, 0)), version=1)
     with pytest.raises(RuntimeError, match="not its own"):
-        b.import_(parcel)
+        b.import_(request)
 
 
 def test_identity_reaches_every_part():

@@ -74,7 +74,7 @@ def test_lost_samples_resume_or_start_again_at_their_version():
     assert isinstance(start, ev.Start) and B in start.ids and A not in start.ids
 
 
-def test_words_of_a_lost_instance_are_not_heard():
+def test_words_of_a_lost_instance_are_not_received():
     brain = make()
     ready(brain)
     begin(brain, A, B)
@@ -91,13 +91,13 @@ def test_words_of_a_lost_instance_are_not_heard():
     assert sum(brain.summary()["dropped"].values()) == 5
 
 
-def test_words_of_an_earlier_life_change_nothing():
+def test_words_of_an_earlier_incarnation_change_nothing():
     brain = make(inflight=2.0)
     ready(brain)
     begin(brain, A, B)
     brain.step(ev.InstanceDown(instance=0, reason="lost"))
-    brain.step(up(0, slots=8, life=1))
-    brain.step(ev.WeightsLoaded(instance=0, version=0, life=1))
+    brain.step(up(0, slots=8, incarnation=1))
+    brain.step(ev.WeightsLoaded(instance=0, version=0, incarnation=1))
     host = brain.state.fleet.instances[0]
     assert brain.state.unit(A).state == "resuming" and host.used == 8
     before = brain.snapshot()
@@ -113,22 +113,26 @@ def test_words_of_an_earlier_life_change_nothing():
     after = brain.snapshot()
     assert after.pop("dropped") != before.pop("dropped") == ["dict"]
     assert after == before
-    brain.step(ev.SampleResumed(id=A, instance=0, life=1))
+    brain.step(ev.SampleResumed(id=A, instance=0, incarnation=1))
     assert brain.state.unit(A).state == "running"
 
 
-def test_an_instance_that_is_up_again_has_lost_its_earlier_life():
+def test_an_instance_that_is_up_again_has_lost_its_earlier_incarnation():
     brain = make()
     ready(brain)
     begin(brain, A)
-    (load,) = brain.step(up(0, life=1))
+    (load,) = brain.step(up(0, incarnation=1))
     assert load == ev.LoadWeights(instance=0, version=0) and brain.state.unit(A).state == "parked"
     assert brain.step(ev.InstanceDown(instance=0, reason="heard of it late")) == ()
-    assert brain.step(ev.InstanceDown(instance=0, reason="lost", life=2)) == () and not brain.state.fleet.instances
-    assert brain.step(up(0, life=2)) == () and not brain.state.fleet.instances  # it was over before it was heard of
+    assert (
+        brain.step(ev.InstanceDown(instance=0, reason="lost", incarnation=2)) == () and not brain.state.fleet.instances
+    )
+    assert (
+        brain.step(up(0, incarnation=2)) == () and not brain.state.fleet.instances
+    )  # it was over before it was heard of
 
 
-def test_what_is_said_twice_counts_once():
+def test_what_is_reported_twice_counts_once():
     brain = make()
     ready(brain)
     log = []
@@ -256,7 +260,7 @@ def test_resume_state_after_a_published_step():
     assert [id.group_id for id in start.ids] == [0, 0, 1, 1, 2, 2]
 
 
-def test_reports_are_told_when_a_decision_looks_and_reservations_follow_after_some():
+def test_reports_are_reported_when_a_decision_looks_and_reservations_follow_after_some():
     brain = make(max_new_tokens=512, expected_new_tokens=16)
     ready(brain)
     begin(brain, A, B)

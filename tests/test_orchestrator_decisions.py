@@ -143,7 +143,7 @@ def test_the_paper_injects_what_is_missing_to_rbs():
     assert [publish_budget(decisions, 4, n) for n in (0, 1, 37, 40, 99)] == [10, 10, 1, 0, 0]
 
 
-def test_the_paper_gives_back_the_credit_of_a_filtered_group():
+def test_the_paper_refunds_the_credit_of_a_filtered_group():
     made = body("loaded started", mode="dora_paper", inflight=1.0, max_versions=2)
     tell(made, "up 0\ndone 0.0")
     assert tell(made, "scored 0 filtered") == ["Start ids=1.0 instance=0 version=0"]
@@ -207,7 +207,7 @@ def test_evaluation_samples_keep_their_version_under_partial():
     assert queue.unfinished == {0: 1, 3: 1}
 
 
-def test_a_sample_that_began_under_replaced_weights_is_put_aside_at_once():
+def test_a_sample_that_began_under_replaced_weights_is_set_aside_at_once():
     made = body("loaded parked scored", mode="partial", group_size=2, inflight=2.0)
     tell(made, "up 0\nstarted 0.0-1\ndone 0.0-1")
     assert made.brain.summary()["training"] and made.brain.state.unit(SampleId(1, 0)).state == "starting"
@@ -270,7 +270,7 @@ def test_a_snapshot_holds_everything(mode):
     World(config, shape).run(after=compare)
 
 
-def test_a_snapshot_tells_the_lives_of_a_destination_apart():
+def test_a_snapshot_tells_the_incarnations_of_a_destination_apart():
     """The destination of a move dies and comes back: the sample has arrived nowhere, before and after a restart."""
     made, again = two_stragglers(), two_stragglers()
     for body in (made, again):

@@ -24,16 +24,16 @@ def started(brain: Orchestrator, *ids: SampleId) -> None:
 def where(brain: Orchestrator, kind: type, id: SampleId, **fields) -> ev.Event:
     """What the incarnation that has the sample reports of it."""
     unit = brain.state.unit(id)
-    life = brain.state.fleet.instances[unit.instance].life
-    return kind(id=id, instance=unit.instance, life=life, attempt=unit.placed, **fields)
+    incarnation = brain.state.fleet.instances[unit.instance].incarnation
+    return kind(id=id, instance=unit.instance, incarnation=incarnation, attempt=unit.placed, **fields)
 
 
 def done(brain: Orchestrator, *ids: SampleId) -> tuple[ev.Command, ...]:
     said = ()
     for id in ids:
         instance = brain.state.unit(id).instance
-        life = brain.state.fleet.instances[instance].life
-        said += brain.step(ev.SampleDone(id=id, instance=instance, tokens=5, finish="stop", life=life))
+        incarnation = brain.state.fleet.instances[instance].incarnation
+        said += brain.step(ev.SampleDone(id=id, instance=instance, tokens=5, finish="stop", incarnation=incarnation))
     return said
 
 
@@ -89,7 +89,7 @@ def test_a_prompt_that_was_given_up_is_not_displaced_by_a_new_one_near_the_end()
     done(brain, A)  # on instance 0
     said = brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
     assert of(ev.Cancel, said) == [ev.Cancel(ids=(B,), instance=1, reason="instance 0 is in quarantine: NaN")]
-    said = brain.step(up(0, slots=1, versions=(0,), life=1))
+    said = brain.step(up(0, slots=1, versions=(0,), incarnation=1))
     assert not of(ev.Start, said), "of group 1, which the only step would train in the place of prompt 0"
     said = brain.step(ev.SampleCancelled(id=B, reason=""))
     assert {id.group_id for start in of(ev.Start, said) for id in start.ids} == {100_000_000}
@@ -191,7 +191,7 @@ def test_a_move_is_answered_under_its_own_attempt():
 # ---------------------------------------------------------------- suspicion by incarnation
 
 
-def two_lives() -> Orchestrator:
+def two_incarnations() -> Orchestrator:
     """Instance 0 has sampled all of group 0, which is ready, and A's sibling group 1 in part; then it was lost, and is
     up again with samples of its next incarnation."""
     brain = make(inflight=3.0)
@@ -200,24 +200,24 @@ def two_lives() -> Orchestrator:
     done(brain, A, B, SampleId(1, 0))
     brain.step(ev.GroupScored(group_id=0, trainable=True))
     brain.step(ev.InstanceDown(instance=0, reason="lost"))
-    brain.step(up(0, slots=6, life=1, versions=(0,)))
+    brain.step(up(0, slots=6, incarnation=1, versions=(0,)))
     return brain
 
 
 def test_what_an_incarnation_that_is_over_has_left_is_not_trained():
-    brain = two_lives()
+    brain = two_incarnations()
     healthy = [u.id for g in brain.state.groups.values() for u in g.units if u is not None and u.state == "starting"]
     started(brain, *healthy)
-    late = ev.InstanceUnhealthy(instance=0, reason="its log-probs are far off", life=0)
+    late = ev.InstanceUnhealthy(instance=0, reason="its log-probs are far off", incarnation=0)
     said = brain.step(late)
     (named,) = of(ev.Quarantine, said)
     assert named.instance == 0 and {command.group_id for command in of(ev.Discard, said)} == {0}
     assert brain.state.groups[1].abandoned == "evicted", "a sample of it had ended there"
-    assert brain.state.fleet.instances[0].life == 1, "its next incarnation goes on"
+    assert brain.state.fleet.instances[0].incarnation == 1, "its next incarnation goes on"
     assert all(brain.state.unit(id).state == "running" for id in healthy if id.group_id != 1)
     assert not brain.counts(late), "said twice"
-    assert brain.counts(ev.InstanceUnhealthy(instance=0, reason="NaN", life=1))
-    assert not brain.counts(ev.InstanceUnhealthy(instance=0, reason="NaN", life=2)), "which has not come up"
+    assert brain.counts(ev.InstanceUnhealthy(instance=0, reason="NaN", incarnation=1))
+    assert not brain.counts(ev.InstanceUnhealthy(instance=0, reason="NaN", incarnation=2)), "which has not come up"
 
 
 def test_a_sample_that_moved_away_is_not_trained_with_tokens_of_where_it_was():
@@ -231,11 +231,11 @@ def test_a_sample_that_moved_away_is_not_trained_with_tokens_of_where_it_was():
     brain = Orchestrator.restore(brain.state.config, json.loads(json.dumps(brain.snapshot())))
     brain.step(ev.InstanceDown(instance=0, reason="lost"))
     brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
-    assert brain.state.unit(A).spoilt and brain.state.unit(A).state == "parking"
+    assert brain.state.unit(A).restarts and brain.state.unit(A).state == "parking"
 
 
 def test_incarnations_of_an_earlier_process_are_others():
-    brain = two_lives()
+    brain = two_incarnations()
     restart(brain)
     assert brain.state.sampled_by[0] == ((0, EARLIER),)
     brain.step(up(0, slots=6, versions=(0,)))
@@ -245,14 +245,16 @@ def test_incarnations_of_an_earlier_process_are_others():
 
 
 def test_a_snapshot_without_attempts_and_incarnations_is_read():
-    brain = two_lives()
+    brain = two_incarnations()
     quarantine.remember(brain.state, 0)
     data = before_attempts(json.loads(json.dumps(brain.snapshot())))
     again = Orchestrator.restore(brain.state.config, data)
     assert again.state.sampled_by[0] == ((0, EARLIER),) and again.state.groups[1].ran == ((0, EARLIER),)
     assert again.state.unit(SampleId(1, 1)).started
-    assert again.counts(ev.SampleResumed(id=SampleId(1, 1), instance=0, life=1)), "a journal of then names no attempt"
-    again.step(ev.InstanceUnhealthy(instance=0, reason="NaN", life=1))
+    assert again.counts(ev.SampleResumed(id=SampleId(1, 1), instance=0, incarnation=1)), (
+        "a journal of then names no attempt"
+    )
+    again.step(ev.InstanceUnhealthy(instance=0, reason="NaN", incarnation=1))
     assert 0 not in again.state.sampled_by and again.state.groups[1].abandoned == "evicted"
 
 

@@ -74,8 +74,8 @@ def test_a_waiting_sample_outlives_its_instance_and_its_orchestrator(lost):
     if lost:
         brain.step(ev.InstanceDown(instance=0, reason="lost"))
     brain = Orchestrator.restore(brain.state.config, json.loads(json.dumps(brain.snapshot())))
-    debts = restart(brain)
-    assert debts.waiting == {A: 0} and A not in debts.recorded
+    outstanding = restart(brain)
+    assert outstanding.waiting == {A: 0} and A not in outstanding.recorded
     brain.step(up(0, 32))
     brain.step(ev.WeightsLoaded(instance=0, version=0))
     (resume,) = [c for c in brain.step(ev.SampleReady(id=A, tokens=9)) if isinstance(c, ev.Resume)]
@@ -94,7 +94,7 @@ def test_time_in_an_environment_is_no_time_of_decoding():
     assert brain.state.fleet.measured.finished_s == pytest.approx(1.0 + 2.0)
 
 
-@pytest.mark.parametrize(("format", "later"), [(8, ("home", "waits_s", "ran", "spoilt")), (9, ("ran", "spoilt"))])
+@pytest.mark.parametrize(("format", "later"), [(8, ("home", "waits_s", "ran", "restarts")), (9, ("ran", "restarts"))])
 def test_a_snapshot_of_an_older_format_is_read(format, later):
     brain = roomy()
     for unit in (unit for group in brain.state.groups.values() for unit in group.units):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dora_jax.buffer import layout, pack
 from dora_jax.trainer import advantage, loss
-from dora_jax.trainer.advantage import Prepare, Unjudged
+from dora_jax.trainer.advantage import Prepare, ZeroWeights
 from dora_jax.types import Branch, ScoredGroup
 from tests.fakes import trainer_cases as cases
 
@@ -144,4 +144,4 @@ def test_what_was_observed_moves_no_advantage_and_no_length(seed, name):
 def test_a_step_of_too_many_branches_names_what_to_raise():
     groups = groups_of(1, 3, 4)
     with pytest.raises(ValueError, match="raise trainer.rows or trainer.pack_tokens"):
-        pack.pack(groups, dataclasses.replace(shape_of(groups), rows=1), Unjudged())
+        pack.pack(groups, dataclasses.replace(shape_of(groups), rows=1), ZeroWeights())

@@ -110,32 +110,35 @@ def test_a_version_gets_an_instance_however_fast_the_only_spare_one_is():
 # ---------------------------------------------------------------- several versions an instance
 
 
-def berth(id, *samples, residents=2):
+def resident_slot(id, *samples, residents=2):
     return Seat(id, samples, residents - len(samples), 8.0)
 
 
 def resident_changes(rows, demand, newest):
     need = {v: -(-n // 8) for v, n in demand.items()}
     cap = {v: len(rows) for v in demand if v < newest}
-    shares = plan_shares(len(rows), demand, need, cap, berths=2 * len(rows))
+    shares = plan_shares(len(rows), demand, need, cap, resident_slots=2 * len(rows))
     return plan_partition(rows, shares, newest)
 
 
 def test_resident_versions_take_the_newest_beside_the_others():
-    assert resident_changes([berth(0, (0, 3)), berth(1, (0, 2))], {0: 5, 1: 4}, 1) == {0: (1, None), 1: (1, None)}
+    assert resident_changes([resident_slot(0, (0, 3)), resident_slot(1, (0, 2))], {0: 5, 1: 4}, 1) == {
+        0: (1, None),
+        1: (1, None),
+    }
 
 
 def test_a_full_instance_gives_up_its_oldest_unless_its_samples_need_it():
-    full = [berth(0, (0, 6), (1, 2)), berth(1, (0, 1), (1, 7))]
+    full = [resident_slot(0, (0, 6), (1, 2)), resident_slot(1, (0, 1), (1, 7))]
     # The 7 samples of version 0 fit on instance 0, which holds the most of them.
     assert resident_changes(full, {0: 7, 1: 9, 2: 4}, 2) == {1: (2, 0)}
 
 
 def test_a_lost_version_comes_first_where_it_disturbs_least():
-    rows = [berth(0, (1, 6), (2, 2)), berth(1, (1, 1), (2, 7))]
+    rows = [resident_slot(0, (1, 6), (2, 2)), resident_slot(1, (1, 1), (2, 7))]
     assert resident_changes(rows, {0: 3, 1: 7}, 2) == {1: (0, 1)}
 
 
 def test_a_lost_version_gets_a_place_where_every_place_is_needed():
-    rows = [berth(0, (1, 8), (2, 8)), berth(1, (1, 8), (2, 8))]
+    rows = [resident_slot(0, (1, 8), (2, 8)), resident_slot(1, (1, 8), (2, 8))]
     assert resident_changes(rows, {0: 3, 1: 16, 2: 16}, 2) == {1: (0, 2)}

@@ -69,7 +69,7 @@ def test_a_snapshot_holds_all_of_a_sample():
         "home": 7,
         "moved_s": 2.5,
         "ran": ((0, 0), (4, 1)),
-        "spoilt": True,
+        "restarts": True,
     }
     held |= {"placed": 6, "started": True, "tokens": 5, "waits_s": 3.5}
     for name, value in held.items():

@@ -8,7 +8,7 @@ import pytest
 
 from dora_jax.rollout.shapes import ADAPTER, PREFILL_HEADER, shapes_of
 from dora_jax.types import SampleId
-from tests.fakes.plan_device import SECTION, FakeDevice, parcel
+from tests.fakes.plan_device import SECTION, FakeDevice, request
 
 
 def test_shapes_of_the_configuration():
@@ -55,7 +55,7 @@ def test_a_page_table_that_a_tpu_cannot_hold_is_refused():
 def test_a_group_is_prefilled_once_then_decodes_together():
     device = FakeDevice()
     for index in range(4):
-        device.add(parcel(0, index, n_prompt=20))  # 19 positions: chunks of 8, 8, 3
+        device.add(request(0, index, n_prompt=20))  # 19 positions: chunks of 8, 8, 3
     device.tick()
     assert device.plans[-1].prefills[0].control[0, :2].tolist() == [0, 8] and not device.plans[-1].decodes
     assert device.started == [SampleId(0, i) for i in range(4)]
@@ -72,7 +72,7 @@ def test_a_group_is_prefilled_once_then_decodes_together():
 
 def test_a_tick_prefills_up_to_its_budget_chunk_after_chunk():
     device = FakeDevice(dataclasses.replace(SECTION, prefill_tokens=256))
-    device.add(parcel(0, n_prompt=20))
+    device.add(request(0, n_prompt=20))
     device.tick()
     calls = device.plans[-1].prefills
     assert [call.control[0, :2].tolist() for call in calls] == [[0, 8], [8, 8]] and calls[0].control.shape[0] == 16
@@ -83,7 +83,7 @@ def test_a_tick_prefills_up_to_its_budget_chunk_after_chunk():
 def test_prompts_of_a_tick_are_packed_by_version_in_order_of_arrival():
     device = FakeDevice()
     for group, version in enumerate((1, 0, 1)):
-        device.add(parcel(group, version=version))
+        device.add(request(group, version=version))
     device.tick()
     first = device.plans[-1].prefills[0]
     assert first.version == 1 and first.control[:, PREFILL_HEADER].tolist() == [0, 200]
@@ -96,7 +96,7 @@ def test_rows_of_all_versions_share_calls_where_versions_are_adapters():
     """Prefixes are still shared only within a version."""
     device = FakeDevice(adapters={4: 2, 7: 0})
     for group, version in enumerate((7, 4, 7, 4)):
-        device.add(parcel(group, version=version, prompt=[*range(9)]))
+        device.add(request(group, version=version, prompt=[*range(9)]))
     device.tick()
     first = device.plans[-1].prefills[0]
     assert first.version is None and first.control[:, PREFILL_HEADER - 1].tolist() == [0, 2]
@@ -108,9 +108,9 @@ def test_rows_of_all_versions_share_calls_where_versions_are_adapters():
 
 def test_a_second_prompt_shares_the_chunks_it_has_in_common():
     device = FakeDevice()
-    device.add(parcel(0, prompt=[*range(16), 50, 51]))
+    device.add(request(0, prompt=[*range(16), 50, 51]))
     device.finish()
-    device.add(parcel(1, prompt=[*range(16), 60, 61, 62]))
+    device.add(request(1, prompt=[*range(16), 60, 61, 62]))
     device.tick()
     assert device.plans[-1].prefills[0].control[:, :2].tolist() == [[16, 2], [0, 0]]
     device.finish()
@@ -119,7 +119,7 @@ def test_a_second_prompt_shares_the_chunks_it_has_in_common():
 def test_new_samples_wait_for_a_slot_in_order():
     device = FakeDevice()
     for group in range(9):
-        device.add(parcel(group, n_prompt=5))
+        device.add(request(group, n_prompt=5))
     device.finish(length=lambda id: 6)
     assert device.started == [SampleId(group, 0) for group in range(9)]
 
@@ -127,7 +127,7 @@ def test_new_samples_wait_for_a_slot_in_order():
 def test_pressure_preempts_the_cheapest_of_the_younger_and_resumes_it_before_new_ones():
     device = FakeDevice(dataclasses.replace(SECTION, pages=20))
     for group in range(7):
-        device.add(parcel(group, n_prompt=6))
+        device.add(request(group, n_prompt=6))
     held = []
     while device.scheduler.seqs:
         before = {seq.id: len(seq.private) for seq in device.scheduler.seqs.values() if seq.slot is not None}
@@ -146,11 +146,11 @@ def test_pressure_preempts_the_cheapest_of_the_younger_and_resumes_it_before_new
 def test_a_preempted_sample_goes_before_new_ones(pages):
     device = FakeDevice(dataclasses.replace(SECTION, pages=pages, slots=3))
     for group in range(3):
-        device.add(parcel(group, n_prompt=20))
+        device.add(request(group, n_prompt=20))
     while device.scheduler.seqs and not any(plan.preempts for plan in device.plans):
         device.tick()
     waiting = [seq.id for seq in device.scheduler.resuming]
-    device.add(parcel(8, n_prompt=1))  # small enough to fit at once
+    device.add(request(8, n_prompt=1))  # small enough to fit at once
     while SampleId(8, 0) not in device.started:
         device.tick()
     assert all(id in device.done or device.scheduler.seqs[id].slot is not None for id in waiting)
@@ -159,7 +159,7 @@ def test_a_preempted_sample_goes_before_new_ones(pages):
 def test_the_victim_came_later_or_is_the_sample_itself():
     device = FakeDevice()
     for group in range(3):
-        device.add(parcel(group, n_prompt=1))
+        device.add(request(group, n_prompt=1))
     device.tick()
     scheduler = device.scheduler
     first, second, third = scheduler.seqs.values()
@@ -173,7 +173,7 @@ def test_an_admission_leaves_room_to_grow():
     """Else the next tick would throw it out again."""
     device = FakeDevice(dataclasses.replace(SECTION, pages=20))
     for group in range(8):
-        device.add(parcel(group, n_prompt=8))
+        device.add(request(group, n_prompt=8))
     device.finish()
     for before, after in zip(device.plans, device.plans[1:], strict=False):
         assert not {preempt.seq.id for preempt in after.preempts} & set(before.started)
@@ -182,9 +182,9 @@ def test_an_admission_leaves_room_to_grow():
 def test_a_sample_that_cannot_fit_is_refused():
     device = FakeDevice()
     with pytest.raises(ValueError, match="may reach 51 tokens; the engine is compiled for 50"):
-        device.add(parcel(0, n_prompt=21))
+        device.add(request(0, n_prompt=21))
     with pytest.raises(ValueError, match="no token left"):
-        device.add(dataclasses.replace(parcel(0, limit=1), out_ids=np.ones(1, np.int32)))
+        device.add(dataclasses.replace(request(0, limit=1), out_ids=np.ones(1, np.int32)))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -208,7 +208,7 @@ def test_random_schedules_conserve_and_finish(seed):
         if act < 0.4 and todo:
             id = todo.pop(rng.randrange(len(todo)))
             device.add(
-                parcel(id.group_id, id.index, version=rng.randrange(2), n_prompt=1 + 19 * id.group_id % 20),
+                request(id.group_id, id.index, version=rng.randrange(2), n_prompt=1 + 19 * id.group_id % 20),
                 announce=rng.random() < 0.8,
             )
         elif act < 0.45 and device.scheduler.seqs:

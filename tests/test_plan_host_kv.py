@@ -7,14 +7,14 @@ import pytest
 from dora_jax.rollout import plan as p
 from dora_jax.rollout import shapes as columns
 from dora_jax.types import SampleId
-from tests.fakes.plan_device import SECTION, FakeDevice, parcel
+from tests.fakes.plan_device import SECTION, FakeDevice, request
 
 
-def host_parcel(group, index=0, kv_len=19, n_prompt=20):
+def host_request(group, index=0, kv_len=19, n_prompt=20):
     """A sample that comes with KV."""
     tokens = range(100 * group, 100 * group + n_prompt)
     return dataclasses.replace(
-        parcel(group, index, n_prompt=n_prompt),
+        request(group, index, n_prompt=n_prompt),
         kv_len=kv_len,
         page_size=4,
         k_pages={i: (0, token, i) for i, token in enumerate(tokens) if i < kv_len},
@@ -29,9 +29,9 @@ def pieces_of_two(monkeypatch):
 
 def test_kv_from_the_host_comes_in_pieces_between_which_the_others_decode(pieces_of_two):
     device = FakeDevice()
-    device.add(parcel(1, n_prompt=1))
+    device.add(request(1, n_prompt=1))
     device.tick()
-    moved = host_parcel(0)  # five pages
+    moved = host_request(0)  # five pages
     device.add(moved, announce=False)
     for pages in (2, 2, 1):
         assert moved.id not in [seq.id for call in device.plans[-1].decodes for seq, _ in call.rows]
@@ -47,13 +47,13 @@ def test_kv_from_the_host_comes_in_pieces_between_which_the_others_decode(pieces
 def test_kv_from_the_host_comes_in_larger_pieces_while_nobody_decodes(pieces_of_two, monkeypatch):
     monkeypatch.setattr(columns, "ALONE_PAGES", 4)
     device = FakeDevice()
-    device.add(host_parcel(0), announce=False)  # five pages: two chunks of two, and its own
+    device.add(host_request(0), announce=False)  # five pages: two chunks of two, and its own
     device.tick()
     assert [(upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [(0, 4)]  # one call for both
-    device.add(parcel(1, n_prompt=1))
-    device.add(host_parcel(2), announce=False)
+    device.add(request(1, n_prompt=1))
+    device.add(host_request(2), announce=False)
     device.tick()
-    assert [(upload.parcel.id.group_id, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
+    assert [(upload.request.id.group_id, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
         (0, 4, 1),
         (2, 0, 1),
     ]
@@ -65,12 +65,12 @@ def test_one_call_never_copies_for_two_samples(monkeypatch):
     """The pages of the one end where those of the other begin, whose first ones are here already."""
     monkeypatch.setattr(columns, "COPY_PAGES", 3)
     device = FakeDevice()
-    device.add(host_parcel(0), announce=False)
+    device.add(host_request(0), announce=False)
     device.tick()
-    device.add(host_parcel(0, 1, n_prompt=16, kv_len=15), announce=False)
-    device.add(host_parcel(0, 2), announce=False)
+    device.add(host_request(0, 1, n_prompt=16, kv_len=15), announce=False)
+    device.add(host_request(0, 2), announce=False)
     device.tick()
-    assert [(upload.parcel.id.index, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
+    assert [(upload.request.id.index, upload.start, len(upload.pages)) for upload in device.plans[-1].uploads] == [
         (1, 2, 2),
         (2, 4, 1),
     ]
@@ -80,8 +80,8 @@ def test_one_call_never_copies_for_two_samples(monkeypatch):
 @pytest.mark.parametrize("ticks", range(1, 4))
 def test_who_shares_a_prefix_on_its_way_waits_or_computes_it_when_it_stops_coming(pieces_of_two, ticks):
     device = FakeDevice()
-    device.add(host_parcel(0), announce=False)
-    device.add(parcel(0, 1, n_prompt=20))
+    device.add(host_request(0), announce=False)
+    device.add(request(0, 1, n_prompt=20))
     for _ in range(ticks):
         device.tick()
     device.scheduler.remove(device.scheduler.seqs[SampleId(0, 0)])
@@ -94,15 +94,15 @@ def test_who_shares_a_prefix_on_its_way_waits_or_computes_it_when_it_stops_comin
 
 def test_a_sample_preempted_while_its_kv_comes_starts_over(pieces_of_two):
     device = FakeDevice(dataclasses.replace(SECTION, pages=14))
-    device.add(parcel(1, n_prompt=8))
+    device.add(request(1, n_prompt=8))
     device.tick()
-    device.add(host_parcel(0), announce=False)
+    device.add(host_request(0), announce=False)
     device.tick()
     seq = device.scheduler.seqs[SampleId(0, 0)]
-    assert seq.uploads and seq.parcel is not None
+    assert seq.uploads and seq.request is not None
     plan = p.TickPlan()
     device.scheduler.preempt(seq, plan)
-    assert plan.preempts[0].kv_len == 0 and seq.parcel.kv_len == 19 and not seq.uploads
+    assert plan.preempts[0].kv_len == 0 and seq.request.kv_len == 19 and not seq.uploads
     device.scheduler.check()
     device.finish()
     assert len(device.done) == 2

@@ -254,7 +254,7 @@ def test_close_kills_the_workers_even_in_the_middle_of_a_job(opened, folder):
 ORPHAN = """
 import os, time
 from tests.fakes.reward_pool import *
-pool = ScorerPool(TaskSection(rewards=("my_rewards.trouble",), reward_timeout_s=60.0, reward_walls=WALLS), decode)
+pool = ScorerPool(TaskSection(rewards=("my_rewards.trouble",), reward_timeout_s=60.0, reward_sandbox=SANDBOX), decode)
 pool.submit(*group("spin", answer="calls"))
 while not os.path.exists("calls"): time.sleep(0.01)
 print(pool.pids[0], flush=True)

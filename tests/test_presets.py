@@ -144,7 +144,7 @@ def test_the_page_table_fits_the_scalar_memory(slots, new, size):
 
 
 @pytest.mark.parametrize("slice_name, changes", [("v6e-8", {"pack_tokens": 4160}), ("h100-8", {"context": 2})])
-def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_said(slice_name, changes):
+def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_reported(slice_name, changes):
     (choice,) = (
         choice for choice in resolved(on(slice_name, trainer=changes))[1] if choice.field == "trainer.attention"
     )

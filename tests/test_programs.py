@@ -73,7 +73,7 @@ def test_much_input_that_nothing_reads_and_much_that_something_reads(run):
 
 
 @needs_sandbox
-def test_how_a_program_ended_is_told(run):
+def test_how_a_program_ended_is_reported(run):
     assert run("os.abort()").exit_code == -signal.SIGABRT
     assert "SyntaxError" in run("(").stderr
     assert run("sys.stdout.buffer.write(b'\\xff')").stdout == "\N{REPLACEMENT CHARACTER}"
@@ -139,7 +139,7 @@ print(os.getppid())
 
 
 @needs_sandbox
-def test_the_first_process_that_it_could_write_into_has_the_same_walls(run):
+def test_the_first_process_that_it_could_write_into_has_the_same_sandbox(run):
     """It is of the program's own user, so that its memory is open."""
     ran = run(
         """
@@ -182,7 +182,7 @@ except PermissionError: print("set()")
 
 
 @needs_sandbox
-def test_calls_that_take_walls_down_are_not_permitted(run):
+def test_calls_that_open_the_sandbox_are_not_permitted(run):
     attacks = [("unshare", 0x10000000), ("mount", None, b"/tmp", b"tmpfs", 0, None), ("umount2", b"/proc", 2),
                ("ptrace", 0, 0, 0, 0), ("chroot", b"/tmp"), ("setns", 0, 0), ("memfd_create", b"x", 0),
                ("shmget", 0, 4096, 0o1600), ("ioctl", 1, 0x5412, b"x"), ("ioctl", 0, 0x541C, b"x")]  # fmt: skip

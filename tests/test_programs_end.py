@@ -79,7 +79,7 @@ def test_many_runs_leave_nothing_behind(capsys):
 
 
 @needs_sandbox
-def test_a_wall_that_does_not_hold_is_named(monkeypatch):
+def test_a_sandbox_that_does_not_hold_is_named(monkeypatch):
     """The probe without its limit of processes is a machine on which that limit does not bind."""
     monkeypatch.setattr(programs, "PROBE_PROCESSES", 64)
     assert programs.lack.__wrapped__() == "its processes are not limited"

@@ -21,25 +21,25 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 CODE = {
     ".": 997,
     "aot": 391,
-    "base": 1423,
-    "bench": 4378,
+    "base": 1429,
+    "bench": 4395,
     "buffer": 349,
     "cli": 364,
-    "config": 680,
+    "config": 683,
     "costs": 436,
-    "models": 2629,
+    "models": 2631,
     "ops": 618,
-    "orchestrate": 2990,
+    "orchestrate": 3019,
     "plan": 1222,
-    "report": 961,
-    "rollout": 3209,
-    "runtime": 12132,
+    "report": 963,
+    "rollout": 3215,
+    "runtime": 12177,
     "serving": 1954,
-    "sim": 2090,
-    "tasks": 3604,
+    "sim": 2096,
+    "tasks": 3609,
     "trainer": 2465,
 }
-PIECES = {"functions": 103.7, "lambdas": 6.7}  # in 1,000 lines of code of the wheel
+PIECES = {"functions": 103.4, "lambdas": 6.7}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 950, "Protocol": 43, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 

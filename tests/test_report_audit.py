@@ -21,17 +21,17 @@ def audited(workdir):
 def test_a_killed_run_s_books_balance(tmp_path):
     (tmp_path / "journal").mkdir()
     job = Run(tmp_path / "journal")
-    assert job.life(kill_at=97) is None
+    assert job.incarnation(kill_at=97) is None
     data = audited(tmp_path)
     assert data.ledger["admitted"] == sum(n for state, n in data.ledger.items() if state != "admitted") > 0
-    assert job.life().ok
+    assert job.incarnation().ok
     data = audited(tmp_path)
     assert data.ledger["trained"] == STEPS * P
     assert "lost 0, trained twice 0" in data.audit and data.audit in page([data])
     assert "<td>groups trained</td>" in page([data])
 
 
-def test_a_journal_that_cannot_be_replayed_is_said(tmp_path):
+def test_a_journal_that_cannot_be_replayed_is_reported(tmp_path):
     assert audited(tmp_path).audit == "There is no journal here to audit."
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal/000001.log").write_bytes(json.dumps({"no": "journal"}).encode() * 10)
@@ -53,7 +53,7 @@ def test_the_books_of_a_bucket_are_those_of_a_folder(tmp_path):
     bucket, folder = f"file://{tmp_path}/store", tmp_path / "folder"
     (folder / "journal").mkdir(parents=True)
     assert audited(bucket).audit == "There is no journal here to audit."
-    assert Run(folder / "journal", eval_every=0).life().ok
+    assert Run(folder / "journal", eval_every=0).incarnation().ok
     there = EventLog(ObjectLogStore(opened(f"{bucket}/journal")))
     here = EventLog(FileLogStore(folder / "journal", read_only=True))
     for number in here.segments():

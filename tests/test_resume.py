@@ -66,7 +66,7 @@ class Store:
         self.loose.remove(step)
         self.sealed.append(step)
 
-    def put_aside(self, step, why):
+    def set_aside(self, step, why):
         (self.sealed if step in self.sealed else self.loose).remove(step)
         self.past.append(f"{step}.{why}")
 
@@ -119,8 +119,8 @@ def test_the_steps_since_the_start_are_made_again_and_live_versions_are_in_the_s
     digests = {step.base + 1: step.published.digest for step in found.steps}
     rig = begun(disk, lambda version: digests.get(version, 0))
     assert rig.trainer.params == found.base == rig.writer["resumed"] and rig.begun.epoch == found.epoch
-    assert rig.weights == {version: version for version in found.debts.versions}
-    assert rig.begun.debts == found.debts and rig.begun.segments == found.segments
+    assert rig.weights == {version: version for version in found.outstanding.versions}
+    assert rig.begun.outstanding == found.outstanding and rig.begun.segments == found.segments
     assert "resuming at step" in rig.writer["notes"][-1]
 
 
@@ -140,7 +140,7 @@ def saved():
     assert history.live(kill_fact=118) is None
     found = recover(EventLog(history.disk), CONFIG, [0], lambda version: True, print)
     known = found.payloads.saved
-    return history.disk, found, max(v for v in known if v - 1 in known and v <= min(found.debts.versions))
+    return history.disk, found, max(v for v in known if v - 1 in known and v <= min(found.outstanding.versions))
 
 
 def as_published(found):
@@ -148,7 +148,7 @@ def as_published(found):
     return lambda version: digests.get(version, 0)
 
 
-def test_a_checkpoint_that_cannot_be_used_is_stepped_over_with_its_reason_and_put_aside(saved):
+def test_a_checkpoint_that_cannot_be_used_is_stepped_over_with_its_reason_and_set_aside(saved):
     disk, found, start = saved
     store = Store([start - 1, start, found.base + 1], bad={start: "rl_state came back with other values"})
     rig = begun(disk, as_published(found), store)
@@ -206,4 +206,4 @@ def test_a_new_run_is_new(tmp_path, monkeypatch):
     monkeypatch.setattr(Sink, "file", tmp_path / "metrics.jsonl")
     Sink.file.write_text('{"step": 0, "eval/prompts": 8}\n')
     rig = begun(Disk(), lambda version: 0)
-    assert rig.trainer.params == 0 and rig.begun.debts is None and rig.writer["notes"] == []
+    assert rig.trainer.params == 0 and rig.begun.outstanding is None and rig.writer["notes"] == []

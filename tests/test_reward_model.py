@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-from dora_jax.config import ConfigError, RewardModelSection, blame
+from dora_jax.config import ConfigError, RewardModelSection, field_context
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.runtime.journal.event_log import EventLog
@@ -210,7 +210,10 @@ def test_a_bad_folder_is_one_sentence(damage, sentence, tmp_path):
     damage(tmp_path / "judge")
     if sentence is None:
         return reward_model.check(tmp_path / "judge", tmp_path / "policy", 24)
-    with pytest.raises(ConfigError, match="reward_model.path: .*" + sentence) as caught, blame("reward_model.path"):
+    with (
+        pytest.raises(ConfigError, match="reward_model.path: .*" + sentence) as caught,
+        field_context("reward_model.path"),
+    ):
         reward_model.check(tmp_path / "judge", tmp_path / "policy", 24)
     assert len(caught.value.problems) == 1
 

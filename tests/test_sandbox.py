@@ -103,7 +103,7 @@ full, every = forms(*sandbox.FULL), forms(*sandbox.FULL, sandbox.WEAK)
 
 
 @pytest.fixture
-def stranger():
+def unverified():
     """A process of the same user, with a secret in its environment."""
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
@@ -117,7 +117,7 @@ def stranger():
 
 
 @pytest.fixture
-def run(stranger, tmp_path):
+def run(unverified, tmp_path):
     """run(code, form) -> (exit code, what it printed), when all of it has ended."""
     started = []
 
@@ -126,7 +126,7 @@ def run(stranger, tmp_path):
         with out.open("w") as file:
             started.append(
                 sandbox.start(
-                    [sys.executable, "-c", PRELUDE + code, str(stranger), str(tmp_path / "beats")],
+                    [sys.executable, "-c", PRELUDE + code, str(unverified), str(tmp_path / "beats")],
                     form=form,
                     env=sandbox.clean_environment(),
                     stdout=file,
@@ -172,14 +172,14 @@ def test_in_the_weak_form_they_can(run):
 
 
 @full
-def test_other_processes_cannot_be_signalled(run, form, stranger):
+def test_other_processes_cannot_be_signalled(run, form, unverified):
     code, out = run(KILL, form)
     assert code == 1 and ("ProcessLookupError" in out or "PermissionError" in out)
-    os.kill(stranger, 0)
+    os.kill(unverified, 0)
 
 
 @full
-def test_nothing_is_left_to_take_the_walls_down_with(run, form):
+def test_nothing_is_left_to_open_the_sandbox_with(run, form):
     code, out = run(REGAIN, form)
     assert (code, out) == (0, "['', '', '']\n-1\n")
 
@@ -275,7 +275,7 @@ def test_memory_is_limited(run, form):
 
 
 @every
-def test_a_program_that_cannot_be_started_is_said(form, tmp_path):
+def test_a_program_that_cannot_be_started_is_reported(form, tmp_path):
     with (tmp_path / "out").open("w+") as out:
         walled = sandbox.start(["/no/such/program"], form=form, env={}, stdout=out)
         assert walled.wait(30.0) == 125
@@ -283,10 +283,10 @@ def test_a_program_that_cannot_be_started_is_said(form, tmp_path):
         walled.end()
 
 
-def test_a_machine_without_walls_is_told_apart_in_one_sentence(monkeypatch):
+def test_a_machine_without_a_sandbox_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(sandbox, "lack_of", {"namespaces": "unshare: not permitted", "landlock": "ABI 4"}.get)
     sandbox.full.cache_clear()
-    with pytest.raises(sandbox.NoWalls) as error:
+    with pytest.raises(sandbox.NoSandbox) as error:
         sandbox.full()
     assert str(error.value) == (
         "this machine cannot hide other processes from a program (namespaces: unshare: not permitted; landlock: ABI 4)"
@@ -312,6 +312,6 @@ def test_a_kernel_without_user_namespaces_is_found_out():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_no_form_is_missing_because_its_walls_do_not_hold():
+def test_no_form_is_missing_because_its_sandbox_do_not_hold():
     """What the machine lacks is skipped above; walls that it has, and that hide nothing, are our fault."""
     assert "other processes are still seen" not in MISSING.values()

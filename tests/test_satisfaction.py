@@ -14,7 +14,7 @@ def test_the_bench_trains_on_its_user_and_serves_it_without_training(tmp_path, c
     assert [line[:16].strip() for line in lines] == [*(f"quarter {i}" for i in (1, 2, 3, 4)), "all", "no training"]
 
 
-def test_the_reward_is_what_the_user_said_next():
+def test_the_reward_is_what_the_user_wrote_next():
     said = [{"role": "user", "content": "thanks"}]
     assert satisfaction.thanked("", "", {"messages": [], "next": said}) == 1.0
     assert satisfaction.thanked("", "", {"messages": said, "next": []}) == 0.0

@@ -340,7 +340,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_call_is_told_as_one(stream):
+def test_a_tool_call_is_reported_as_one(stream):
     """The text is put into the engine's mouth."""
 
     async def run():

@@ -18,7 +18,7 @@ from tests.fakes.remote_pair import A, new_pair
 
 class Worker:
     def __init__(self):
-        self.life, self.told = 1, []
+        self.incarnation, self.told = 1, []
 
     def post(self, call, *args):
         call(*args)
@@ -52,7 +52,7 @@ def ids(*indices):
     return [SampleId(0, index) for index in indices]
 
 
-def test_an_end_is_told_where_siblings_run(fleet):
+def test_an_end_is_reported_where_siblings_run(fleet):
     workers, registry, subject = fleet
     subject.sent(ids(0, 1), 0)
     subject.sent(ids(2), 1)
@@ -65,7 +65,7 @@ def test_an_end_is_told_where_siblings_run(fleet):
     assert workers[1].told == [(0, 5), (0, 5), (2, 7), (1, 9)]
 
 
-def test_where_a_sample_comes_first_what_is_known_of_its_group_is_told(fleet):
+def test_where_a_sample_comes_first_what_is_known_of_its_group_is_reported(fleet):
     workers, registry, subject = fleet
     registry.tokens = {0: 4, 1: 6}
     subject.sent(ids(0, 1, 2), 0)
@@ -76,11 +76,11 @@ def test_where_a_sample_comes_first_what_is_known_of_its_group_is_told(fleet):
     assert len(workers[1].told) == 2  # it knows them
 
 
-def test_a_later_life_is_told_again_and_one_that_is_over_is_not(fleet):
+def test_a_later_incarnation_is_reported_again_and_one_that_is_over_is_not(fleet):
     workers, registry, subject = fleet
     subject.sent(ids(0), 0)
     subject.sent(ids(1, 2), 1)
-    workers[1].life = 2
+    workers[1].incarnation = 2
     subject.ended(registry.end(0, 5))
     assert not workers[1].told
     subject.sent(ids(1), 1)
@@ -90,7 +90,7 @@ def test_a_later_life_is_told_again_and_one_that_is_over_is_not(fleet):
     assert workers[1].told == [(0, 5)]
 
 
-def test_what_is_told_of_a_sample_is_bounded(fleet, monkeypatch):
+def test_what_is_reported_of_a_sample_is_bounded(fleet, monkeypatch):
     workers, registry, subject = fleet
     monkeypatch.setattr(sample_registry, "MOST_TOKENS", 3)
     subject.sent(ids(0), 0)
@@ -121,7 +121,7 @@ def test_a_run_tells_its_instances_what_siblings_elsewhere_sampled():
             np.testing.assert_array_equal(tokens[:1], ORACLE.expected(version, *id, 1))
 
 
-def test_a_gang_is_told_over_the_wire():
+def test_a_gang_is_reported_over_the_wire():
     remotes, gangs, _ = new_pair()
     tokens = np.arange(5, dtype=np.int32)
     remotes[1].know(A, tokens)
@@ -134,7 +134,7 @@ def test_a_gang_is_told_over_the_wire():
     assert len(gangs[1].posts) == 1
 
 
-def test_without_drafts_nothing_is_told():
+def test_without_drafts_nothing_is_reported():
     class Engine(SlowEngine):
         def know(self, id, tokens):
             raise AssertionError(id)

@@ -82,7 +82,7 @@ def test_another_mode_runs_on_recorded_work(recorded):
     assert filtered and filtered <= recording.recorded_work(path)[1]
 
 
-def test_a_group_that_is_made_anew_is_of_its_last_life(tmp_path):
+def test_a_group_that_is_made_anew_is_of_its_last_incarnation(tmp_path):
     """Mode `evict` issues an evicted group again under the same ids."""
     evicts = row("evict", **{"orchestrator.max_versions": 1, "orchestrator.inflight": 2.0})
     journal = recording.Recording(tmp_path / "run.jsonl", run.orchestrator_config(evicts.config, "evict"),

@@ -62,7 +62,7 @@ def test_every_mode_that_can_takes_parts(mode):
     assert parts.step_s < whole.step_s and parts.rollout_only < whole.rollout_only
 
 
-def test_a_mode_that_promises_whole_steps_takes_parts_where_it_is_told_to():
+def test_a_mode_that_promises_whole_steps_takes_parts_where_it_is_reported_to():
     for mode in ("sync", "dora_paper"):
         updates = {"orchestrator.updates": 8}
         whole, parts = step_s(mode, **updates), step_s(mode, **updates, **{"orchestrator.decisions": {"parts": 8}})

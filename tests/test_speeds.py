@@ -65,7 +65,7 @@ def test_equal_instances_under_unequal_load_are_equally_fast():
     assert speeds == [1.0, 1.0]
 
 
-def test_unequal_instances_are_told_apart_whatever_they_run():
+def test_unequal_instances_are_distinguished_whatever_they_run():
     speeds = reports(fleet_of(3), (1.5, 1.0, 0.5), [between(1, 32)] * 3, [between(100, 2000)] * 3, times=100, noise=0.1)
     assert speeds == pytest.approx([1.5, 1.0, 0.5], rel=0.2)
 
@@ -95,7 +95,7 @@ def test_new_groups_go_where_they_are_decoded_faster():
     assert after == [24, 8]
 
 
-LATER = ("home", "waits_s", "ran", "spoilt")  # what a unit did not have yet
+LATER = ("home", "waits_s", "ran", "restarts")  # what a unit did not have yet
 
 
 def test_speeds_outlive_a_snapshot_and_an_older_snapshot_is_read():

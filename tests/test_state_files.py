@@ -103,7 +103,7 @@ def test_a_flipped_bit_of_the_metrics_stops_no_run_and_costs_no_other_line(tmp_p
      b'{"step": 2, "x": [1]}', b'{"step": 2, "x": "y"}', b'{"step": 2, "x": 1, "x": 1}', b'{"step": 99, "x": 1}',
      b'{"step": 4, "eval/accuracy": 0.5}', b'{"step": 4, "eval/accuracy": 7.5, "eval/prompts": 8, "eval/reward/mean": 0}'],
 )  # fmt: skip
-def test_a_damaged_line_of_the_metrics_is_put_aside(tmp_path, line):
+def test_a_damaged_line_of_the_metrics_is_set_aside(tmp_path, line):
     whole = list(metrics_of(9))
     data = text_of(whole[:5]) + line + b"\n" + text_of(whole[5:])
     rows, notes, aside, evaluations = resumed(tmp_path / "w", data, 8)
@@ -228,7 +228,7 @@ def finished(timeline, instance):
     timeline.record(Finished(sample=sample, instance=instance))
 
 
-def test_damaged_statistics_are_put_aside_and_begin_anew(tmp_path):
+def test_damaged_statistics_are_set_aside_and_begin_anew(tmp_path):
     log = Timeline(tmp_path, print)
     finished(log, 0)
     log.close()
@@ -253,7 +253,7 @@ def test_damaged_statistics_are_put_aside_and_begin_anew(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"[" * 10**5, b"\xff" * 100_000, None])
-def test_a_trace_that_is_none_is_put_aside(tmp_path, content):
+def test_a_trace_that_is_none_is_set_aside(tmp_path, content):
     file = tmp_path / "trace.json"
     file.mkdir() if content is None else file.write_bytes(content)
     said = []
@@ -301,7 +301,7 @@ def test_report_and_top_show_what_is_left(tmp_path, name):
         top.Console(file=io.StringIO()).print(top.picture(data, 1e9))
 
 
-def test_a_folder_in_the_place_of_a_file_that_is_written_anew_is_put_aside(tmp_path):
+def test_a_folder_in_the_place_of_a_file_that_is_written_anew_is_set_aside(tmp_path):
     file = tmp_path / "overrides.json"
     (file / "somebody's").mkdir(parents=True)
     state_files.replace(file, b"{}\n")

@@ -40,7 +40,7 @@ from tests.fakes.coordinator_world import (
     trained_by,
 )
 from tests.fakes.journal_world import Disk
-from tests.fakes.remote_pair import PARCEL
+from tests.fakes.remote_pair import REQUEST
 
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 
@@ -189,7 +189,7 @@ def test_without_an_instance_left_the_run_ends_with_the_error():
         job.play()
 
 
-def test_lives_that_come_to_nothing_are_counted():
+def test_incarnations_that_come_to_nothing_are_counted():
     job = Job(troubles=[[after(1, dies) for _ in range(9)] for _ in range(2)])
     with pytest.raises(RuntimeError, match=r"rollout \d failed: out of memory"):
         job.play()
@@ -208,18 +208,18 @@ class Counted(LocalInstance):
         self._losses = number
 
 
-def test_a_life_that_ended_a_turn_has_come_to_something():
+def test_a_incarnation_that_ended_a_turn_has_come_to_something():
     """Episodes end in their environment: their instance tells of no finished sample."""
     spare = RestartPolicy(new_engine=None, vocab_size=256, hung_s=0.0)
     instance = Counted(
         ev.InstanceUp(instance=0, **UP), OracleEngine(SECTION), Weights(), queue.SimpleQueue(), 0.0, spare, {}, print
     )
     instance.losses = 2
-    instance.heard(instance.worker, Waiting(in_flight=PARCEL, instance=0))
+    instance.on_message(instance.worker, Waiting(in_flight=REQUEST, instance=0))
     assert instance.losses == 0
 
 
-def test_an_instance_that_hangs_leaves_the_pool_and_is_not_heard_when_it_wakes():
+def test_an_instance_that_hangs_leaves_the_pool_and_is_not_received_when_it_wakes():
     wake, versions_to_fill = threading.Event(), threading.Event()
 
     def hangs(result):
@@ -263,7 +263,7 @@ def change_finished(**change):
         (change_finished(finish=lambda s: "error"), "not finite"),
     ],
 )
-def test_garbage_is_never_told_and_its_maker_leaves_the_pool(trouble, sentence):
+def test_garbage_is_never_reported_and_its_maker_leaves_the_pool(trouble, sentence):
     job = Job(troubles=[[trouble]])
     assert job.play().ok
     job.audit()
@@ -330,14 +330,14 @@ def test_samples_go_on_while_weights_come():
     for index in range(8):
         instance.submit(SampleId(0, index), Task().prompt_at(0), 0, 1)
     instance.load(1, None)
-    heard = []
-    while not any(isinstance(item, ev.WeightsLoaded) and item.version == 1 for item in heard):
-        heard.append(outbox.get(timeout=20))
+    received = []
+    while not any(isinstance(item, ev.WeightsLoaded) and item.version == 1 for item in received):
+        received.append(outbox.get(timeout=20))
     assert engine.versions == (0, 1)
     instance.load(2, 1)  # it ends this life, as on the worker's own thread
-    while not isinstance(heard[-1], ev.InstanceDown):
-        heard.append(outbox.get(timeout=20))
-    assert "Dies: no such weights" in heard[-1].reason
+    while not isinstance(received[-1], ev.InstanceDown):
+        received.append(outbox.get(timeout=20))
+    assert "Dies: no such weights" in received[-1].reason
     instance.stop()
 
 
@@ -367,7 +367,7 @@ def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_train
     wrong, ticks = change_finished(logprobs=logprobs), iter(range(1, 10**9))
     trouble = [lambda result: wrong(result) if next(ticks) >= 10 else result]
     job = Job(mode, instances=3, troubles=[trouble], steps=4 * STEPS)  # many, that some come after the quarantine
-    quarantined, sampled, trained, doubted = [], {}, [], set()
+    quarantined, sampled, trained, suspected = [], {}, [], set()
     job.world.listen(lambda record: quarantined.append(record) if isinstance(record, ev.Quarantine) else None)
     agreement = Agreement(0.2, WholeSteps(job.records), list(job.pool.values()), job.said.append)
     job.world.listen(agreement.record)
@@ -382,17 +382,17 @@ def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_train
             case ev.InstanceUnhealthy(instance=0):
                 trained.extend(job.brain.state.ledger.batch)
                 trained.extend(g for groups in job.brain.state.trained_by.values() for g in groups)
-                doubted.update(id for id, ran in sampled.items() if 0 in ran)
+                suspected.update(id for id, ran in sampled.items() if 0 in ran)
 
     assert job.play(watch).ok
     job.audit()
     (command,) = quarantined
     assert command.instance == 0 and sentence in command.reason
-    assert set(command.group_ids) == {id.group_id for id in doubted} & set(trained)
+    assert set(command.group_ids) == {id.group_id for id in suspected} & set(trained)
     done = {r.sample.id: r for r in job.records if isinstance(r, Finished)}
     later = {group.group_id for _, group in trained_by(job.records)} - set(trained)
-    assert later and doubted
-    for id in doubted:
+    assert later and suspected
+    for id in suspected:
         if id.group_id in later:  # it has begun again: on a healthy instance, or on the next life of this one
-            assert (done[id].instance, done[id].life) != (0, 0)
+            assert (done[id].instance, done[id].incarnation) != (0, 0)
     assert "begin again elsewhere" in job.said[0]

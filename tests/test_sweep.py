@@ -139,7 +139,7 @@ def test_a_run_that_asks_to_be_started_again_ends_the_sweep_with_the_same_wish(f
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_it_tells_the_run_once_and_waits_for_it(folder, number):
+def test_at_a_signal_it_signals_the_run_once_and_waits_for_it(folder, number):
     Path("code1").write_text("wait")
     program = textwrap.dedent("""
         import signal, sys

@@ -200,7 +200,7 @@ def test_a_mixture_draws_its_parts_by_weight():
     assert task.prompt_at(0).task == "chain_sum"
 
 
-def test_a_bad_mixture_is_told_which_part():
+def test_a_bad_mixture_is_reported_which_part():
     def mixture(*parts):
         return TaskSection(name="reasoning_gym:composite", params={"datasets": parts})
 

@@ -145,7 +145,7 @@ def test_the_picture_begins_when_the_first_instance_is_up():
     assert drawn["end"] == 3000 and drawn["instances"][0]["bars"][0][:2] == [0, 2000] and not drawn["restarts"]
 
 
-def test_a_quarantine_is_told_to_everyone_who_looks(tmp_path):
+def test_a_quarantine_is_reported_to_everyone_who_looks(tmp_path):
     log = Timeline(tmp_path, print)
     for i in (0, 1):
         log.event(up(i), ())

@@ -180,7 +180,7 @@ def forward_sums(section, batch, step_number=0, **arrays):
     return jax.device_get(run(params, arrays)[1])
 
 
-def test_proximal_anchor_starts_at_ratio_1_whatever_the_engine_said():
+def test_proximal_anchor_starts_at_ratio_1_whatever_the_engine_reported():
     section = cases.section(anchor="proximal", correction="tis")
     batch = cases.batch(type("Shape", (), {"section": section, "shards": 1}))
     sums = forward_sums(section, batch)

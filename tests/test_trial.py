@@ -152,7 +152,7 @@ def test_which_samples_count():
 # ---------------------------------------------------------------- prompts over the length limit
 
 
-def test_prompts_over_the_limit_are_told_before_the_run():
+def test_prompts_over_the_limit_are_reported_before_the_run():
     prompt, remarks = opened(limit=100).survey()
     assert prompt.group_id == 0 and remarks == []
     prompt, (training, heldout) = opened(limit=8).survey()

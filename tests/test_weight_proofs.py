@@ -182,7 +182,7 @@ def test_a_shard_that_arrives_damaged_is_read_again_then_refused(monkeypatch, he
 # ------------------------------------------------------- end to end
 
 
-def spoil(tree, version):
+def corrupt(tree, version):
     """The weights of a version with one bit flipped, in memory or in storage."""
     leaf = tree["w"]
     boxes = {box: flip(np.full(2, version, np.float32)) for box in leaf.boxes}
@@ -196,7 +196,7 @@ def served(net, name):
 def test_a_version_whose_bytes_are_others_is_never_committed():
     net = Net(replicas=1, paths=(STORAGE,))
     net.publish(5, store=True, wire=False)
-    net.stored[5] = spoil(net.stored[5], 5)
+    net.stored[5] = corrupt(net.stored[5], 5)
     net.want("r0", 5), net.run()
     (refused,) = net.outcomes
     assert isinstance(refused, ex.NotLoaded) and served(net, "r0") == [(), ()]
@@ -212,7 +212,7 @@ def test_a_late_joiner_takes_no_damaged_copy_and_gets_the_version_from_another_s
     net.publish(5)
     net.want("r0", 5), net.run()
     for host in net.worlds["r0"].hosts:
-        host.weights.put(5, spoil(weights(5), 5))
+        host.weights.put(5, corrupt(weights(5), 5))
     net.tell(ex.Wanted(world="r1", version=5))
     sources = []
     while net.messages:
@@ -264,16 +264,16 @@ def test_a_copy_that_flips_in_memory_reaches_no_engine(dtype, apart, monkeypatch
     store.get(4, specs)
     store.put(5, params)
     if apart:
-        monkeypatch.setattr(publish, "sliced", lambda copy, then=publish.sliced: then(spoilt_embedding(copy)))
+        monkeypatch.setattr(publish, "sliced", lambda copy, then=publish.sliced: then(corrupt_embedding(copy)))
         store.put(6, params)
     else:
         kept = store.get(5, None)
-        kept["embed"] = spoilt_embedding(kept)["embed"]  # the store gives what it keeps
+        kept["embed"] = corrupt_embedding(kept)["embed"]  # the store gives what it keeps
     with pytest.raises(RunError, match=f"version {6 if apart else 5} is not what was published: the digest"):
         store.get(6 if apart else 5, specs)
 
 
-def spoilt_embedding(copy):
+def corrupt_embedding(copy):
     return copy | {"embed": jax.device_put(flip(np.asarray(copy["embed"])), copy["embed"].sharding)}
 
 
@@ -338,7 +338,7 @@ def resumed(copied):
 
 def test_a_version_that_is_published_again_has_the_copy_that_it_had():
     found, begun = resumed(lambda made, known: known)
-    live = [step for step in found.steps if step.base + 1 in found.debts.versions]
+    live = [step for step in found.steps if step.base + 1 in found.outstanding.versions]
     assert live and all(begun.payloads.digests[step.base + 1] == step.published for step in live)
     with pytest.raises(RunError, match="is not published: the copy of its weights .* and equal weights gave"):
         resumed(lambda made, known: known ^ 4 if known else 0)

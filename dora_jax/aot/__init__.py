@@ -36,7 +36,7 @@ from dora_jax.aot.roles import (
     refusal,
 )
 from dora_jax.aot.slices import SlicePlacement, place_of, slice_devices
-from dora_jax.config import Config, ConfigError, blame
+from dora_jax.config import Config, ConfigError, field_context
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
@@ -222,7 +222,7 @@ def _kernels(
 
 def report(config: Config) -> None:
     """Prints what --aot adds to a dry run of a configuration as asked; ConfigError where the run would not fit."""
-    with blame("model.path"):
+    with field_context("model.path"):
         model = presets.model_of(config)
     if model is None:
         raise ConfigError(f"model.path: {config.model.path!r} has no config.json; --aot needs it, or model.size")

@@ -135,15 +135,15 @@ def in_words(config: Config, role: Role, program: str) -> Iterator[None]:
 
 def verdict(error: Exception, config: Config, role: Role, program: str) -> Exception:
     """XLA's lack of memory as one sentence; anything else is no matter of size and stays as it is."""
-    said = str(error)
-    if "RESOURCE_EXHAUSTED" in said and re.search(r"space[ =]smem", said):
+    message = str(error)
+    if "RESOURCE_EXHAUSTED" in message and re.search(r"space[ =]smem", message):
         rollout = config.rollout
         return DoesNotFit(
             f"rollout.page_size: the page table of {program}, for {rollout.slots} slots, is larger "
             f"than the scalar memory of {role.slice_name}: raise rollout.page_size (now "
             f"{rollout.page_size}), or lower rollout.slots or rollout.decode_rows"
         )
-    used = next(filter(None, (pattern.search(said) for pattern in OUT_OF_MEMORY)), None)
+    used = next(filter(None, (pattern.search(message) for pattern in OUT_OF_MEMORY)), None)
     if used is None:
         return error
     return refusal(config, role, role.cores * float(used[1]) * GIB, program)

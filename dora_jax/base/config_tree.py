@@ -87,11 +87,16 @@ def field(
     of the package. tuning: right as it is on any machine, so that it is not on the first page of --help.
     """
     limits = Range(ge=ge, gt=gt, le=le, lt=lt, besides=besides, power_of_two=power_of_two)
-    said = {"help": help, "range": None if limits == Range() else limits, "choices": tuple(choices), "tuning": tuning}
+    metadata = {
+        "help": help,
+        "range": None if limits == Range() else limits,
+        "choices": tuple(choices),
+        "tuning": tuning,
+    }
     if isinstance(default, dict):
-        made: Any = dataclasses.field(default_factory=lambda: dict(default), metadata=said)
+        made: Any = dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     else:
-        made = dataclasses.field(default=default, metadata=said)
+        made = dataclasses.field(default=default, metadata=metadata)
     return made
 
 
@@ -125,15 +130,15 @@ def fields_of(cls: type) -> dict[str, Declared]:
     hints = typing.get_type_hints(cls)
     found = {}
     for each in dataclasses.fields(cls):
-        hint, make, said = hints[each.name], each.default_factory, each.metadata
+        hint, make, declared = hints[each.name], each.default_factory, each.metadata
         literal = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
         found[each.name] = Declared(
             type=type(literal[0]) if literal else hint,
             default=each.default if make is dataclasses.MISSING else make(),
-            help=said.get("help", ""),
-            choices=literal or said.get("choices", ()),
-            range=said.get("range"),
-            tuning=said.get("tuning", False),
+            help=declared.get("help", ""),
+            choices=literal or declared.get("choices", ()),
+            range=declared.get("range"),
+            tuning=declared.get("tuning", False),
         )
     return found
 

@@ -151,7 +151,7 @@ class Writer:
         last = max((n for n, row in found.rows if row["step"] <= step and not _evaluates(row)), default=0)
         misplaced = [(n, lines[n - 1]) for n, row in found.rows if row["step"] > step and n < last]
         if damaged := sorted(found.damaged + misplaced):
-            place = state_files.put_aside(self.file, (line for _, line in damaged))
+            place = state_files.set_aside(self.file, (line for _, line in damaged))
             self.note(
                 f"{self.file} is damaged in line {state_files.numbers(n for n, _ in damaged)}; what stood there is in "
                 f"{place}"

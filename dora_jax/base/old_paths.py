@@ -21,7 +21,7 @@ MOVED = {
     ("dora_jax", "dora_jax.costs"): "recording",
     ("dora_jax", "dora_jax.models"): "tokenizer",
     ("dora_jax", "dora_jax.plan"): "budget devices hub memory presets validate",
-    ("dora_jax.tasks", "dora_jax.tasks.sandbox"): "calls program_server program_walls programs render render_worker"
+    ("dora_jax.tasks", "dora_jax.tasks.sandbox"): "calls program_server programs render render_worker"
     " seccomp supervisor",
     ("dora_jax.tasks", "dora_jax.tasks.environments"): "bridge by_task calculator dialogues environment_process"
     " environment_worker noise renderer_bridge skyrl_gym",
@@ -42,6 +42,7 @@ RENAMED = {
     "dora_jax.sim.trace": "dora_jax.sim.meter",
     "dora_jax.spelling": "dora_jax.base.config_tree",
     "dora_jax.tasks.identity": "dora_jax.tasks.source",
+    "dora_jax.tasks.program_walls": "dora_jax.tasks.sandbox.bubblewrap",
     "dora_jax.tasks.token_bridge": "dora_jax.tasks.environments.bridge",
     "dora_jax.update_costs": "dora_jax.costs.update",
 }

@@ -84,7 +84,7 @@ def read(file: Path, newest: int) -> Row:
 def replace(file: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file that is whole or as it was, also after a power cut. A folder in its place is put aside."""
     if file.is_dir():
-        put_aside(file)
+        set_aside(file)
     partial = file.with_name(f".{file.name}.partial")
     partial.unlink(missing_ok=True)  # it may have another mode
     with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as out:
@@ -136,7 +136,7 @@ def numbers(listed: Iterable[int]) -> str:
     return ", ".join(shown) + (", ..." if len(spans) > MOST_SPANS else "")
 
 
-def put_aside(file: Path, lines: Iterable[bytes] | None = None) -> Path:
+def set_aside(file: Path, lines: Iterable[bytes] | None = None) -> Path:
     """Append lines of a file to FILE.damaged, or rename the file or folder itself. Return where they are."""
     place = file.with_name(file.name + DAMAGED)
     if lines is not None and not place.is_dir():

@@ -145,9 +145,12 @@ def speeds(subjects: dict[str, Subject], prompts: Sequence[Prompt], group_size: 
     first = next(iter(subjects.values())).best
     for name, subject in subjects.items():
         drafter = subject.engine.scheduler.decoding.drafter
-        said = f"{drafter.accepted} of {drafter.verified} drafted tokens held" if drafter and drafter.verified else ""
+        accepted_of = (
+            f"{drafter.accepted} of {drafter.verified} drafted tokens held" if drafter and drafter.verified else ""
+        )
         print(
-            f"{live:5d} live  {name:14s}{subject.best:10,.0f} tokens/s {subject.best / first:6.2f}x  {said}", flush=True
+            f"{live:5d} live  {name:14s}{subject.best:10,.0f} tokens/s {subject.best / first:6.2f}x  {accepted_of}",
+            flush=True,
         )
 
 

@@ -139,28 +139,28 @@ def table(lines: list[ResultLine]) -> str:
 def verdicts(lines: list[ResultLine]) -> list[str]:
     """The aims, one sentence each."""
     by_label = {line.row.label.replace(f" {COLOCATED}", ""): line for line in lines}
-    said = []
+    verdicts = []
     worst = max(lines, key=lambda line: abs(line.off))
-    said.append(f"prediction: at most {abs(worst.off):.1%} off ({worst.row.label}); aim 10 %")
+    verdicts.append(f"prediction: at most {abs(worst.off):.1%} off ({worst.row.label}); aim 10 %")
     order = [sorted(lines, key=key) for key in (lambda n: n.predicted.step_s, lambda n: n.ran.step_s)]
     labels = [", ".join(line.row.label for line in lines) for lines in order]
     same = "as predicted" if labels[0] == labels[1] else f"predicted was {labels[0]}"
-    said.append(f"order, fastest first: {labels[1]} ({same})")
+    verdicts.append(f"order, fastest first: {labels[1]} ({same})")
     dora = next((line for line in lines if line.row.mode == "dora"), None)
     if dora is None:
-        return said
+        return verdicts
     for mode, least, goal in AIMS:
         for line in (by_label.get(mode), *(n for n in lines if n.row.mode == mode and n is not by_label.get(mode))):
             if line is not None:
                 ratio = dora.ran.tokens_per_s / line.ran.tokens_per_s
-                said.append(f"dora / {line.row.label}: {ratio:.2f} x tokens/s; aim {least:g}, goal {goal:g}")
+                verdicts.append(f"dora / {line.row.label}: {ratio:.2f} x tokens/s; aim {least:g}, goal {goal:g}")
     if sync := by_label.get("sync"):
         share = dora.ran.rollout_only / sync.ran.rollout_only
-        said.append(f"rollout only, dora / sync: {share:.2f}; aim at most 0.33")
-    said.append(
+        verdicts.append(f"rollout only, dora / sync: {share:.2f}; aim at most 0.33")
+    verdicts.append(
         f"orchestration {dora.ran.brain_share:.2%}, moves {dora.ran.move_share:.2%} of dora's time; aim under 2 %"
     )
-    return said
+    return verdicts
 
 
 def predicted_and_run(row: Row, speedup: float) -> ResultLine:
@@ -205,21 +205,21 @@ def shares(tasks: Mapping[str, float]) -> str:
 
 def recorded_setting(directory: Path, warmup: int) -> tuple[SimConfig, str]:
     """The recorded run as a simulation, and its mode."""
-    told, ups = recorded_body(directory / JOURNAL)
+    recorded, ups = recorded_body(directory / JOURNAL)
     costs = json.loads((directory / COSTS).read_text())
     first = ups[0]
     config = sims.replace(SimConfig(), {
-        "steps": told.total_steps, "warmup_steps": warmup, "report_tokens": 16, "cost.path": str(directory / COSTS),
+        "steps": recorded.total_steps, "warmup_steps": warmup, "report_tokens": 16, "cost.path": str(directory / COSTS),
         "hardware.chips": len(ups) + 1, "hardware.rollout_chips": len(ups), "hardware.tensor": 1,
         "hardware.slots": first.slots, "hardware.page_size": first.page_size, "hardware.residents": first.residents,
         "workload.distribution": "journal", "workload.path": str(directory / JOURNAL),
         "workload.prompt_tokens": costs["prompt_tokens"], "workload.prompt_sigma": 0.1,
-        "workload.max_prompt_tokens": told.max_prompt_tokens, "workload.max_new_tokens": told.max_new_tokens,
-        "orchestrator.max_versions": told.max_versions, "orchestrator.groups_per_step": told.groups_per_step,
-        "orchestrator.group_size": told.group_size, "orchestrator.inflight": told.inflight,
-        "orchestrator.updates": told.updates, "orchestrator.peer_weights": False,
-        "orchestrator.rebalance_period_s": told.rebalance_period_s})  # fmt: skip
-    return config, told.mode
+        "workload.max_prompt_tokens": recorded.max_prompt_tokens, "workload.max_new_tokens": recorded.max_new_tokens,
+        "orchestrator.max_versions": recorded.max_versions, "orchestrator.groups_per_step": recorded.groups_per_step,
+        "orchestrator.group_size": recorded.group_size, "orchestrator.inflight": recorded.inflight,
+        "orchestrator.updates": recorded.updates, "orchestrator.peer_weights": False,
+        "orchestrator.rebalance_period_s": recorded.rebalance_period_s})  # fmt: skip
+    return config, recorded.mode
 
 
 def recorded_table(directory: Path, modes: Sequence[str], warmup: int) -> str:

@@ -268,17 +268,17 @@ def youngest_table(records: dict[str, list[dict]]) -> str:
 
 def verdict(found: dict[str, list[dict[str, float]]], measured: str, baseline: str) -> list[str]:
     """One mode against another, seed by seed."""
-    said, per_step = [], ("reward", "by version", "held-out", "last")
+    verdicts, per_step = [], ("reward", "by version", "held-out", "last")
     for label, names in (("per step", per_step), ("per second", ("reward/s", "held-out/s"))):
         for name in names:
             mean, half = interval([a[name] - b[name] for a, b in zip(found[measured], found[baseline], strict=True)])
             word = "above" if mean > half else "below" if mean < -half else "inside the interval"
-            said.append(f"{label}, {name}: {measured} less {baseline} {cell(mean, half, 4)}: {word}")
+            verdicts.append(f"{label}, {name}: {measured} less {baseline} {cell(mean, half, 4)}: {word}")
     for name in ("ms/step", "s to learn", "s in all"):
         mean, half = interval([np.log(b[name] / a[name]) for a, b in zip(found[measured], found[baseline])])
         ratios = [f"{ratio:.2f}" for ratio in np.exp([mean, mean - half, mean + half])]
-        said.append(f"{name}: {baseline} / {measured} = {ratios[0]} ({ratios[1]} to {ratios[2]})")
-    return said
+        verdicts.append(f"{name}: {baseline} / {measured} = {ratios[0]} ({ratios[1]} to {ratios[2]})")
+    return verdicts
 
 
 def cell(mean: float, half: float, digits: int) -> str:

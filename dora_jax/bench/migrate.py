@@ -75,10 +75,10 @@ def new_engine(context: int, others: int, params, model: decoder.ModelConfig = M
     return engine
 
 
-def next_tokens_s(engine: Engine, parcel: InFlightSample) -> float:
+def next_tokens_s(engine: Engine, request: InFlightSample) -> float:
     """Seconds from the import until the sample has sampled again; takes it out afterwards."""
     began = time.perf_counter()
-    engine.import_(parcel)
+    engine.import_(request)
     sampled_s(engine)
     took = time.perf_counter() - began
     engine.cancel(MOVED)
@@ -99,15 +99,15 @@ def forget(engine: Engine, params) -> None:
     engine.load(0, jax.device_put(params, engine.param_shardings))
 
 
-def slowed(engine: Engine, parcel: InFlightSample, others: int) -> tuple[tuple[float, int], tuple[float, int]]:
+def slowed(engine: Engine, request: InFlightSample, others: int) -> tuple[tuple[float, int], tuple[float, int]]:
     """((share by which others decode slower while the sample arrives, ticks), the same while it leaves again)."""
     for index in range(others):
         engine.submit(SampleId(1, index), np.arange(3, 35), 0, OTHERS_NEW)
     engine.tick()
     before = statistics.median(harness.timed(engine.tick)[0] for _ in range(5))
-    engine.import_(parcel)
+    engine.import_(request)
     arriving = [harness.timed(engine.tick)[0]]
-    while not len(engine.sampled(MOVED)[0]) > len(parcel.out_ids):
+    while not len(engine.sampled(MOVED)[0]) > len(request.out_ids):
         arriving.append(harness.timed(engine.tick)[0])
     both = statistics.median(harness.timed(engine.tick)[0] for _ in range(3))
     sampled = len(engine.sampled(SampleId(1, 0))[0])
@@ -137,18 +137,18 @@ def measure(context: int, others: int, rounds: int, params) -> list[Any]:
         here.submit(MOVED, prompt, 0, NEW)
         sampled_s(here)
         stays.append(harness.timed(here.tick)[0])
-        exported, parcel = harness.timed(lambda: here.export(MOVED))
-        moves.append(exported + next_tokens_s(there, parcel))
+        exported, request = harness.timed(lambda: here.export(MOVED))
+        moves.append(exported + next_tokens_s(there, request))
         forget(there, params)
-        came, left = slowed(there, parcel, others)
+        came, left = slowed(there, request, others)
         comes.append(came)
         leaves.append(left)
         forget(there, params)
-        prefills.append(next_tokens_s(there, without_pages(parcel)))
+        prefills.append(next_tokens_s(there, without_pages(request)))
         forget(there, params)
     move, prefill, stay = min(moves), min(prefills), min(stays)
     (out, out_ticks), (into, in_ticks) = min(leaves), min(comes)
-    return [context, parcel.kv_bytes / 1e6, 1e3 * move, 1e3 * prefill, 1e3 * stay, (move - stay) / (prefill - stay),
+    return [context, request.kv_bytes / 1e6, 1e3 * move, 1e3 * prefill, 1e3 * stay, (move - stay) / (prefill - stay),
             f"{out:.1%} /{out_ticks:3d}", f"{into:.1%} /{in_ticks:3d}"]  # fmt: skip
 
 
@@ -174,9 +174,9 @@ def run_there(end: connection.Connection, context: int, model: decoder.ModelConf
     number = 0
     while data := end.recv_bytes():
         number += 1
-        parcel = fetch(wire, CODEC.decode(data), key(number), layout)
+        request = fetch(wire, CODEC.decode(data), key(number), layout)
         end.send_bytes(b"fetched")
-        next_tokens_s(engine, parcel)
+        next_tokens_s(engine, request)
         end.send_bytes(b"sampled")
         forget(engine, params)
         end.send_bytes(b"forgotten")
@@ -191,29 +191,29 @@ class There:
         self.wire = Wire(*HERE)
         self.number = 0
 
-    def goes_on(self, parcel: InFlightSample, began: float) -> tuple[float, float]:
+    def goes_on(self, request: InFlightSample, began: float) -> tuple[float, float]:
         """Seconds from now until the parcel is there, and from `began` until its sample has sampled there."""
         self.number += 1
         lending = time.perf_counter()
-        self.end.send_bytes(CODEC.encode(lend(self.wire, key(self.number), parcel)))
-        self._heard(b"fetched")
+        self.end.send_bytes(CODEC.encode(lend(self.wire, key(self.number), request)))
+        self._expect(b"fetched")
         fetched = time.perf_counter() - lending
-        self._heard(b"sampled")
+        self._expect(b"sampled")
         took = time.perf_counter() - began
         self.wire.release(key(self.number))
-        self._heard(b"forgotten")
+        self._expect(b"forgotten")
         return fetched, took
 
     def ready(self) -> None:
-        self._heard(b"ready")
+        self._expect(b"ready")
 
     def close(self) -> None:
         self.end.send_bytes(b"")
         self.child.join(30)
 
-    def _heard(self, word: bytes) -> None:
-        if (said := self.end.recv_bytes()) != word:
-            raise RuntimeError(f"the other process said {said!r} where {word!r} was expected")
+    def _expect(self, word: bytes) -> None:
+        if (received := self.end.recv_bytes()) != word:
+            raise RuntimeError(f"the other process said {received!r} where {word!r} was expected")
 
 
 def measure_there(context: int, rounds: int, model: decoder.ModelConfig) -> list[Any]:
@@ -228,15 +228,15 @@ def measure_there(context: int, rounds: int, model: decoder.ModelConfig) -> list
         sampled_s(here)
         stays.append(sampled_s(here))
         began = time.perf_counter()
-        parcel = here.export(MOVED)
-        fetched, took = there.goes_on(parcel, began)
+        request = here.export(MOVED)
+        fetched, took = there.goes_on(request, began)
         moves.append(took)
         wires.append(fetched)
-        prefills.append(there.goes_on(without_pages(parcel), time.perf_counter())[1])
+        prefills.append(there.goes_on(without_pages(request), time.perf_counter())[1])
         forget(here, params)
     there.close()
     move, wire, prefill, stay = (min(each) for each in (moves, wires, prefills, stays))
-    return [context, parcel.kv_bytes / 1e6, 1e3 * move, 1e3 * wire, parcel.kv_bytes / wire / 2**30, 1e3 * prefill,
+    return [context, request.kv_bytes / 1e6, 1e3 * move, 1e3 * wire, request.kv_bytes / wire / 2**30, 1e3 * prefill,
             1e3 * stay, move / prefill]  # fmt: skip
 
 

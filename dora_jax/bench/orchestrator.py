@@ -143,7 +143,7 @@ class Body:
         self.count = itertools.count()
         # of each instance: sample -> tokens that it would have had at time 0
         self.runs: list[dict[SampleId, float]] = [{} for _ in range(options.instances)]
-        self.lives = [0] * options.instances
+        self.incarnations = [0] * options.instances
         self.sampled: dict[SampleId, float] = {}  # of samples that run nowhere
         self.left: dict[int, int] = {}
         self.batch = 0
@@ -220,9 +220,9 @@ class Body:
             self.at(CLOCK_S, self.turn)
 
     def up(self, i: int) -> None:
-        self.lives[i] += 1
+        self.incarnations[i] += 1
         if self.options.mtbf_s:
-            self.at(self.draw.expovariate(1 / self.options.mtbf_s), self.down, i, self.lives[i])
+            self.at(self.draw.expovariate(1 / self.options.mtbf_s), self.down, i, self.incarnations[i])
         self.tell(
             ev.InstanceUp(
                 instance=i,
@@ -230,21 +230,21 @@ class Body:
                 pages=PAGES,
                 page_size=PAGE_SIZE,
                 residents=self.options.residents,
-                life=self.lives[i],
+                incarnation=self.incarnations[i],
             )
         )
 
-    def down(self, i: int, life: int) -> None:
+    def down(self, i: int, incarnation: int) -> None:
         runs, self.runs[i] = self.runs[i], {}
         self.sampled |= {id: self.tokens(zero) for id, zero in runs.items()}
         self.at(BACK_S, self.up, i)
-        self.tell(ev.InstanceDown(instance=i, reason="lost", life=life))
+        self.tell(ev.InstanceDown(instance=i, reason="lost", incarnation=incarnation))
 
     def report(self, i: int) -> None:
         self.at(self.options.report_s, self.report, i)
         if self.now < self.listed_s[i] + self.progress_s:
             used = len(self.runs[i]) * (PROMPT_TOKENS + MEAN_TOKENS) // PAGE_SIZE
-            self.tell(ev.InstanceReported(instance=i, free=max(0, PAGES - used), life=self.lives[i]))
+            self.tell(ev.InstanceReported(instance=i, free=max(0, PAGES - used), incarnation=self.incarnations[i]))
         elif runs := self.runs[i]:
             self.listed_s[i] = self.now
             now_tokens = self.now * TOKENS_PER_S
@@ -258,7 +258,7 @@ class Body:
                     groups=groups,
                     indices=indices,
                     tokens=tokens,
-                    life=self.lives[i],
+                    incarnation=self.incarnations[i],
                     sampled=int(len(runs) * TOKENS_PER_S),
                     busy_s=1.0,
                     row_s=float(len(runs)),
@@ -268,15 +268,15 @@ class Body:
     def tokens(self, zero: float) -> float:
         return self.now * TOKENS_PER_S + zero
 
-    def done(self, i: int, life: int, id: SampleId, zero: float) -> None:
-        if self.runs[i].get(id) != zero or self.lives[i] != life:
+    def done(self, i: int, incarnation: int, id: SampleId, zero: float) -> None:
+        if self.runs[i].get(id) != zero or self.incarnations[i] != incarnation:
             return
         del self.runs[i][id]
         self.left[id.group_id] -= 1
         if not self.left[id.group_id]:
             del self.left[id.group_id]
             self.at(SCORE_S, self.tell, ev.GroupScored(group_id=id.group_id, trainable=self.draw.random() > 0.02))
-        self.tell(ev.SampleDone(id=id, instance=i, tokens=self.length(id), finish="stop", life=life))
+        self.tell(ev.SampleDone(id=id, instance=i, tokens=self.length(id), finish="stop", incarnation=incarnation))
 
     def length(self, id: SampleId) -> int:
         return (self.first_lengths if id.group_id < self.first_groups else self.lengths)[hash(id) % LENGTHS]
@@ -298,54 +298,64 @@ class Body:
 
     def run_on(self, i: int, id: SampleId, length: int, sampled: float) -> None:
         zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
-        self.at(max(2 * BEGIN_S, (length - sampled) / TOKENS_PER_S), self.done, i, self.lives[i], id, zero)
+        self.at(max(2 * BEGIN_S, (length - sampled) / TOKENS_PER_S), self.done, i, self.incarnations[i], id, zero)
 
     # ------------------------------------------------------------------ commands
 
     def start(self, command: ev.Start) -> None:
-        i, life = command.instance, self.lives[command.instance]
+        i, incarnation = command.instance, self.incarnations[command.instance]
         for id in command.ids:
             self.left.setdefault(id.group_id, GROUP_SIZE)
             self.place(i, id, 0.0)
             self.at(
                 BEGIN_S,
                 self.tell,
-                ev.SampleStarted(id=id, instance=i, version=command.version, life=life, attempt=command.attempt),
+                ev.SampleStarted(
+                    id=id, instance=i, version=command.version, incarnation=incarnation, attempt=command.attempt
+                ),
             )
 
     def resume(self, command: ev.Resume) -> None:
-        i, life = command.instance, self.lives[command.instance]
+        i, incarnation = command.instance, self.incarnations[command.instance]
         for id in command.ids:
             self.place(i, id, self.sampled.pop(id, 0.0))
-            self.at(BEGIN_S, self.tell, ev.SampleResumed(id=id, instance=i, life=life, attempt=command.attempt))
+            self.at(
+                BEGIN_S,
+                self.tell,
+                ev.SampleResumed(id=id, instance=i, incarnation=incarnation, attempt=command.attempt),
+            )
 
     def load(self, command: ev.LoadWeights) -> None:
         i = command.instance
-        self.at(LOAD_S, self.tell, ev.WeightsLoaded(instance=i, version=command.version, life=self.lives[i]))
+        self.at(
+            LOAD_S, self.tell, ev.WeightsLoaded(instance=i, version=command.version, incarnation=self.incarnations[i])
+        )
 
     def move(self, command: ev.Move) -> None:
         way = {"src": command.src, "dst": command.dst, "attempt": command.attempt}
         for id in command.ids:
             zero = self.runs[command.src].pop(id, None)
             if zero is not None:
-                self.at(MOVE_S, self.moved, ev.SampleMoved(id=id, **way), self.tokens(zero), self.lives[command.dst])
+                self.at(
+                    MOVE_S, self.moved, ev.SampleMoved(id=id, **way), self.tokens(zero), self.incarnations[command.dst]
+                )
             else:
                 self.at(0.0, self.tell, ev.MoveFailed(id=id, **way, reason="finished"))
 
-    def moved(self, event: ev.SampleMoved, sampled: float, life: int) -> None:
-        if self.lives[event.dst] == life:
+    def moved(self, event: ev.SampleMoved, sampled: float, incarnation: int) -> None:
+        if self.incarnations[event.dst] == incarnation:
             self.place(event.dst, event.id, sampled)
         else:
             self.sampled[event.id] = sampled
         self.tell(event)
 
     def park(self, command: ev.Park) -> None:
-        i, life = command.instance, self.lives[command.instance]
+        i, incarnation = command.instance, self.incarnations[command.instance]
         for id in command.ids:
             zero = self.runs[i].pop(id, None)
             if zero is not None:
                 self.sampled[id] = self.tokens(zero)
-                self.at(PARK_S, self.tell, ev.SampleParked(id=id, instance=i, life=life))
+                self.at(PARK_S, self.tell, ev.SampleParked(id=id, instance=i, incarnation=incarnation))
 
     def train(self, command: ev.Train) -> None:
         self.batch += len(command.group_ids)

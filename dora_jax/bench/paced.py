@@ -115,13 +115,13 @@ class PacedEnvironments:
     def open(self, id: SampleId, prompt: Prompt) -> None:
         self._answer(id, Observed(id=id, token_ids=np.zeros(0, np.int32)), 0.0)
 
-    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
-        turn = self._turns.behind(told.id, len(told.mask))
+    def turn(self, prompt: Prompt, so_far: EpisodeSoFar) -> None:
+        turn = self._turns.behind(so_far.id, len(so_far.mask))
         if turn is None:
-            self._answer(told.id, EpisodeEnded(id=told.id, terms={}), 0.0)
+            self._answer(so_far.id, EpisodeEnded(id=so_far.id, terms={}), 0.0)
         else:
-            said = Observed(id=told.id, token_ids=np.zeros(turn.observation_tokens, np.int32))
-            self._answer(told.id, said, turn.environment_s * self._pace)
+            observed = Observed(id=so_far.id, token_ids=np.zeros(turn.observation_tokens, np.int32))
+            self._answer(so_far.id, observed, turn.environment_s * self._pace)
 
     def drop(self, id: SampleId) -> dict[str, float]:
         self._asked.pop(id, None)
@@ -223,10 +223,10 @@ class LentPacedWorker(PacedWorker):
         time.sleep(self._pace * self._costs.lend_s())
         self.engine.load(version, version)
         self._paced.rest()
-        self.life, self._lent = self.life + 1, True
-        self.outbox.put(dataclasses.replace(self._up, versions=(version,), life=self.life))
+        self.incarnation, self._lent = self.incarnation + 1, True
+        self.outbox.put(dataclasses.replace(self._up, versions=(version,), incarnation=self.incarnation))
 
-    def give_back(self) -> None:
+    def reclaim(self) -> None:
         began = time.monotonic()
         with self._paced.all_at_once() as handed_over:
             self.hand_over()
@@ -235,7 +235,7 @@ class LentPacedWorker(PacedWorker):
         seconds = self._pace * self._costs.return_s(sum(handed_over))
         time.sleep(max(0.0, began + seconds - time.monotonic()))
         self._lent = False
-        self.outbox.put(ev.InstanceDown(instance=self.instance, reason="returned", life=self.life))
+        self.outbox.put(ev.InstanceDown(instance=self.instance, reason="returned", incarnation=self.incarnation))
 
     def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None:
         """What comes after the chips were given back is recorded."""
@@ -277,7 +277,7 @@ def run(row: Row, pace: float) -> PacedResult:
     costs = open_costs(row.config.model, row.config.hardware, row.config.cost)
     parts = _PacedRun(row, costs, pace)
     meter = _PacedMeter(row, parts, pace)
-    parts.world.listen(meter.told)
+    parts.world.listen(meter.policy)
     try:
         parts.world.start(parts.ups)
         halt = run_loop(parts.brain, parts.world, [each(meter)])
@@ -310,22 +310,22 @@ class _PacedRun:
 
     def __init__(self, row: Row, costs: Costs, pace: float):
         config, hardware, work = row.config, row.config.hardware, Workload(row.config.workload)
-        told = orchestrator_config(config, row.mode)
+        policy = orchestrator_config(config, row.mode)
         section = presets.on_cpu(
             RolloutSection(
                 slots=hardware.slots,
                 pages=costs.pages,
                 page_size=hardware.page_size,
                 residents=hardware.residents,
-                max_prompt_tokens=told.max_prompt_tokens,
-                max_new_tokens=told.max_new_tokens,
+                max_prompt_tokens=policy.max_prompt_tokens,
+                max_new_tokens=policy.max_new_tokens,
                 decode_steps=1,
             )
         )
         if episodes := any(
             part.get("turns", config.workload.turns) > 1 for part in ({}, *config.workload.mix.values())
         ):
-            section = dataclasses.replace(section, max_prompt_tokens=told.max_prompt_tokens + OBSERVED_TOKENS)
+            section = dataclasses.replace(section, max_prompt_tokens=policy.max_prompt_tokens + OBSERVED_TOKENS)
         turns = TurnsOf(work)
         due_s: dict[tuple[SampleId, int], float] = {}
         outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -336,7 +336,7 @@ class _PacedRun:
         )
         hold = config.orchestrator.hold_slots
         oracles = [OracleEngine(section, eos_ids=(0,), turn_length=turns.length, version_in=int)
-                   for _ in range(hardware.instances + len(told.lendable))]  # fmt: skip
+                   for _ in range(hardware.instances + len(policy.lendable))]  # fmt: skip
         inner: list[Any] = [HoldingEngine(each, turns, pace, due_s) for each in oracles] if hold else oracles
         self.engines = [PacedEngine(each, costs, pace, report_ticks=config.report_tokens, speed=hardware.speed(i))
                         for i, each in enumerate(inner)]  # fmt: skip
@@ -353,7 +353,7 @@ class _PacedRun:
             engine.load(0, 0)
         model: Any = IdleTrainer()
         trainer = self.trainer = PacedTrainer(
-            model, lambda groups, base: [len(groups)], costs, pace, told.groups_per_step
+            model, lambda groups, base: [len(groups)], costs, pace, policy.groups_per_step
         )
         self.world = Coordinator(
             instances=[*self.workers, *self.lent],
@@ -362,26 +362,26 @@ class _PacedRun:
                 trainer.pack,
                 store,
                 weights,
-                told.decisions.max_lag,
+                policy.decisions.max_lag,
                 outbox,
-                told.groups_per_step,
-                says_parts=bool(told.lendable),
+                policy.groups_per_step,
+                says_parts=bool(policy.lendable),
             ),
-            task=PacedPrompts(work, told.max_new_tokens, episodes),
+            task=PacedPrompts(work, policy.max_new_tokens, episodes),
             scorer=PacedScorer(costs.score_s * pace),
             groups=store,
             weights=weights,
             outbox=outbox,
-            group_size=told.group_size,
+            group_size=policy.group_size,
             eval_samples=1,
             environments=PacedEnvironments(turns, pace) if episodes and not hold else None,
             max_context=section.max_prompt_tokens + section.max_new_tokens,
         )
         # the orchestrator's periods are modelled seconds; its clock is the world's
-        told = dataclasses.replace(
-            told, rebalance_period_s=told.rebalance_period_s * pace, switch_s=told.switch_s * pace
+        policy = dataclasses.replace(
+            policy, rebalance_period_s=policy.rebalance_period_s * pace, switch_s=policy.switch_s * pace
         )
-        self.brain = TimedOrchestrator(told, evaluate_start=False)
+        self.brain = TimedOrchestrator(policy, evaluate_start=False)
 
 
 # ---------------------------------------------------------------- stand-ins
@@ -477,7 +477,7 @@ class _PacedMeter:
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
 
-    def told(self, record: Any) -> None:
+    def policy(self, record: Any) -> None:
         """Payload records; a finished step says what it trained on."""
         groups = getattr(record, "groups", ())
         for group in groups:

@@ -401,12 +401,16 @@ def table(args: argparse.Namespace) -> Iterator[str]:
             mib = args.mib / instances
             size = size_of(model_of(mib), rank)
             t = measure(path, instances, mib, args.rounds, args.folder, rank)
-            said = publication(size, calibrated, instances)
-            ratios = f"{(said.last_s - said.copy_s - said.home_s) / t['all']:20.2f}" if path == WIRE else " " * 20
+            predicted = publication(size, calibrated, instances)
+            ratios = (
+                f"{(predicted.last_s - predicted.copy_s - predicted.home_s) / t['all']:20.2f}"
+                if path == WIRE
+                else " " * 20
+            )
             yield (
                 f"{name:10s}{instances:9d}{size / MIB:6.0f}{small * 1e3:10.1f}{t['copy']:8.2f}{t['write']:9.2f}"
                 f"{t['first']:9.2f}{t['all']:8.2f}{instances * size / t['all'] / GIB:7.2f}{t['pause']:9.2f}"
-                f"{t['h2d']:7.2f}{ratios}{said.pause_s / t['pause']:7.2f}"
+                f"{t['h2d']:7.2f}{ratios}{predicted.pause_s / t['pause']:7.2f}"
             )
 
 

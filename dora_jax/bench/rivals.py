@@ -87,8 +87,8 @@ def transformers(folder):
             taken = {how: seconds(model, part, *how) for how in itertools.product((1, most), experts)}
             fastest[batch] = min(taken, key=taken.__getitem__)
             if any(experts):
-                said = ", ".join(f"{name} on {threads} {took:.2f} s" for (threads, name), took in taken.items())
-                print(f"transformers, {PART_TOKENS} tokens a sample: {said}", file=sys.stderr)
+                timings = ", ".join(f"{name} on {threads} {took:.2f} s" for (threads, name), took in taken.items())
+                print(f"transformers, {PART_TOKENS} tokens a sample: {timings}", file=sys.stderr)
         print(seconds(model, work, *fastest[batch]), flush=True)
 
 

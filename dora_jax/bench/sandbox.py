@@ -29,7 +29,7 @@ from pathlib import Path
 from dora_jax.bench import harness
 from dora_jax.tasks import sandbox
 from dora_jax.tasks.sandbox import programs
-from dora_jax.tasks.sandbox.program_walls import PYTHONS
+from dora_jax.tasks.sandbox.bubblewrap import PYTHONS
 from dora_jax.tasks.sandbox.programs import Limits, Server
 
 ONE_LINE = "print(1)"
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     given = harness.parser_of(__doc__, starts=100, runs=1000, at_once=2).parse_args(argv)
     try:
         programs.check()
-    except sandbox.NoWalls as error:
+    except sandbox.NoSandbox as error:
         print(error, file=sys.stderr)
         return 2
     wrong = measure(given.starts, given.runs, given.at_once)

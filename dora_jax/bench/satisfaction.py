@@ -56,7 +56,7 @@ def get_config():
 """
 LIVE = (
     "--config.task.rewards=('dora_jax.bench.satisfaction.thanked',)",
-    "--config.task.reward_walls=weak",
+    "--config.task.reward_sandbox=weak",
     "--config.serving.train=True",
     "--config.environment.max_turns=1",
 )
@@ -142,10 +142,10 @@ def _ask(
     headers = {"content-type": "application/json", "x-session-id": session}
     connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages, **more}), headers)
     answer = connection.getresponse()
-    said = answer.read()
+    body = answer.read()
     if answer.status != 200:
-        raise Ended(said.decode())
-    return json.loads(said)
+        raise Ended(body.decode())
+    return json.loads(body)
 
 
 # ---------------------------------------------------------------- the two servers
@@ -208,12 +208,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         CONFIG.format(steps=asked.steps, base=str(asked.base), groups=asked.groups, warm=asked.warm_steps)
     )
     make_base(asked.base, config, asked.workdir)
-    told = f"--config={config}"
+    config_flag = f"--config={config}"
 
     port, log = free_port(), asked.workdir / "train.log"
     command: tuple[str, ...] = (
         "dora_jax.train",
-        told,
+        config_flag,
         f"--workdir={asked.workdir}/run",
         f"--config.serving.port={port}",
         *LIVE,
@@ -243,8 +243,8 @@ def page(trained: Sequence[Talk], still: Sequence[Talk], steps: int) -> str:
     quarter = max(1, len(trained) // 4)
     by_version = collections.Counter(talk.version for talk in trained)
     machine = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    said = f"{len(trained)} sessions over {steps} steps, answered by {len(by_version)} versions; {machine}"
-    lines = [said, "                 satisfied  p50 ms  p99 ms  tokens an answer"]
+    body = f"{len(trained)} sessions over {steps} steps, answered by {len(by_version)} versions; {machine}"
+    lines = [body, "                 satisfied  p50 ms  p99 ms  tokens an answer"]
     for i in range(4):
         part = trained[i * quarter : (i + 1) * quarter] if i < 3 else trained[3 * quarter :]
         lines.append(_line(f"quarter {i + 1}", part))

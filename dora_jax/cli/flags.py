@@ -293,7 +293,7 @@ def _folder(path: str, coming: bool) -> ml_collections.ConfigDict:
     there = (Path(path) / "config.json").is_file()
     if not there and not coming:
         raise ConfigError(f"model: {not_a_model(path)}{hub.advice(path)}")
-    with configs.blame("model"):
+    with configs.field_context("model"):
         positions = read_config(path).max_position if there else 2 * SERVED_TOKENS
     tree.rollout.max_prompt_tokens = tree.rollout.max_new_tokens = min(SERVED_TOKENS, positions // 2)
     tree.rollout.slots = SERVED_SLOTS

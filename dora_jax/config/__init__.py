@@ -294,6 +294,7 @@ class Config:
 RENAMED = {  # former name of a field -> its name; whatever reads a configuration refuses the former one with it
     "cluster.hosts_per_replica": "cluster.hosts_per_instance",
     "cluster.replica_slice": "cluster.instance_slice",
+    "task.reward_walls": "task.reward_sandbox",
 }
 
 
@@ -314,7 +315,7 @@ class RunError(RuntimeError):
 
 
 @contextlib.contextmanager
-def blame(field: str) -> Iterator[None]:
+def field_context(field: str) -> Iterator[None]:
     """A ValueError inside says what is wrong with something that `field` names: the user's to mend."""
     try:
         yield

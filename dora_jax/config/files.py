@@ -43,7 +43,7 @@ def load_file(spec: str, cls: type = Config) -> ml_collections.ConfigDict:
     try:
         tree = module.get_config(arg) if colon else module.get_config()
     except Exception as error:  # the file is the user's: anything may come out of it
-        raise ConfigError(blame(config_file(path), error, cls)) from error
+        raise ConfigError(field_context(config_file(path), error, cls)) from error
     if not isinstance(tree, ml_collections.ConfigDict):
         raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
     return tree.lock()
@@ -60,19 +60,21 @@ def load_module(path: str, cls: type = Config) -> types.ModuleType:
     try:
         loader.exec_module(module)
     except Exception as error:  # the file is the user's
-        raise ConfigError(blame(file, error, cls)) from error
+        raise ConfigError(field_context(file, error, cls)) from error
     return module
 
 
-def blame(path: str, error: Exception, cls: type = Config) -> str:
+def field_context(path: str, error: Exception, cls: type = Config) -> str:
     """Where in the config file it happened, and what; an unknown field with its nearest known one."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
     line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
     unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
     if unknown:
         former = {old.rpartition(".")[2]: new for old, new in configs.RENAMED.items()}
-        said = f"renamed to {former[unknown[1]]}" if unknown[1] in former else ""
-        what = f"unknown field {unknown[1]}; {said or f'the nearest is {nearest(unknown[1], config_tree.fields(cls))}'}"
+        renamed = f"renamed to {former[unknown[1]]}" if unknown[1] in former else ""
+        what = (
+            f"unknown field {unknown[1]}; {renamed or f'the nearest is {nearest(unknown[1], config_tree.fields(cls))}'}"
+        )
     else:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{path}{f':{line}' if line else ''}: {what}"

@@ -38,7 +38,7 @@ class TaskSection:
     reward_workers: int = field(1, "processes", ge=1)
     reward_timeout_s: float = field(10.0, "for one sample", gt=0)
     reward_retries: int = field(2, "of a sample whose reward failed", ge=0, tuning=True)
-    reward_walls: Literal["auto", "full", "weak"] = field(
+    reward_sandbox: Literal["auto", "full", "weak"] = field(
         "auto", "full: rewards see no other process; weak: they could; auto: full for shipped rewards"
     )
     sandbox: bool = field(

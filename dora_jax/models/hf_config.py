@@ -139,21 +139,23 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
 def _family(fields: Fields, scorer: bool) -> Family:
     raw, listed = fields.raw, fields.value("architectures", list) or []
     endings = ("ForCausalLM", SCORER) if scorer else ("ForCausalLM",)
-    said = [[known.architecture.replace("ForCausalLM", ending) for ending in endings] for known in FAMILIES]
-    for known, its_own in zip(FAMILIES, said, strict=True):
+    architectures = [[known.architecture.replace("ForCausalLM", ending) for ending in endings] for known in FAMILIES]
+    for known, its_own in zip(FAMILIES, architectures, strict=True):
         if raw.get("model_type") == known.model_type and listed in ([], *([name] for name in its_own)):
             return known
     found = (listed or [raw.get("model_type")])[0]
     if lacking := NOT_COMPUTED.get(str(raw.get("model_type"))):
         raise ValueError(f"{fields.file} names the architecture {found!r}; the decoder does not compute {lacking}")
-    raise ValueError(f"{fields.file} names the architecture {found!r}; known: {', '.join(itertools.chain(*said))}")
+    raise ValueError(
+        f"{fields.file} names the architecture {found!r}; known: {', '.join(itertools.chain(*architectures))}"
+    )
 
 
 def _rope(fields: Fields, absent_theta: float) -> tuple[float, RopeScaling | Yarn | None]:
     """Base and scaling; where both spellings stand in one file they have to agree."""
     new, old = (fields.value(name, dict) or {} for name in ("rope_parameters", "rope_scaling"))
-    told = (Fields(entry, fields.file) for entry in (fields.raw, new))
-    thetas = {theta for entry in told if (theta := entry.number("rope_theta")) is not None}
+    sources = (Fields(entry, fields.file) for entry in (fields.raw, new))
+    thetas = {theta for entry in sources if (theta := entry.number("rope_theta")) is not None}
     scalings = [_scaling(Fields(entry, fields.file), fields) for entry in (new, old) if entry]
     if len(thetas) > 1 or len(set(scalings)) > 1:
         raise ValueError(f"{fields.file} gives rope_parameters that disagree with its rope_theta or rope_scaling")
@@ -183,9 +185,9 @@ def _scaling(entry: Fields, fields: Fields) -> RopeScaling | Yarn | None:
 def _scaling_json(scaling: RopeScaling | Yarn | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    told = dataclasses.asdict(scaling)
-    told["original_max_position_embeddings"] = told.pop("original_max_position")
+    entries = dataclasses.asdict(scaling)
+    entries["original_max_position_embeddings"] = entries.pop("original_max_position")
     if isinstance(scaling, RopeScaling):
-        return {"rope_type": "llama3", **told}
-    absent = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if not told[name]]
-    return {"rope_type": "yarn", "type": "yarn", **{name: x for name, x in told.items() if name not in absent}}
+        return {"rope_type": "llama3", **entries}
+    absent = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if not entries[name]]
+    return {"rope_type": "yarn", "type": "yarn", **{name: x for name, x in entries.items() if name not in absent}}

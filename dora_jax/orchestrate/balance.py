@@ -47,21 +47,21 @@ def plan_shares(
     need: dict[Version, int],
     cap: dict[Version, int] | None = None,
     spread: str = "remainder",
-    berths: int = 0,
+    resident_slots: int = 0,
 ) -> dict[Version, int]:
     """Instances for each version with demand. `need`: the least that its unfinished samples fit on; `cap`: the most
     that it has a use for (missing: any number); `berths`: versions that all instances hold together, where some hold
     more than one. A version without a cap is then wanted on every instance, an older one where its samples need it."""
     versions = sorted(v for v, n in demand.items() if n > 0)
-    berths = max(berths, instances)
-    if berths <= len(versions):
-        return {v: int(i < berths) for i, v in enumerate(versions)}
+    resident_slots = max(resident_slots, instances)
+    if resident_slots <= len(versions):
+        return {v: int(i < resident_slots) for i, v in enumerate(versions)}
     if not versions:
         return {}
-    if berths > instances:
+    if resident_slots > instances:
         floors = {v: min(instances, max(1, need.get(v, 0))) for v in versions}
         everywhere = {v: instances for v in versions if v not in (cap or {})}
-        return _fit(floors | everywhere, floors, berths, spare_to_newest=False)
+        return _fit(floors | everywhere, floors, resident_slots, spare_to_newest=False)
     total = sum(demand[v] for v in versions)
     if spread == "round":
         shares = {v: max(1, (2 * instances * demand[v] + total) // (2 * total)) for v in versions}
@@ -264,13 +264,13 @@ def rebalance(s: State) -> None:
     # {instance: (the version that it is to take, the one that makes room)}: shares in proportion to the requests. A
     # version of which every sample waits for its environment keeps an instance, to which they come back, where there
     # are enough for all versions
-    slots, berths = sum(h.slots for h in instances), sum(h.residents for h in instances)
-    if len(demand) >= berths:
+    slots, resident_slots = sum(h.slots for h in instances), sum(h.residents for h in instances)
+    if len(demand) >= resident_slots:
         demand = {v: n for v, n in demand.items() if n > s.queue.in_environment.get(v, 0)}
     need = {v: -(-min(n, s.queue.wanting(v)) * len(instances) // slots) for v, n in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
-    shares = plan_shares(len(instances), _weights(s, demand), need, cap, s.decisions.spread, berths)
+    shares = plan_shares(len(instances), _weights(s, demand), need, cap, s.decisions.spread, resident_slots)
     changes = plan_partition([_seat(h) for h in instances], shares, s.ledger.base)
     for instance in instances:
         if instance.phase != fl.LOADING:

@@ -98,7 +98,7 @@ class Orchestrator:
         if not transitions.counts(s, event):
             s.dropped[kind.__name__] = s.dropped.get(kind.__name__, 0) + 1
             return
-        s.due.heard[kind] = s.due.heard.get(kind, 0) + 1
+        s.due.received[kind] = s.due.received.get(kind, 0) + 1
         COMMIT[kind](s, event)  # type: ignore[operator]  # each takes the event that its key names
         if kind is ev.StepPublished and not s.halted:
             s.roles.trained = 0
@@ -115,10 +115,10 @@ class Orchestrator:
 
     def decide(self) -> tuple[ev.Command, ...]:
         """What follows from the facts committed since the last decision."""
-        s, heard = self.state, self.state.due.heard
-        if heard and not s.halted:
-            self._decide(heard.keys())
-        heard.clear()
+        s, received = self.state, self.state.due.received
+        if received and not s.halted:
+            self._decide(received.keys())
+        received.clear()
         out, s.out = s.out, []
         return tuple(out)
 
@@ -126,9 +126,9 @@ class Orchestrator:
         """Whether `commit` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
         return not self.state.halted and transitions.counts(self.state, event)
 
-    def _decide(self, heard: AbstractSet[type]) -> None:
+    def _decide(self, received: AbstractSet[type]) -> None:
         s = self.state
-        if heard & CHANGES_READY:
+        if received & CHANGES_READY:
             self._take()
         if s.due.pressed:
             balance.relieve_pressed(s)
@@ -142,9 +142,9 @@ class Orchestrator:
             balance.consolidate(s)
         if s.due.emptied:
             balance.settle_emptied(s)
-        if s.roles.lendable and (balanced or heard & FREES_TRAINER):
+        if s.roles.lendable and (balanced or received & FREES_TRAINER):
             lending.lend(s)
-        if not heard <= ENDS_NOTHING:
+        if not received <= ENDS_NOTHING:
             self._retire()
             self._halt_if_done()
 
@@ -251,7 +251,7 @@ LOST = "the job was killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Debts:
+class Outstanding:
     """What the brain waits for. A body takes these on before its first event, then says InstanceUp."""
 
     train: ev.Train | None  # a batch that was taken and not published
@@ -263,7 +263,7 @@ class Debts:
     versions: tuple[Version, ...]  # whose weights are needed, oldest first
 
 
-def restart(orchestrator: Orchestrator) -> Debts:
+def restart(orchestrator: Orchestrator) -> Outstanding:
     """Takes every instance away, then lists what is owed. The commands that this causes are in the list, or void.
 
     A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
@@ -273,8 +273,8 @@ def restart(orchestrator: Orchestrator) -> Debts:
     s.asked_s.clear()
     s.requests = 0
     for instance in list(s.fleet.instances.values()):
-        _commit(orchestrator, ev.InstanceDown(instance=instance.id, life=instance.life, reason=LOST))
-    s.fleet.lives.clear()  # the next body counts anew
+        _commit(orchestrator, ev.InstanceDown(instance=instance.id, incarnation=instance.incarnation, reason=LOST))
+    s.fleet.incarnations.clear()  # the next body counts anew
     s.fleet.unhealthy.clear()
     _rename_incarnations(s)
     for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
@@ -293,7 +293,7 @@ def restart(orchestrator: Orchestrator) -> Debts:
     ledger = s.ledger
     units = list(_units(orchestrator))
     abandoned = tuple(u.id for u in units if u.state == fl.CANCELLING)
-    return Debts(
+    return Outstanding(
         train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
         score=tuple(group.id for group in s.groups.values() if not group.left),
         cancel=ev.Cancel(ids=abandoned, instance=None, reason=LOST) if abandoned else None,

@@ -32,14 +32,14 @@ class InstanceUp:
     residents: int = 1  # versions it can hold at once (R)
     speed: float = 1.0  # relative decode speed
     versions: tuple[Version, ...] = ()  # already loaded
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceDown:
     instance: InstanceId
     reason: str
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,14 @@ class InstanceUnhealthy:
 
     instance: InstanceId
     reason: str
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
     instance: InstanceId
     version: Version
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class SampleStarted:
     id: SampleId
     instance: InstanceId
     version: Version
-    life: int = 0
+    incarnation: int = 0
     attempt: int | None = None
 
 
@@ -73,7 +73,7 @@ class SampleDone:
     instance: InstanceId | None  # None: it was waiting, and its environment ended it
     tokens: int
     finish: str
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class MoveFailed:
 class SampleParked:
     id: SampleId
     instance: InstanceId
-    life: int = 0
+    incarnation: int = 0
     attempt: int | None = None
 
 
@@ -111,7 +111,7 @@ class SampleParked:
 class SampleResumed:
     id: SampleId
     instance: InstanceId
-    life: int = 0
+    incarnation: int = 0
     attempt: int | None = None
 
 
@@ -124,7 +124,7 @@ class SampleWaiting:
     instance: InstanceId
     tokens: int  # so far, observed ones included
     kept: bool = False  # its KV stays on the instance until pages run short: it goes on there if it can
-    life: int = 0
+    incarnation: int = 0
     attempt: int | None = None
 
 
@@ -198,7 +198,7 @@ class InstanceReported:
     groups: tuple[GroupId, ...] = ()  # of each sample: its group, its index in the group, its tokens so far
     indices: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    life: int = 0
+    incarnation: int = 0
     # of the ticks since the last report that only decoded, without drafts: tokens sampled, their time, and that of each
     # sample, summed
     sampled: int = 0
@@ -212,7 +212,7 @@ class InstanceReported:
         instance: InstanceId,
         free: int,
         progress: Mapping[SampleId, int],
-        life: int = 0,
+        incarnation: int = 0,
         *,
         sampled: int = 0,
         busy_s: float = 0.0,
@@ -222,8 +222,8 @@ class InstanceReported:
         """progress: sample -> tokens so far."""
         groups, indices = zip(*progress, strict=True) if progress else ((), ())
         return cls(
-            instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()), life=life,
-            sampled=sampled, busy_s=busy_s, row_s=row_s, drafted=drafted,
+            instance=instance, free=free, groups=groups, indices=indices, tokens=tuple(progress.values()),
+            incarnation=incarnation, sampled=sampled, busy_s=busy_s, row_s=row_s, drafted=drafted,
         )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class Unit:
 
     __slots__ = (
         "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "home", "id", "instance", "moved_s", "pages",
-        "placed", "ran", "spoilt", "started", "state", "tokens", "version", "waits_s",
+        "placed", "ran", "restarts", "started", "state", "tokens", "version", "waits_s",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int):
@@ -55,7 +55,7 @@ class Unit:
         self.pages = 0  # reserved where it is
         self.instance: InstanceId | None = None
         self.ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of it
-        self.spoilt = False  # one of them is in quarantine: it begins again from its prompt
+        self.restarts = False  # one of them is in quarantine: it begins again from its prompt
         self.home: InstanceId | None = None  # has kept its KV while it waited
         self.dst: Instance | None = None  # while MOVING
         self.dst_pages = 0
@@ -96,16 +96,35 @@ class Instance:
     """
 
     __slots__ = (
-        "coming", "counts", "free_reported", "id", "incoming", "leaving", "life", "pace", "paced_steps", "page_size",
-        "pages", "pages_used", "phase", "pressed", "report", "reports", "residents", "returning", "slots", "speed",
+        "coming",
+        "counts",
+        "free_reported",
+        "id",
+        "incarnation",
+        "incoming",
+        "leaving",
+        "pace",
+        "paced_steps",
+        "page_size",
+        "pages",
+        "pages_used",
+        "phase",
+        "pressed",
+        "report",
+        "reports",
+        "residents",
+        "returning",
+        "slots",
+        "speed",
         "tokens",
-        "units", "versions",
+        "units",
+        "versions",
     )  # fmt: skip
 
-    def __init__(self, id: InstanceId, life: int, slots: int, pages: int, page_size: int, residents: int,
+    def __init__(self, id: InstanceId, incarnation: int, slots: int, pages: int, page_size: int, residents: int,
                  speed: float):  # fmt: skip
         self.id = id
-        self.life = life
+        self.incarnation = incarnation
         self.slots = slots
         self.pages = pages
         self.page_size = page_size
@@ -156,7 +175,7 @@ class Fleet:
         self.measured = Measured(prompt_tokens, new_tokens, expected_tokens)
         self.instances: dict[InstanceId, Instance] = {}
         self.alone: dict[InstanceId, tuple[Incarnation, ...]] = {}  # the one that is up: most samples share it as `ran`
-        self.lives: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
+        self.incarnations: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
         self.unhealthy: dict[InstanceId, int] = {}  # the latest incarnation that is not believed, nor any before it
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
@@ -360,7 +379,7 @@ class Fleet:
 
     def add(self, instance: Instance, versions: tuple[Version, ...]) -> None:
         self.instances[instance.id] = instance
-        self.alone[instance.id] = ((instance.id, instance.life),)
+        self.alone[instance.id] = ((instance.id, instance.incarnation),)
         for version in versions:
             self._keep(instance, version)
             self.holders.setdefault(version, {})[instance.id] = None

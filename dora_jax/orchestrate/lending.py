@@ -54,7 +54,7 @@ def call_back(s: State) -> None:
     they are there."""
     for id, state in s.roles.lent.items():
         if state == LENT:
-            s.roles.give_back(id, s.now_s)
+            s.roles.reclaim(id, s.now_s)
             s.fleet.instances[id].returning = True
             s.out.append(ev.Return(instance=id))
 

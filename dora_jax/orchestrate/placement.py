@@ -77,7 +77,7 @@ class _Fill:
         self.attempt = s.placements + 1
         self.starts: dict[tuple[InstanceId, Version], list[SampleId]] = {}
         self.resumes: dict[tuple[InstanceId, Version], list[SampleId]] = {}
-        self.left = PLACED_A_DECISION + PLACED_A_FACT * sum(s.due.heard.values())
+        self.left = PLACED_A_DECISION + PLACED_A_FACT * sum(s.due.received.values())
         self._density: dict[Version, float] = {}  # samples a unit of weight, once all that load a version have it
 
     def place_waiting(self, version: Version) -> bool:

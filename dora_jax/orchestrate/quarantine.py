@@ -46,13 +46,13 @@ def begin_again(s: State, event: ev.InstanceUnhealthy, reason: str) -> None:
     for group in s.groups.values():
         for unit in group.units:
             if unit is not None and _suspect(unit.ran, event) and unit.state != fl.CANCELLING:
-                unit.spoilt = True
+                unit.restarts = True
                 if unit.state == fl.WAITING:
                     s.queue.end_wait(unit, fl.PARKED)
                 if unit.state == fl.PARKED:
                     s.recorded(unit)
                 elif unit.state == fl.RUNNING:
-                    put_aside(s, unit)
+                    set_aside(s, unit)
 
 
 def give_up(s: State, group: Group, reason: str) -> None:
@@ -71,10 +71,10 @@ def give_up(s: State, group: Group, reason: str) -> None:
 
 
 def _suspect(ran: tuple[Incarnation, ...], event: ev.InstanceUnhealthy) -> bool:
-    return any(instance == event.instance and life <= event.life for instance, life in ran)
+    return any(instance == event.instance and incarnation <= event.incarnation for instance, incarnation in ran)
 
 
-def put_aside(s: State, unit: Unit) -> None:
+def set_aside(s: State, unit: Unit) -> None:
     """The sample leaves its slot as soon as its instance has heard of it."""
     assert unit.instance is not None
     unit.state = fl.PARKING

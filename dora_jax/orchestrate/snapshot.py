@@ -16,12 +16,13 @@ from dora_jax.orchestrate.measured import DraftGain, Line
 from dora_jax.orchestrate.state import PLACEMENTS, State
 from dora_jax.types import EARLIER, InstanceId
 
-FORMAT = 15
+FORMAT = 16
 OLDEST = 6  # the first format that `_upgraded` knows
-UNIT = tuple(name for name in Unit.__slots__ if name not in ("dst", "group", "id"))
-INSTANCE = tuple(name for name in Instance.__slots__ if name not in ("report", "units"))
+FORMER = {"incarnation": "life", "restarts": "spoilt"}  # a row keeps the order of its first names
+UNIT = tuple(sorted(set(Unit.__slots__) - {"dst", "group", "id"}, key=lambda name: FORMER.get(name, name)))
+INSTANCE = tuple(sorted(set(Instance.__slots__) - {"report", "units"}, key=lambda name: FORMER.get(name, name)))
 SINCE_ATTEMPTS = {"placed", "started"}  # fields of a sample that format 15 added
-SINCE_QUARANTINE = {"ran", "spoilt"} | SINCE_ATTEMPTS
+SINCE_QUARANTINE = {"ran", "restarts"} | SINCE_ATTEMPTS
 unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
 
 
@@ -50,7 +51,7 @@ def load(s: State, data: dict[str, Any]) -> None:
     s.fleet.instances = {
         instance.id: instance for instance in (_load_instance(s, values) for values, _ in data["instances"])
     }
-    s.fleet.alone = {id: ((id, instance.life),) for id, instance in s.fleet.instances.items()}
+    s.fleet.alone = {id: ((id, instance.incarnation),) for id, instance in s.fleet.instances.items()}
     s.groups = {group.id: group for group in (_load_group(s.fleet, row) for row in data["groups"])}
     for instance, (_, ids) in zip(s.fleet.instances.values(), data["instances"], strict=True):
         instance.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in ids)}
@@ -80,7 +81,7 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data |= {"format": 9, "groups": _with(data["groups"], {"home": None, "waits_s": 0.0}, SINCE_QUARANTINE)}
         data["queue"] = data["queue"] | {"in_environment": _encode({})}
     if data["format"] == 9:  # no instance was ever in quarantine, and nobody asked which ones had sampled what
-        groups = _with(data["groups"], {"ran": (), "spoilt": False}, SINCE_ATTEMPTS)
+        groups = _with(data["groups"], {"ran": (), "restarts": False}, SINCE_ATTEMPTS)
         data |= {"format": 10, "groups": [[*group, [], False, units] for *group, units in groups]}
         data |= {"sampled_by": _encode({}), "trained_by": _encode({})}
     if data["format"] == 10:  # no mode had rounds
@@ -103,6 +104,9 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data["sampled_by"] = _with_incarnations(data["sampled_by"])
         kind, *steps = data["trained_by"]
         data["trained_by"] = [kind, *([version, _with_incarnations(groups)] for version, groups in steps)]
+    if data["format"] == 15:  # what are incarnations were lives
+        fleet = dict(data["fleet"])
+        data |= {"format": 16, "fleet": fleet | {"incarnations": fleet.pop("lives")}}
     return data
 
 
@@ -197,7 +201,7 @@ def _load_instance(s: State, values: list) -> Instance:
 
 def _save_group(group: Group) -> list:
     units = [
-        [(None if unit.dst is None else [unit.dst.id, unit.dst.life]), unit_values(unit), unit.index]
+        [(None if unit.dst is None else [unit.dst.id, unit.dst.incarnation]), unit_values(unit), unit.index]
         for unit in group.units
         if unit is not None
     ]
@@ -217,19 +221,23 @@ def _load_group(fleet: Fleet, row: list) -> Group:
     id, version, samples, left, abandoned, ran, begins_again, rows = row
     group = Group(id, version, samples)
     group.left, group.abandoned, group.begins_again = left, abandoned, begins_again
-    group.ran = tuple((instance, life) for instance, life in ran)
+    group.ran = tuple((instance, incarnation) for instance, incarnation in ran)
     units, group.units = group.units, [None] * samples
     for dst, values, index in rows:
         unit = group.units[index] = units[index]
         for name, value in zip(UNIT, values, strict=True):
             setattr(unit, name, value)
-        unit.ran = tuple((instance, life) for instance, life in unit.ran)
+        unit.ran = tuple((instance, incarnation) for instance, incarnation in unit.ran)
         unit.dst = None if dst is None else _instance(fleet, *dst)
     return group
 
 
-def _instance(fleet: Fleet, id: InstanceId, life: int) -> Instance:
+def _instance(fleet: Fleet, id: InstanceId, incarnation: int) -> Instance:
     """Of a move under way. A life that ended before the snapshot is gone for good: a instance that is not in the fleet
     stands for it."""
     instance = fleet.instances.get(id)
-    return instance if instance is not None and instance.life == life else Instance(id, life, 1, 0, 1, 1, 1.0)
+    return (
+        instance
+        if instance is not None and instance.incarnation == incarnation
+        else Instance(id, incarnation, 1, 0, 1, 1, 1.0)
+    )

@@ -91,7 +91,7 @@ class Roles:
         self.lent[id], self.asked_s[id] = ASKED, now_s
         self.lends_total += 1
 
-    def give_back(self, id: InstanceId, now_s: float) -> None:
+    def reclaim(self, id: InstanceId, now_s: float) -> None:
         self.lent[id], self.asked_s[id] = RETURNING, now_s
 
     def came_up(self, id: InstanceId, now_s: float) -> None:
@@ -209,11 +209,11 @@ PLACEMENTS = 1 << 32
 
 
 class Due:
-    __slots__ = ("drained", "emptied", "heard", "pressed", "rebalance", "versions_to_fill")
-    CONFIGURED = ("heard", "pressed")  # empty between two batches, when a snapshot is taken
+    __slots__ = ("drained", "emptied", "pressed", "rebalance", "received", "versions_to_fill")
+    CONFIGURED = ("received", "pressed")  # empty between two batches, when a snapshot is taken
 
     def __init__(self) -> None:
-        self.heard: dict[type, int] = {}  # facts of this batch by kind
+        self.received: dict[type, int] = {}  # facts of this batch by kind
         self.pressed: dict[InstanceId, None] = {}  # instances that report in this batch that they run out of pages
         self.rebalance = False  # at every instance
         self.versions_to_fill: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
@@ -331,8 +331,8 @@ class State:
             return
         if self.decisions.mixes_versions and is_training(unit.group.id):
             self.queue.retag(unit, self.ledger.base)
-        if unit.spoilt:
-            unit.tokens, unit.ran, unit.home, unit.spoilt = 0, (), None, False
+        if unit.restarts:
+            unit.tokens, unit.ran, unit.home, unit.restarts = 0, (), None, False
             unit.group.begins_again = True
             self.queue.put_back([unit])
         else:

@@ -23,7 +23,7 @@ def counts(s: State, event: ev.Event) -> bool:
 
 
 def _up(s: State, event: ev.InstanceUp) -> bool:
-    if event.life <= s.fleet.lives.get(event.instance, -1):
+    if event.incarnation <= s.fleet.incarnations.get(event.instance, -1):
         return False
     if event.instance in s.roles.lendable and s.roles.lent.get(event.instance) != state.ASKED:
         raise ev.ImpossibleFact(f"instance {event.instance} came up, but the trainer's chips were not lent")
@@ -32,19 +32,21 @@ def _up(s: State, event: ev.InstanceUp) -> bool:
 
 def _down(s: State, event: ev.InstanceDown) -> bool:
     instance = s.fleet.instances.get(event.instance)
-    return event.life > s.fleet.lives.get(event.instance, -1) or (instance is not None and event.life == instance.life)
+    return event.incarnation > s.fleet.incarnations.get(event.instance, -1) or (
+        instance is not None and event.incarnation == instance.incarnation
+    )
 
 
 def _unhealthy(s: State, event: ev.InstanceUnhealthy) -> bool:
     """Of an incarnation that has come up, over or not, which is believed so far."""
     fleet = s.fleet
-    return fleet.unhealthy.get(event.instance, -1) < event.life <= fleet.lives.get(event.instance, -1)
+    return fleet.unhealthy.get(event.instance, -1) < event.incarnation <= fleet.incarnations.get(event.instance, -1)
 
 
-def _lives(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
+def _incarnations(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
     """Said by the present life of its instance."""
     instance = s.fleet.instances.get(event.instance)
-    return instance is not None and instance.life == event.life
+    return instance is not None and instance.incarnation == event.incarnation
 
 
 def _reported(s: State, event: ev.InstanceReported) -> bool:
@@ -53,13 +55,13 @@ def _reported(s: State, event: ev.InstanceReported) -> bool:
             f"instance {event.instance} reports columns of {len(event.groups)}, {len(event.indices)} and "
             f"{len(event.tokens)} rows"
         )
-    return _lives(s, event)
+    return _incarnations(s, event)
 
 
 def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
     if event.version > s.ledger.base:
         raise ev.ImpossibleFact(f"instance {event.instance} loaded version {event.version}, which is not published")
-    if not _lives(s, event):
+    if not _incarnations(s, event):
         return False
     instance = s.fleet.instances[event.instance]
     return instance.phase == fl.LOADING and instance.coming == event.version
@@ -69,7 +71,7 @@ def _of_unit(*states: str):
     """Said by the instance that has the sample, in one of these states, of what placed it there. An end needs no
     attempt: no sample has two."""
 
-    def said(
+    def from_holder(
         s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed | ev.SampleWaiting
     ) -> bool:
         id = event.id
@@ -80,9 +82,9 @@ def _of_unit(*states: str):
         if not isinstance(event, ev.SampleDone) and event.attempt not in (None, unit.placed):
             return False
         instance = s.fleet.instances.get(unit.instance)
-        return instance is not None and instance.life == event.life
+        return instance is not None and instance.incarnation == event.incarnation
 
-    return said
+    return from_holder
 
 
 _starting = _of_unit(fl.STARTING)
@@ -200,13 +202,13 @@ def instance_up(s: State, event: ev.InstanceUp) -> None:
     """The end of its earlier life may be heard later, and is then late."""
     if event.instance in s.fleet.instances:
         lost(s, s.fleet.instances[event.instance])
-    s.fleet.lives[event.instance] = event.life
+    s.fleet.incarnations[event.instance] = event.incarnation
     problem = s.config.instance_problem(event.pages, event.page_size, event.slots)
     if problem:
         s.halt(False, f"instance {event.instance} cannot serve this run: {problem}")
         return
     instance = Instance(
-        event.instance, event.life, event.slots, event.pages, event.page_size, event.residents, event.speed
+        event.instance, event.incarnation, event.slots, event.pages, event.page_size, event.residents, event.speed
     )
     s.fleet.add(instance, event.versions)
     s.roles.came_up(instance.id, s.now_s)
@@ -218,7 +220,7 @@ def instance_up(s: State, event: ev.InstanceUp) -> None:
 
 
 def instance_down(s: State, event: ev.InstanceDown) -> None:
-    s.fleet.lives[event.instance] = event.life
+    s.fleet.incarnations[event.instance] = event.incarnation
     instance = s.fleet.instances.get(event.instance)
     if instance is not None:
         lost(s, instance)
@@ -245,9 +247,9 @@ def lost(s: State, instance: Instance) -> None:
 def instance_unhealthy(s: State, event: ev.InstanceUnhealthy) -> None:
     """Of an incarnation that ended before, too: only what it has left is in quarantine then."""
     quarantine.name(s, event)
-    s.fleet.unhealthy[event.instance] = event.life
+    s.fleet.unhealthy[event.instance] = event.incarnation
     instance = s.fleet.instances.get(event.instance)
-    if instance is not None and instance.life == event.life:
+    if instance is not None and instance.incarnation == event.incarnation:
         lost(s, instance)
     quarantine.begin_again(s, event, f"instance {event.instance} is in quarantine: {event.reason}")
 
@@ -308,7 +310,7 @@ def sample_done(s: State, event: ev.SampleDone) -> None:
     if unit.ran != group.ran:
         more = tuple(i for i in unit.ran if i not in group.ran)
         group.ran = group.ran + more if group.ran else unit.ran
-    if unit.spoilt:
+    if unit.restarts:
         quarantine.give_up(s, group, "an instance that sampled a part of it is in quarantine")
     elif group.left == 0 and group.abandoned is None:
         if is_training(group.id):
@@ -351,8 +353,8 @@ def _goes_on(s: State, unit: Unit) -> None:
     assert unit.instance is not None
     if unit.group.abandoned is not None:
         s.cancel(unit)
-    elif unit.spoilt:
-        quarantine.put_aside(s, unit)
+    elif unit.restarts:
+        quarantine.set_aside(s, unit)
     else:
         _ran(s, unit)
 
@@ -374,7 +376,7 @@ def sample_waiting(s: State, event: ev.SampleWaiting) -> None:
     unit.home = event.instance if event.kept else None
     if unit.group.abandoned is not None:
         s.cancel(unit)
-    elif unit.spoilt:
+    elif unit.restarts:
         s.recorded(unit)
     else:
         s.queue.wait(unit)
@@ -395,8 +397,8 @@ def _runs(s: State, unit: Unit) -> None:
     unit.state = fl.RUNNING
     _ran(s, unit)
     outdated = s.decisions.mixes_versions and unit.version < s.ledger.base and is_training(unit.group.id)
-    if outdated or unit.spoilt:
-        quarantine.put_aside(s, unit)
+    if outdated or unit.restarts:
+        quarantine.set_aside(s, unit)
 
 
 def _ran(s: State, unit: Unit) -> None:

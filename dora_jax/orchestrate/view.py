@@ -10,7 +10,7 @@ from dora_jax.orchestrate.fleet import LOADING
 from dora_jax.orchestrate.state import State
 from dora_jax.types import SampleId
 
-UNSAID_ZEROS = ("life", "sampled", "busy_s", "row_s")
+UNSAID_ZEROS = ("incarnation", "sampled", "busy_s", "row_s")
 
 
 def describe(item: ev.Event | ev.Command) -> str:
@@ -92,12 +92,12 @@ def waits(s: State) -> str:
     missing = (
         f" ({counts['ready']} of {s.ledger.part} groups ready, {counts['scoring']} scoring)" if s.ledger.missing else ""
     )
-    said = [
+    reasons = [
         f"{role} wait{'s' * (role == 'trainer')} for {cause}{missing if role == 'trainer' else ''}"
         for role, cause in waiting(s).items()
         if cause
     ]
-    return "; ".join(said) or "trainer and rollouts work"
+    return "; ".join(reasons) or "trainer and rollouts work"
 
 
 def _trainer_waits(s: State) -> str:

@@ -170,14 +170,14 @@ def found() -> Machine:
 
     first, count = jax.devices()[0], len(jax.devices())
     chip, per_chip = chips.DEVICE_KINDS.get(first.device_kind, ("", 1))
-    told = (first.memory_stats() or {}).get("bytes_limit", 0) if first.process_index == jax.process_index() else 0
+    reported = (first.memory_stats() or {}).get("bytes_limit", 0) if first.process_index == jax.process_index() else 0
     known = chips.CHIPS[chip].hbm_bytes / per_chip if chip else 0
     return Machine(
         platform=first.platform,
         chip=chip,
         devices=count,
         host_devices=jax.local_device_count(),
-        memory_bytes=told or known,
+        memory_bytes=reported or known,
     )
 
 

@@ -210,12 +210,12 @@ def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
     stored = whole
     if rollout.weights:  # 8 bits for the projections, the ends as published
         stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
-    kept, said, here = stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}", []
+    kept, detail, here = stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}", []
     if config.lora.on:
         here = [PlanLine(BASE, stored, f"in {rollout.weights or config.model.dtype}")]
         kept = whole = BYTES[config.model.dtype] * adapter_params(model, config.lora, tensor=rollout.tensor)
-        said = f"{rollout.residents} adapters in {config.model.dtype}"
-    resident = PlanLine("resident versions", rollout.residents * kept, said)
+        detail = f"{rollout.residents} adapters in {config.model.dtype}"
+    resident = PlanLine("resident versions", rollout.residents * kept, detail)
     return [*here, resident, PlanLine("incoming version", whole, f"in {config.model.dtype}")]
 
 

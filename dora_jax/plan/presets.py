@@ -160,8 +160,8 @@ def problems(planned: Plan) -> list[str]:
     ConfigError where the meshes do not fit the devices.
     """
     config, found = planned.config, planned.machines
-    said = [*_size(config, planned.model), *_kernels(config, found), *_lent(config, found)]
-    return said or (budget.problems(planned.memory) if planned.memory else [])
+    refusals = [*_size(config, planned.model), *_kernels(config, found), *_lent(config, found)]
+    return refusals or (budget.problems(planned.memory) if planned.memory else [])
 
 
 def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:

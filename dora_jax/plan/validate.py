@@ -256,8 +256,8 @@ def _engine(config: Config) -> Problems:
 
 def _orchestrator(config: Config) -> Problems:
     section, rollout = config.orchestrator, config.rollout
-    told = OrchestratorConfig.of(section, rollout, total_steps=config.steps)
-    yield from (f"orchestrator.{problem}" for problem in told.problems())
+    orchestrator_config = OrchestratorConfig.of(section, rollout, total_steps=config.steps)
+    yield from (f"orchestrator.{problem}" for problem in orchestrator_config.problems())
     if section.group_size == 1 and config.trainer.advantage in objective.GROUP_RELATIVE:
         yield (
             f"orchestrator.group_size: trainer.advantage = {config.trainer.advantage} compares the samples of a group, "

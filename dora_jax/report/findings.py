@@ -62,20 +62,20 @@ def bottleneck(steps: Sequence[Row]) -> str:
     trainer, rollout = idle_shares(settled)
     if trainer is None or rollout is None:
         return "No step has ended yet, so nothing can be said about the bottleneck."
-    said = f"The trainer is idle for {trainer:.0%} of a step and rollout for {rollout:.0%}."
+    summary = f"The trainer is idle for {trainer:.0%} of a step and rollout for {rollout:.0%}."
     if abs(trainer - rollout) <= MARGIN:
-        return f"{said} {NEITHER if max(trainer, rollout) < BUSY else BOTH}"
+        return f"{summary} {NEITHER if max(trainer, rollout) < BUSY else BOTH}"
     role, name = ("trainer", "trainer") if trainer > rollout else ("rollouts", "rollout")
     top = causes(settled)[role].most_common(1)
     cause = top[0][0] if top else ("rollouts" if role == "trainer" else "the trainer")
-    return f"{said} The {name} waits mostly for {cause}. {ADVICE.get(cause, '')}".rstrip()
+    return f"{summary} The {name} waits mostly for {cause}. {ADVICE.get(cause, '')}".rstrip()
 
 
 def progress(data: RunData) -> str:
     """How far the run has come, and when it last wrote."""
     last, wanted = (data.steps[-1]["step"] if data.steps else 0), configured(data, "steps")
-    told = max((row["t"] for row in data.timeline), default=None)
-    when = f"; the last sign of life is of {time.strftime('%Y-%m-%d %H:%M', time.gmtime(told))} UTC" if told else ""
+    last_t = max((row["t"] for row in data.timeline), default=None)
+    when = f"; the last sign of life is of {time.strftime('%Y-%m-%d %H:%M', time.gmtime(last_t))} UTC" if last_t else ""
     return f"{last} of {wanted or '?'} steps are published{when}."
 
 
@@ -121,8 +121,8 @@ def quarantines(data: RunData) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for row in data.timeline:
         if (instance := version_of(row.get("quarantine"))) is not None:
-            said = str(row.get("said"))
-            found.setdefault(instance, []).append(f"{said[:1].upper()}{said[1:]}.")
+            summary = str(row.get("reason", row.get("said")))
+            found.setdefault(instance, []).append(f"{summary[:1].upper()}{summary[1:]}.")
     return found
 
 

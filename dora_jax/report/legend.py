@@ -180,8 +180,8 @@ def page() -> str:
         "gap of the log-probs, trainer - engine, under the weights that the step starts from: at lag 0 it is error "
         "alone, at a higher lag the policy has moved too.\n"
     )  # fmt: skip
-    words = "".join(f"| {word} | {said} |\n" for word, said in WORDS.items())
-    fields = "".join(f"| `{name}` | {said} |  |\n" for name, said in FIELDS.items())
+    words = "".join(f"| {word} | {meaning} |\n" for word, meaning in WORDS.items())
+    fields = "".join(f"| `{name}` | {meaning} |  |\n" for name, meaning in FIELDS.items())
     return (
         f"{head}\n## Words\n\n| word | meaning |\n|---|---|\n{words}\n"
         f"## metrics.jsonl, a row a step\n\n| name | meaning | healthy |\n|---|---|---|\n{fields}{_rows(METRICS)}\n"
@@ -191,5 +191,5 @@ def page() -> str:
 
 
 def _rows(of: dict[str, Meaning]) -> str:
-    escaped = {name: [text.replace("|", "\\|") for text in said] for name, said in of.items()}
+    escaped = {name: [text.replace("|", "\\|") for text in meaning] for name, meaning in of.items()}
     return "".join(f"| `{name}` | {what} | {healthy} |\n" for name, (what, healthy) in escaped.items())

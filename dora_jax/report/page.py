@@ -108,7 +108,7 @@ def _fields(tree: Row, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
     bias = findings.length_bias(run.lengths)
-    bad, doubted = findings.suspicious(run), findings.quarantines(run)
+    bad, suspects = findings.suspicious(run), findings.quarantines(run)
     sentences = [
         findings.progress(run),
         findings.bottleneck(run.steps),
@@ -116,10 +116,10 @@ def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
         *([run.audit] if run.audit else []),
         *(f"{remark}." for remark in run.remarks),
         *(f"Instance {i} looks unhealthy: {why}." for i, why in sorted(bad.items())),
-        *(said for _, each in sorted(doubted.items()) for said in each[:SHOWN_QUARANTINES]),
+        *(reasons for _, each in sorted(suspects.items()) for reasons in each[:SHOWN_QUARANTINES]),
     ]
     bad |= {
-        i: "; ".join([*([bad[i]] if i in bad else []), f"quarantined {len(each)} x"]) for i, each in doubted.items()
+        i: "; ".join([*([bad[i]] if i in bad else []), f"quarantined {len(each)} x"]) for i, each in suspects.items()
     }
     thinned = picture["count"] - len(picture["instances"])
     note = f"<p>{thinned} of {picture['count']} instances are left out of the picture.</p>" if thinned else ""

@@ -26,9 +26,11 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
     if len(rows) <= SHOWN_SAMPLES:
         shown = rows
     else:
-        told = [i for i, row in enumerate(rows) if any(_tokens(sample) for sample in _samples(row))]
+        with_tokens = [i for i, row in enumerate(rows) if any(_tokens(sample) for sample in _samples(row))]
         chosen = (
-            {told[i * len(told) // TOKEN_VIEWS] for i in range(TOKEN_VIEWS)} if len(told) > TOKEN_VIEWS else set(told)
+            {with_tokens[i * len(with_tokens) // TOKEN_VIEWS] for i in range(TOKEN_VIEWS)}
+            if len(with_tokens) > TOKEN_VIEWS
+            else set(with_tokens)
         )
         rest = SHOWN_SAMPLES - len(chosen)
         chosen |= {i * len(rows) // rest for i in range(rest)}
@@ -47,7 +49,7 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
                 if seen % every == 0 and len(views) < TOKEN_VIEWS:
                     place = f"<p class=tokens data-run={run} data-view={len(views)}></p>"
                     views.append(tokens)
-            answers += f"<p class=note>{_said(sample, tokens)}</p>{_text(sample.get('text'))}{place}"
+            answers += f"<p class=note>{_caption(sample, tokens)}</p>{_text(sample.get('text'))}{place}"
         rewards = ", ".join(markup.figure(s.get("reward")) for s in _samples(row))
         step, version = (markup.isolated(row.get(name)) for name in ("step", "version"))
         group = markup.isolated(_group(row.get("group")))
@@ -83,26 +85,26 @@ def _tokens(sample: Row) -> Tokens | None:
     return [[markup.visible(str(piece)) for piece in text], *([number(x) for x in column] for column in figures)]
 
 
-def _said(sample: Row, tokens: Tokens | None) -> str:
+def _caption(sample: Row, tokens: Tokens | None) -> str:
     """A line of HTML."""
-    said = (
+    caption = (
         f"reward {markup.figure(sample.get('reward'))}, {markup.figure(sample.get('reward_above_mean'))} above its "
         f"group's mean; {markup.isolated(sample.get('tokens', '-'))} tokens; "
         f"{markup.isolated(sample.get('finish', '-'))}; mean log-prob {markup.figure(sample.get('mean_logprob'))}, "
         f"lowest {markup.figure(sample.get('min_logprob'))}"
     )
     if tokens is None:
-        return said
+        return caption
     text, advantage, gap = tokens
     known = [(abs(x), i) for i, x in enumerate(gap) if x is not None]
     ends = [x for x in advantage if x is not None]
     if ends:
-        said += f"; advantage {markup.figure(min(ends))} to {markup.figure(max(ends))}"
+        caption += f"; advantage {markup.figure(min(ends))} to {markup.figure(max(ends))}"
     if known:
         most = max(known)[1]
-        said += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} "
-        said += f"({markup.isolated(repr(text[most])[:40])})"
-    return said
+        caption += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} "
+        caption += f"({markup.isolated(repr(text[most])[:40])})"
+    return caption
 
 
 def _text(value: Any) -> str:

@@ -165,18 +165,18 @@ class Engine:
         """One as parcels carry it, of the heads that this process holds; what is in it means nothing."""
         return self.device.read_pages([0])
 
-    def import_(self, parcel: InFlightSample) -> None:
+    def import_(self, request: InFlightSample) -> None:
         """Continues a sample of another engine, or an episode with what it has observed: only tokens without KV are
         prefilled; an episode without pages finds those that it has kept here or on the host.
 
         An episode without room for a token ends with the next tick, by length; one whose turn is over waits again."""
-        self._check_loaded(parcel.version, parcel.id)
-        if parcel.turn_tokens and self._stops.ends_turn(parcel, self.eos_ids):
-            return self._emit.waiting.append(parcel)
-        if parcel.turn_tokens and migrate.spent(parcel, self.shapes.max_context):
-            self.forget(parcel.id)
-            return self._emit.finished.append(migrate.ended(parcel, "length"))
-        self._add(migrate.repaged(parcel, self.shapes.page_size), announce=False)
+        self._check_loaded(request.version, request.id)
+        if request.turn_tokens and self._stops.ends_turn(request, self.eos_ids):
+            return self._emit.waiting.append(request)
+        if request.turn_tokens and migrate.spent(request, self.shapes.max_context):
+            self.forget(request.id)
+            return self._emit.finished.append(migrate.ended(request, "length"))
+        self._add(migrate.repaged(request, self.shapes.page_size), announce=False)
 
     def export(self, id: SampleId) -> InFlightSample:
         """Takes one sample out, with its KV as host arrays; `import_` anywhere continues it.
@@ -190,15 +190,15 @@ class Engine:
         if copied is None:  # it has no pages, or others than before
             self._land()
             kv_len = seq.kv_len
-        parcel = self.with_kept(self._parcel(seq, self._pages(seq, kv_len), kv_len, copied))
+        request = self.with_kept(self._request(seq, self._pages(seq, kv_len), kv_len, copied))
         self._forget(seq)
-        return parcel
+        return request
 
-    def with_kept(self, parcel: InFlightSample) -> InFlightSample:
+    def with_kept(self, request: InFlightSample) -> InFlightSample:
         """The sample with the KV that it has kept here or on the host, which is then no longer there."""
-        if parcel.id in self.scheduler.resting:
-            self._swap([self.scheduler.release(parcel.id)])
-        return self.host.take(parcel)
+        if request.id in self.scheduler.resting:
+            self._swap([self.scheduler.release(request.id)])
+        return self.host.take(request)
 
     def forget(self, id: SampleId) -> None:
         """An episode that waits does not go on here: its KV goes."""
@@ -262,8 +262,8 @@ class Engine:
             self._land()  # a parcel holds all tokens whose KV it holds
         for preempt in plan.preempts:
             if self.scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
-                self.host.put(parcel := self._parcel(preempt.seq, preempt.pages, preempt.kv_len))
-                preempt.seq.parcel = migrate.without_pages(parcel)
+                self.host.put(request := self._request(preempt.seq, preempt.pages, preempt.kv_len))
+                preempt.seq.request = migrate.without_pages(request)
         self._run_uploads(plan.uploads)
         verifies = any(call.drafts is not None for call in plan.decodes)
         decodes_only = not (plan.swaps or plan.preempts or plan.uploads or plan.prefills)
@@ -282,7 +282,7 @@ class Engine:
     def _swap(self, swaps: Sequence[Preempt]) -> None:
         """Copies the KV of episodes that wait to the host, before others write to their pages."""
         for swap in swaps:
-            self.host.put(self._parcel(swap.seq, swap.pages, swap.kv_len))
+            self.host.put(self._request(swap.seq, swap.pages, swap.kv_len))
 
     def _check_loaded(self, version: Version, what: Any) -> None:
         if version not in self.versions:
@@ -291,18 +291,18 @@ class Engine:
     def _run_uploads(self, uploads: list[Upload]) -> None:
         for upload in uploads:
             span = slice(upload.start, upload.stop)
-            self.device.write_pages(upload.pages, {name: x[:, span] for name, x in upload.parcel.pages.items()})
+            self.device.write_pages(upload.pages, {name: x[:, span] for name, x in upload.request.pages.items()})
 
     def _run_prefill(self, call: PrefillCall) -> _Flight:
         return call, None, self.device.prefill(self.residents.of(call.version), call.control, call.blocks)
 
-    def _add(self, parcel: InFlightSample, announce: bool) -> None:
-        self._check_loaded(parcel.version, parcel.id)
-        if parcel.id in self.scheduler.seqs:
-            raise RuntimeError(f"{parcel.id} is already here")
-        if parcel.id in self.scheduler.resting and not self.scheduler.resting.fit(parcel):
-            self._swap([self.scheduler.release(parcel.id)])
-        self.scheduler.add(parcel, announce=announce)
+    def _add(self, request: InFlightSample, announce: bool) -> None:
+        self._check_loaded(request.version, request.id)
+        if request.id in self.scheduler.seqs:
+            raise RuntimeError(f"{request.id} is already here")
+        if request.id in self.scheduler.resting and not self.scheduler.resting.fit(request):
+            self._swap([self.scheduler.release(request.id)])
+        self.scheduler.add(request, announce=announce)
 
     def _held(self, id: SampleId) -> Seq:
         if id not in self.scheduler.seqs:
@@ -334,10 +334,10 @@ class Engine:
         counts, kept = result[:rows, 2 * steps], result[:rows, 2 * steps + 1 :].reshape(rows, steps, -1)
         ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
         sound = np.all(np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None]), axis=1)
-        said = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
+        results = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
         emit.drafted |= call.drafts is not None
         by_text = bool(self._stops)
-        for row, ((seq, planned), count, stops, numbers) in enumerate(said):
+        for row, ((seq, planned), count, stops, numbers) in enumerate(results):
             seq.inflight -= planned
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
@@ -394,13 +394,13 @@ class Engine:
         copy.land()
         return copy.arrays
 
-    def _parcel(
+    def _request(
         self, seq: Seq, pages: list[int], kv_len: int, copied: dict[str, np.ndarray] | None = None
     ) -> InFlightSample:
-        if seq.parcel is not None:
-            return seq.parcel  # it waits or is uploaded, and has not changed since it came
-        parcel = dataclasses.replace(seq.in_flight, kv_len=kv_len, page_size=self.shapes.page_size)
-        return migrate.with_pages(parcel, copied or (self.device.read_pages(pages) if pages else {}))
+        if seq.request is not None:
+            return seq.request  # it waits or is uploaded, and has not changed since it came
+        request = dataclasses.replace(seq.in_flight, kv_len=kv_len, page_size=self.shapes.page_size)
+        return migrate.with_pages(request, copied or (self.device.read_pages(pages) if pages else {}))
 
 
 # a call; of a decode call its result; routes, where they are asked for

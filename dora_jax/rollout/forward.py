@@ -96,8 +96,12 @@ class Forward:
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
             if self.routes is not None:
                 routes_NxB = routes_NxB.at[i].set(_routes(ids, self.routes)[:, 0])
-            said = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B)), kept_NxBxK.at[i].set(kept_BxK)
-            out = *said, routes_NxB
+            emitted = (
+                tokens_NxB.at[i].set(token_B),
+                bits_NxB.at[i].set(_bits(logprob_B)),
+                kept_NxBxK.at[i].set(kept_BxK),
+            )
+            out = *emitted, routes_NxB
             count_B = count_B + active_B
             active_B = active_B & ~self.stop(token_B) & (i + 1 < header[:, REMAINING])
             return i + 1, token_B, repeats_B, active_B, moving, out, count_B

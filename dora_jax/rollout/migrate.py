@@ -87,14 +87,14 @@ class SampledTokens(NamedTuple):
     table: TokenTable  # of the tokens that ran forward meanwhile: the last of out_ids has not yet
 
 
-def with_pages(parcel: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFlightSample:
+def with_pages(request: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFlightSample:
     """The same KV in other arrays."""
-    return dataclasses.replace(parcel, k_pages=pages.get("k"), v_pages=pages.get("v"))
+    return dataclasses.replace(request, k_pages=pages.get("k"), v_pages=pages.get("v"))
 
 
-def without_pages(parcel: InFlightSample) -> InFlightSample:
+def without_pages(request: InFlightSample) -> InFlightSample:
     """The tokens alone: what a journal keeps."""
-    return dataclasses.replace(parcel, kv_len=0, page_size=0, k_pages=None, v_pages=None)
+    return dataclasses.replace(request, kv_len=0, page_size=0, k_pages=None, v_pages=None)
 
 
 def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
@@ -104,12 +104,12 @@ def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
     return with_pages(parts[0], whole)
 
 
-def parted(parcel: InFlightSample, parts: int) -> list[InFlightSample]:
+def parted(request: InFlightSample, parts: int) -> list[InFlightSample]:
     """A part for each of so many processes, of which neighbours hold the same head where there are fewer heads; the
     pages are views."""
-    alike = holders_alike(parts, parcel.pages["k"].shape[HEADS])
-    cut = {name: np.split(pages, parts // alike, axis=HEADS) for name, pages in parcel.pages.items()}
-    return [with_pages(parcel, {name: pieces[i // alike] for name, pieces in cut.items()}) for i in range(parts)]
+    alike = holders_alike(parts, request.pages["k"].shape[HEADS])
+    cut = {name: np.split(pages, parts // alike, axis=HEADS) for name, pages in request.pages.items()}
+    return [with_pages(request, {name: pieces[i // alike] for name, pieces in cut.items()}) for i in range(parts)]
 
 
 def holders_alike(processes: int, heads: int) -> int:
@@ -130,92 +130,92 @@ def count_rows(table: TokenTable) -> int:
     return 0 if table.routes is None else len(table.routes)
 
 
-def spans_of(parcel: InFlightSample) -> tuple[Span, ...]:
+def spans_of(request: InFlightSample) -> tuple[Span, ...]:
     """All of out_ids, by version; no span is empty."""
-    start = parcel.spans[-1].stop if parcel.spans else 0
-    last = (Span(version=parcel.version, start=start, stop=len(parcel.out_ids)),)
-    return parcel.spans + (last if start < len(parcel.out_ids) else ())
+    start = request.spans[-1].stop if request.spans else 0
+    last = (Span(version=request.version, start=start, stop=len(request.out_ids)),)
+    return request.spans + (last if start < len(request.out_ids) else ())
 
 
-def retagged(parcel: InFlightSample, version: Version) -> InFlightSample:
+def retagged(request: InFlightSample, version: Version) -> InFlightSample:
     """To go on under other weights (mode `partial`): the KV is of the old ones, so it goes; the tokens stay."""
-    if version == parcel.version:
-        return parcel
-    return dataclasses.replace(without_pages(parcel), version=version, spans=spans_of(parcel))
+    if version == request.version:
+        return request
+    return dataclasses.replace(without_pages(request), version=version, spans=spans_of(request))
 
 
-def response_room(parcel: InFlightSample, max_context: int) -> int:
+def response_room(request: InFlightSample, max_context: int) -> int:
     """Tokens that out_ids may hold: of an episode as many as the engine is compiled for, observed ones included."""
-    return max_context - len(parcel.prompt_ids) if parcel.turn_tokens else parcel.max_new_tokens
+    return max_context - len(request.prompt_ids) if request.turn_tokens else request.max_new_tokens
 
 
-def spent(parcel: InFlightSample, max_context: int) -> bool:
+def spent(request: InFlightSample, max_context: int) -> bool:
     """No token is left to sample."""
-    return parcel.sampled >= parcel.max_new_tokens or len(parcel.out_ids) >= response_room(parcel, max_context)
+    return request.sampled >= request.max_new_tokens or len(request.out_ids) >= response_room(request, max_context)
 
 
-def observed(parcel: InFlightSample, token_ids: np.ndarray, keep: int | None = None) -> InFlightSample:
+def observed(request: InFlightSample, token_ids: np.ndarray, keep: int | None = None) -> InFlightSample:
     """The episode with what its environment said behind its tokens.
 
     token_ids: i32[n]. keep: how many leading tokens of prompt and response stay, with as much of their KV; None: all.
     ValueError: no token is observed or none stays, so that nothing follows the policy's turn."""
-    n_prompt, n_out = len(parcel.prompt_ids), len(parcel.out_ids)
+    n_prompt, n_out = len(request.prompt_ids), len(request.out_ids)
     keep = n_prompt + n_out if keep is None else keep
     if not len(token_ids) or not 0 < keep <= n_prompt + n_out:
-        raise ValueError(f"{parcel.id} observes {len(token_ids)} tokens behind {keep} of {n_prompt + n_out}")
+        raise ValueError(f"{request.id} observes {len(token_ids)} tokens behind {keep} of {n_prompt + n_out}")
     stay, n = max(keep - n_prompt, 0), len(token_ids)
-    mask = np.ones(n_out, bool) if parcel.mask is None else parcel.mask
-    kept = parcel.kept
+    mask = np.ones(n_out, bool) if request.mask is None else request.mask
+    kept = request.kept
     whole = dataclasses.replace(
-        parcel,
-        prompt_ids=parcel.prompt_ids[:keep],
-        out_ids=np.concatenate([parcel.out_ids[:stay], np.asarray(token_ids, np.int32)]),
-        logprobs=np.concatenate([parcel.logprobs[:stay], np.zeros(n, np.float32)]),
+        request,
+        prompt_ids=request.prompt_ids[:keep],
+        out_ids=np.concatenate([request.out_ids[:stay], np.asarray(token_ids, np.int32)]),
+        logprobs=np.concatenate([request.logprobs[:stay], np.zeros(n, np.float32)]),
         mask=np.concatenate([mask[:stay], np.zeros(n, bool)]),
-        dropped=parcel.dropped + int(mask[stay:].sum()),
-        spans=_cut_spans(parcel.spans, stay),
-        table=rows_of(parcel.table, slice(keep)),
+        dropped=request.dropped + int(mask[stay:].sum()),
+        spans=_cut_spans(request.spans, stay),
+        table=rows_of(request.table, slice(keep)),
         kept=None if kept is None else np.concatenate([kept[:stay], np.full((n, kept.shape[1]), -1, np.int32)]),
     )
-    return cut_kv(whole, min(parcel.kv_len, keep))
+    return cut_kv(whole, min(request.kv_len, keep))
 
 
-def cut_kv(parcel: InFlightSample, kv_len: int) -> InFlightSample:
+def cut_kv(request: InFlightSample, kv_len: int) -> InFlightSample:
     """The same tokens with the KV of the first `kv_len` positions, which it has."""
     if not kv_len:
-        return without_pages(parcel)
-    pages = -(-kv_len // parcel.page_size)
+        return without_pages(request)
+    pages = -(-kv_len // request.page_size)
     return dataclasses.replace(
-        with_pages(parcel, {name: x[:, :pages] for name, x in parcel.pages.items()}), kv_len=kv_len
+        with_pages(request, {name: x[:, :pages] for name, x in request.pages.items()}), kv_len=kv_len
     )
 
 
-def with_kv_of(parcel: InFlightSample, held: InFlightSample) -> InFlightSample:
+def with_kv_of(request: InFlightSample, held: InFlightSample) -> InFlightSample:
     """The sample with the KV, and the rows, of an earlier state of it, as far as the tokens agree."""
-    ours, theirs = ((np.concatenate([each.prompt_ids, each.out_ids])) for each in (parcel, held))
+    ours, theirs = ((np.concatenate([each.prompt_ids, each.out_ids])) for each in (request, held))
     n = min(len(ours) - 1, len(theirs), held.kv_len)
     other = np.flatnonzero(ours[:n] != theirs[:n])
     kv_len = int(other[0]) if len(other) else n
-    if parcel.kv_len or parcel.version != held.version or not kv_len:
-        return parcel
-    table = parcel.table if count_rows(parcel.table) >= kv_len else rows_of(held.table, slice(kv_len))
-    whole = dataclasses.replace(with_pages(parcel, held.pages), page_size=held.page_size, table=table)
+    if request.kv_len or request.version != held.version or not kv_len:
+        return request
+    table = request.table if count_rows(request.table) >= kv_len else rows_of(held.table, slice(kv_len))
+    whole = dataclasses.replace(with_pages(request, held.pages), page_size=held.page_size, table=table)
     return cut_kv(whole, kv_len)
 
 
-def ended(parcel: InFlightSample, finish: str) -> Sample:
+def ended(request: InFlightSample, finish: str) -> Sample:
     """The sample that it is once it ends here. What was observed behind the last sampled token is no part of it."""
-    mask = np.ones(len(parcel.out_ids), bool) if parcel.mask is None else parcel.mask
+    mask = np.ones(len(request.out_ids), bool) if request.mask is None else request.mask
     n = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
     return Sample(
-        id=parcel.id,
-        prompt_ids=parcel.prompt_ids,
-        out_ids=parcel.out_ids[:n],
-        logprobs=parcel.logprobs[:n],
+        id=request.id,
+        prompt_ids=request.prompt_ids,
+        out_ids=request.out_ids[:n],
+        logprobs=request.logprobs[:n],
         mask=mask[:n],
-        spans=_cut_spans(spans_of(parcel), n),
+        spans=_cut_spans(spans_of(request), n),
         finish=finish,
-        table=rows_of(parcel.table, slice(len(parcel.prompt_ids) + n - 1)),
+        table=rows_of(request.table, slice(len(request.prompt_ids) + n - 1)),
     )
 
 
@@ -223,12 +223,12 @@ def _cut_spans(spans: Sequence[Span], stop: int) -> tuple[Span, ...]:
     return tuple(dataclasses.replace(span, stop=min(span.stop, stop)) for span in spans if span.start < stop)
 
 
-def repaged(parcel: InFlightSample, page_size: int) -> InFlightSample:
+def repaged(request: InFlightSample, page_size: int) -> InFlightSample:
     """The same KV cut into pages of another size."""
-    if not parcel.pages or parcel.page_size == page_size:
-        return parcel
-    cut = {name: _recut(x, POSITIONS[name], parcel.kv_len, page_size) for name, x in parcel.pages.items()}
-    return dataclasses.replace(with_pages(parcel, cut), page_size=page_size)
+    if not request.pages or request.page_size == page_size:
+        return request
+    cut = {name: _recut(x, POSITIONS[name], request.kv_len, page_size) for name, x in request.pages.items()}
+    return dataclasses.replace(with_pages(request, cut), page_size=page_size)
 
 
 def _recut(pages: np.ndarray, axis: int, positions: int, page_size: int) -> np.ndarray:
@@ -260,13 +260,13 @@ class HostKV:
     def __contains__(self, id: SampleId) -> bool:
         return id in self._held
 
-    def put(self, parcel: InFlightSample) -> None:
+    def put(self, request: InFlightSample) -> None:
         """Holds its KV until `take`; what it held of the sample before goes."""
-        said = []
+        repeats = []
         with self._lock:
-            self._pop(parcel.id)
-            self._held[parcel.id] = parcel
-            self.bytes += parcel.kv_bytes
+            self._pop(request.id)
+            self._held[request.id] = request
+            self.bytes += request.kv_bytes
             while self.budget_bytes and self.bytes > self.budget_bytes:
                 dropped = self._pop(next(iter(self._held)))
                 if dropped is None:
@@ -280,15 +280,15 @@ class HostKV:
                     text += (
                         f"prefilled again: rollout.host_kv_bytes is {self.budget_bytes} ({self.dropped} samples so far)"
                     )
-                    said.append(text)
-        for text in said:
+                    repeats.append(text)
+        for text in repeats:
             self._notify(text)
 
-    def take(self, parcel: InFlightSample) -> InFlightSample:
+    def take(self, request: InFlightSample) -> InFlightSample:
         """The sample with the KV that is held of it, as far as its tokens agree; unchanged where none is."""
         with self._lock:
-            held = self._pop(parcel.id)
-        return parcel if held is None else with_kv_of(parcel, held)
+            held = self._pop(request.id)
+        return request if held is None else with_kv_of(request, held)
 
     def forget(self, id: SampleId) -> None:
         with self._lock:
@@ -297,10 +297,10 @@ class HostKV:
     # ----------------------------------------------------------- private
 
     def _pop(self, id: SampleId) -> InFlightSample | None:
-        parcel = self._held.pop(id, None)
-        if parcel is not None:
-            self.bytes -= parcel.kv_bytes
-        return parcel
+        request = self._held.pop(id, None)
+        if request is not None:
+            self.bytes -= request.kv_bytes
+        return request
 
 
 def worth_saying(count: int) -> bool:

@@ -47,13 +47,15 @@ def spread_length(version: Version, group_id: int, index: int, limit: int) -> in
 
 
 class _Running:
-    def __init__(self, parcel: InFlightSample, limit: int, length: int, last: bool):
-        self.parcel = parcel
+    def __init__(self, request: InFlightSample, limit: int, length: int, last: bool):
+        self.request = request
         self.limit = limit  # of its tokens
         self.length = length  # where it stops
         self.last = last  # at its limit it is over, and not only its turn
-        self.out = parcel.out_ids.tolist()
-        self.stamps = [] if parcel.k_pages is None else parcel.k_pages.reshape(-1)[: parcel.kv_len].tolist()  # its KV
+        self.out = request.out_ids.tolist()
+        self.stamps = (
+            [] if request.k_pages is None else request.k_pages.reshape(-1)[: request.kv_len].tolist()
+        )  # its KV
         self.drawn: list[int] = []  # of the tokens sampled here
         self.started = False
 
@@ -109,7 +111,7 @@ class OracleEngine:
         self._weights[version] = version if self._version_in is None else self._version_in(params)
 
     def drop(self, version: Version) -> None:
-        users = [id for id, s in self._samples.items() if s.parcel.version == version]
+        users = [id for id, s in self._samples.items() if s.request.version == version]
         if users:
             raise RuntimeError(f"cannot drop version {version}: {len(users)} of its samples run, {users[0]} first")
         del self._weights[version]
@@ -137,56 +139,56 @@ class OracleEngine:
             )
         )
 
-    def import_(self, parcel: InFlightSample) -> None:
-        id = parcel.id
+    def import_(self, request: InFlightSample) -> None:
+        id = request.id
         if id in self._samples:
             raise RuntimeError(f"{id} is already here")
-        if parcel.version not in self._weights:
-            raise RuntimeError(f"{id} needs version {parcel.version}; loaded: {self.versions}")
-        if parcel.turn_tokens and self._stops.ends_turn(parcel, self.eos_ids):
-            self._waiting.append(parcel)
-        elif parcel.turn_tokens and spent(parcel, self._max_context):
-            self._finished.append(ended(parcel, "length"))
+        if request.version not in self._weights:
+            raise RuntimeError(f"{id} needs version {request.version}; loaded: {self.versions}")
+        if request.turn_tokens and self._stops.ends_turn(request, self.eos_ids):
+            self._waiting.append(request)
+        elif request.turn_tokens and spent(request, self._max_context):
+            self._finished.append(ended(request, "length"))
         else:
-            self._samples[id] = self._running(parcel)
+            self._samples[id] = self._running(request)
 
-    def _running(self, parcel: InFlightSample) -> _Running:
-        id, start = parcel.id, parcel.turn_start
-        undrawn = len(parcel.out_ids) - parcel.sampled
-        budget = min(response_room(parcel, self._max_context), parcel.max_new_tokens + undrawn)
-        limit = min(budget, start + parcel.turn_tokens) if parcel.turn_tokens else budget
-        first = parcel.spans[0].version if parcel.spans else parcel.version
+    def _running(self, request: InFlightSample) -> _Running:
+        id, start = request.id, request.turn_start
+        unsampled = len(request.out_ids) - request.sampled
+        budget = min(response_room(request, self._max_context), request.max_new_tokens + unsampled)
+        limit = min(budget, start + request.turn_tokens) if request.turn_tokens else budget
+        first = request.spans[0].version if request.spans else request.version
         if self._turn_length is not None:
             length = self._turn_length(id, start)
         else:
             length = self._length(first, id.group_id, id.index + start, limit - start)  # each turn has its own
-        running = _Running(parcel, limit, min(start + length, limit), limit == budget)
-        stamps = [mix(parcel.version, *id, i) for i in range(len(parcel.prompt_ids) + len(running.out) - 1)]
+        running = _Running(request, limit, min(start + length, limit), limit == budget)
+        stamps = [mix(request.version, *id, i) for i in range(len(request.prompt_ids) + len(running.out) - 1)]
         if running.stamps[: len(stamps)] != stamps[: len(running.stamps)]:
-            raise RuntimeError(f"the KV of {id} is not its own at version {parcel.version}")
+            raise RuntimeError(f"the KV of {id} is not its own at version {request.version}")
         running.stamps = stamps  # what had none is prefilled
         return running
 
     def export(self, id: SampleId) -> InFlightSample:
-        return self._parcel(self._samples.pop(id))
+        return self._request(self._samples.pop(id))
 
-    def _parcel(self, s: _Running) -> InFlightSample:
+    def _request(self, s: _Running) -> InFlightSample:
         stamps = np.array(s.stamps, np.int64).reshape(1, 1, 1, 1, -1)
-        parcel = with_pages(self._tokens(s), {"k": stamps, "v": stamps})
-        return dataclasses.replace(parcel, kv_len=len(s.stamps), page_size=self.section.page_size)
+        request = with_pages(self._tokens(s), {"k": stamps, "v": stamps})
+        return dataclasses.replace(request, kv_len=len(s.stamps), page_size=self.section.page_size)
 
     def _tokens(self, s: _Running) -> InFlightSample:
-        mask = s.parcel.mask
+        mask = s.request.mask
         return dataclasses.replace(
-            without_pages(s.parcel),
+            without_pages(s.request),
             out_ids=np.array(s.out, np.int32),
             logprobs=self._logprobs(s),
             mask=None if mask is None else np.concatenate([mask, np.ones(len(s.out) - len(mask), bool)]),
         )
 
-    def with_kept(self, parcel: InFlightSample) -> InFlightSample:
+    def with_kept(self, request: InFlightSample) -> InFlightSample:
         """An episode that waits carries its KV: nothing is kept."""
-        return parcel
+        return request
 
     def forget(self, id: SampleId) -> None:
         """Nothing is kept."""
@@ -202,7 +204,7 @@ class OracleEngine:
         return id in self._samples
 
     def version_of(self, id: SampleId) -> Version:
-        return self._samples[id].parcel.version
+        return self._samples[id].request.version
 
     def sampled(self, id: SampleId, start: int = 0, row: int = 0) -> SampledTokens:
         """A running sample's tokens from `start` on."""
@@ -221,7 +223,7 @@ class OracleEngine:
     def free_pages(self) -> int:
         size = self.section.page_size
         running = [s for s in self._samples.values() if s.started]
-        return self.section.pages - sum(-(-(len(s.parcel.prompt_ids) + len(s.out)) // size) for s in running)
+        return self.section.pages - sum(-(-(len(s.request.prompt_ids) + len(s.out)) // size) for s in running)
 
     def tick(self) -> TickResult:
         started: list[SampleId] = []
@@ -238,8 +240,8 @@ class OracleEngine:
             progress[id] = len(s.out)
             if len(s.out) == s.length:
                 stops = s.length < s.limit
-                if s.parcel.turn_tokens and (stops or not s.last):
-                    waiting.append(self._parcel(s))
+                if s.request.turn_tokens and (stops or not s.last):
+                    waiting.append(self._request(s))
                 else:
                     finished.append(ended(self._tokens(s), "stop" if stops else "length"))
                 del self._samples[id]
@@ -257,7 +259,7 @@ class OracleEngine:
 
     def _decode(self, id: SampleId, s: _Running) -> int:
         new = range(len(s.out), min(s.length, len(s.out) + self.section.decode_steps))
-        version = self._weights[s.parcel.version]
+        version = self._weights[s.request.version]
         for position in new:
             stops = position + 1 == s.length < s.limit and self.eos_ids
             s.drawn.append(mix(version, *id, position))
@@ -267,5 +269,5 @@ class OracleEngine:
 
     def _logprobs(self, s: _Running) -> np.ndarray:
         return np.concatenate(
-            [s.parcel.logprobs, -1.0 - np.array([stamp % 1000 for stamp in s.drawn], np.float32) / 1000]
+            [s.request.logprobs, -1.0 - np.array([stamp % 1000 for stamp in s.drawn], np.float32) / 1000]
         )

@@ -93,21 +93,21 @@ class Resting:
     def of(self, version: Version) -> list[SampleId]:
         return [id for id, rest in self._rests.items() if rest.seq.version == version]
 
-    def fit(self, parcel: InFlightSample) -> bool:
+    def fit(self, request: InFlightSample) -> bool:
         """Whether the episode can go on in these pages: what it shares with what is in them is kept, the rest is
         cut."""
-        rest = self._rests[parcel.id]
-        ours, theirs = np.concatenate([parcel.prompt_ids, parcel.out_ids]), rest.seq.sequence
+        rest = self._rests[request.id]
+        ours, theirs = np.concatenate([request.prompt_ids, request.out_ids]), rest.seq.sequence
         n = min(len(ours) - 1, rest.kv_len)
         other = np.flatnonzero(ours[:n] != theirs[:n])
         kv_len = int(other[0]) if len(other) else n
         if (
-            parcel.version != rest.seq.version
-            or len(parcel.prompt_ids) != rest.seq.n_prompt
+            request.version != rest.seq.version
+            or len(request.prompt_ids) != rest.seq.n_prompt
             or kv_len < rest.seq.n_prompt
         ):
             return False
-        self._rests[parcel.id] = self._cut(rest, kv_len)
+        self._rests[request.id] = self._cut(rest, kv_len)
         return True
 
     # ----------------------------------------------------------- private
@@ -142,10 +142,10 @@ class Scheduler:
         self._free_slots = list(range(shapes.slots))  # a heap: low slots first
         self._arrivals = 0
 
-    def add(self, parcel: InFlightSample, *, announce: bool) -> None:
+    def add(self, request: InFlightSample, *, announce: bool) -> None:
         """ValueError where the sample can never run here."""
-        self._check_fits(parcel)
-        seq = Seq(parcel, self._arrivals, announce, self.shapes.max_context, self.shapes.kept, self.routes)
+        self._check_fits(request)
+        seq = Seq(request, self._arrivals, announce, self.shapes.max_context, self.shapes.kept, self.routes)
         self._arrivals += 1
         self.seqs[seq.id] = seq
         if announce:
@@ -248,15 +248,15 @@ class Scheduler:
 
     # ----------------------------------------------------------- pages
 
-    def _check_fits(self, parcel: InFlightSample) -> None:
-        s, n_prompt = self.shapes, len(parcel.prompt_ids)
+    def _check_fits(self, request: InFlightSample) -> None:
+        s, n_prompt = self.shapes, len(request.prompt_ids)
         if n_prompt == 0:
-            raise ValueError(f"{parcel.id} has an empty prompt")
-        if spent(parcel, s.max_context):
-            raise ValueError(f"{parcel.id} has no token left to sample of {parcel.max_new_tokens}")
-        if n_prompt + (1 if parcel.turn_tokens else parcel.max_new_tokens) > s.max_context:
+            raise ValueError(f"{request.id} has an empty prompt")
+        if spent(request, s.max_context):
+            raise ValueError(f"{request.id} has no token left to sample of {request.max_new_tokens}")
+        if n_prompt + (1 if request.turn_tokens else request.max_new_tokens) > s.max_context:
             raise ValueError(
-                f"{parcel.id} may reach {n_prompt + parcel.max_new_tokens} tokens; the engine is "
+                f"{request.id} may reach {n_prompt + request.max_new_tokens} tokens; the engine is "
                 f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)"
             )
 
@@ -308,10 +308,10 @@ class Scheduler:
             return False  # its KV is on its way to the host
         s = self.shapes
         prefix = seq.sequence[:-1]
-        bare = seq.parcel if seq.id in self.host else None
+        bare = seq.request if seq.id in self.host else None
         if bare is not None:
-            seq.parcel = self.host.take(bare)
-        kv_len = 0 if seq.parcel is None else seq.parcel.kv_len
+            seq.request = self.host.take(bare)
+        kv_len = 0 if seq.request is None else seq.request.kv_len
         # with all its KV, or all but that of what an episode has observed, it shares whole chunks of the prompt only
         own = 0 < kv_len == len(prefix) or bool(seq.turn_tokens) and kv_len >= seq.n_prompt
         shared = (seq.n_prompt - 1) // s.chunk * s.chunk if own else len(prefix)
@@ -320,9 +320,9 @@ class Scheduler:
         # one page for each running sample to grow into, so that an admission does not preempt at once
         while self.index.cost(seq.version, prefix[:shared]) + private + len(self._admitted) > self.index.available:
             if not (swaps := self.make_room(self.index.available + 1)):
-                if bare is not None and seq.parcel is not None:
-                    self.host.put(seq.parcel)
-                    seq.parcel = bare
+                if bare is not None and seq.request is not None:
+                    self.host.put(seq.request)
+                    seq.request = bare
                 return False
             plan.swaps += swaps
         seq.path = self.index.acquire(seq.version, prefix[:shared])
@@ -343,7 +343,7 @@ class Scheduler:
         if more + len(self._admitted) > self.index.available:
             self.resting.put_back(rest)
             return False
-        seq.path, seq.first_private, seq.parcel = rest.path, rest.first_private, None
+        seq.path, seq.first_private, seq.request = rest.path, rest.first_private, None
         self._seat(seq, rest.table, more, plan)
         seq.filled, seq.fill_to = rest.kv_len, prefix
         return True
@@ -359,23 +359,23 @@ class Scheduler:
         seq.announce = False
 
     def _queue_uploads(self, seq: Seq, kv_len: int, own: bool) -> None:
-        if seq.parcel is None:
+        if seq.request is None:
             return
         size = self.shapes.page_size
         for node in seq.path:
             if not (node.ready or node.uploading) and node.stop <= kv_len:
-                seq.uploads.append((Upload(seq.parcel, node.start // size, node.pages), node))
+                seq.uploads.append((Upload(seq.request, node.start // size, node.pages), node))
                 node.uploading = True
                 node.routes = seq.known_routes(node.start, node.stop)
         if own:
             stop = self.shapes.pages_for(kv_len)
             seq.uploads.append(
-                (Upload(seq.parcel, seq.first_private, seq.table[seq.first_private : stop].tolist()), None)
+                (Upload(seq.request, seq.first_private, seq.table[seq.first_private : stop].tolist()), None)
             )
         if seq.uploads:
             self._uploading[seq] = None
         else:
-            seq.parcel = None
+            seq.request = None
 
     # ----------------------------------------------------------- calls
 
@@ -406,8 +406,8 @@ class Scheduler:
                 node.ready, node.uploading = True, False
             if not seq.uploads:
                 del self._uploading[seq]
-                seq.parcel = None
-            if plans and plans[-1].parcel is piece.parcel and plans[-1].stop == piece.start:
+                seq.request = None
+            if plans and plans[-1].request is piece.request and plans[-1].stop == piece.start:
                 plans[-1] = dataclasses.replace(plans[-1], pages=[*plans[-1].pages, *piece.pages])  # one call for both
             else:
                 plans.append(piece)

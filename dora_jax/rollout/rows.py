@@ -16,7 +16,7 @@ from dora_jax.rollout.seq import Seq
 from dora_jax.rollout.shapes import ADAPTER, DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, Shapes
 from dora_jax.types import Version
 
-SAID = (
+SENT = (
     SLOT,
     FRESH,
     POSITION,
@@ -152,10 +152,10 @@ class Rows:
         if sorted(map(id, admitted)) != sorted(map(id, filter(None, self._seqs))):
             raise RuntimeError("the rows in use are not those of the samples that run")
         for seq in admitted:
-            said, true = self._rows[seq.row, :HEADER], np.array(self._header(seq), np.int32)
-            columns = list(range(HEADER) if seq.fresh else SAID)
-            if (said != true)[columns].any() or self._pages[seq.row] != len(seq.table):
-                raise RuntimeError(f"the row of {seq.id} says {said.tolist()}, the sample {true.tolist()}")
+            sent, true = self._rows[seq.row, :HEADER], np.array(self._header(seq), np.int32)
+            columns = list(range(HEADER) if seq.fresh else SENT)
+            if (sent != true)[columns].any() or self._pages[seq.row] != len(seq.table):
+                raise RuntimeError(f"the row of {seq.id} says {sent.tolist()}, the sample {true.tolist()}")
             if self._decodes[seq.row] and (seq.leaving or not seq.ready):
                 raise RuntimeError(f"{seq.id} decodes although it leaves or its prefix has no KV")
 

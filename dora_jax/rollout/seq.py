@@ -59,12 +59,12 @@ class StopStrings:
                 return n, True
         return len(new), False
 
-    def ends_turn(self, parcel: InFlightSample, stop_ids: Sequence[int]) -> bool:
+    def ends_turn(self, request: InFlightSample, stop_ids: Sequence[int]) -> bool:
         """Whether the last turn of this episode is over, and nothing has been observed since."""
-        turn = parcel.out_ids[parcel.turn_start :].tolist()
+        turn = request.out_ids[request.turn_start :].tolist()
         if not turn:
             return False
-        full = len(turn) == parcel.turn_tokens and parcel.sampled < parcel.max_new_tokens
+        full = len(turn) == request.turn_tokens and request.sampled < request.max_new_tokens
         return full or turn[-1] in stop_ids or self.end((), turn)[1]
 
     def _contains(self, tokens: list[int]) -> bool:
@@ -73,13 +73,13 @@ class StopStrings:
 
 
 class RouteLog:
-    def __init__(self, shape: RouteShape, parcel: InFlightSample, most: int):
+    def __init__(self, shape: RouteShape, request: InFlightSample, most: int):
         """most: rows at the end. ValueError where what the parcel carries is no route of this model."""
-        self._id = parcel.id
+        self._id = request.id
         self._rows = np.empty((most, shape.layers, shape.per_token), shape.dtype)
         self._n = 0
-        if (known := parcel.table.routes) is not None:
-            self.append(0, shape.check(known, len(known), str(parcel.id)))
+        if (known := request.table.routes) is not None:
+            self.append(0, shape.check(known, len(known), str(request.id)))
 
     @property
     def rows(self) -> np.ndarray:
@@ -106,7 +106,7 @@ class RouteLog:
 class Upload:
     """Write parcel pages [start, start + len(pages)) into these pages."""
 
-    parcel: InFlightSample
+    request: InFlightSample
     start: int
     pages: list[int]
 
@@ -120,7 +120,7 @@ class Seq:
 
     def __init__(
         self,
-        parcel: InFlightSample,
+        request: InFlightSample,
         arrival: int,
         announce: bool,
         max_context: int,
@@ -129,33 +129,33 @@ class Seq:
     ):
         """max_context: tokens that an episode may have in all. kept: ids of the keep set that come along with each
         token. routes: what the experts of a token look like, where they come along."""
-        self.id = parcel.id
-        self.version = parcel.version
+        self.id = request.id
+        self.version = request.version
         self.arrival = arrival
         self.announce = announce  # report it as started when it gets a slot
-        self.prompt_ids = parcel.prompt_ids
-        self.spans = parcel.spans  # of earlier versions
-        self.max_new_tokens = parcel.max_new_tokens
-        self.n_prompt = len(parcel.prompt_ids)
+        self.prompt_ids = request.prompt_ids
+        self.spans = request.spans  # of earlier versions
+        self.max_new_tokens = request.max_new_tokens
+        self.n_prompt = len(request.prompt_ids)
         self.n_out = 0
-        self.turn_tokens = parcel.turn_tokens
-        self.dropped = parcel.dropped
-        most = response_room(parcel, max_context)
+        self.turn_tokens = request.turn_tokens
+        self.dropped = request.dropped
+        most = response_room(request, max_context)
         self._tokens = np.empty(self.n_prompt + most, np.int32)  # memory that nothing has touched takes none
-        self._tokens[: self.n_prompt] = parcel.prompt_ids
+        self._tokens[: self.n_prompt] = request.prompt_ids
         self._logprobs = np.empty(most, np.float32)
         self._kept = np.empty((most, kept), np.int32)  # ids of the keep set a sampled token
-        self._mask = parcel.mask  # of what it has come with
-        self.turn_start = parcel.turn_start
-        self.undrawn = len(parcel.out_ids) - parcel.sampled  # of n_out: observed, less those of earlier branches
-        self.budget = min(most, parcel.max_new_tokens + self.undrawn)  # of n_out: there the sample is over
+        self._mask = request.mask  # of what it has come with
+        self.turn_start = request.turn_start
+        self.unsampled = len(request.out_ids) - request.sampled  # of n_out: observed, less those of earlier branches
+        self.budget = min(most, request.max_new_tokens + self.unsampled)  # of n_out: there the sample is over
         self.limit = min(self.budget, self.turn_start + self.turn_tokens) if self.turn_tokens else self.budget
-        absent = np.full((len(parcel.out_ids), kept), -1, np.int32)
-        self.extend(parcel.out_ids, parcel.logprobs, absent if parcel.kept is None else parcel.kept)
-        self.parcel: InFlightSample | None = parcel  # its KV in host memory, while it waits or is uploaded
+        absent = np.full((len(request.out_ids), kept), -1, np.int32)
+        self.extend(request.out_ids, request.logprobs, absent if request.kept is None else request.kept)
+        self.request: InFlightSample | None = request  # its KV in host memory, while it waits or is uploaded
         self.uploads: deque[tuple[Upload, Node | None]] = deque()  # not yet planned; the prefix node that each fills
         self.leaving = False  # is being exported, in pieces: it decodes no more
-        self._routes = None if routes is None else RouteLog(routes, parcel, len(self._tokens) - 1)
+        self._routes = None if routes is None else RouteLog(routes, request, len(self._tokens) - 1)
         self.prefix: tuple[Node, ...] = ()  # of its last admission: the nodes hold the experts of its first tokens
         self.slot: int | None = None
         self.path: list[Node] = []  # shared prefix
@@ -222,7 +222,7 @@ class Seq:
     @property
     def drawn(self) -> int:
         """Tokens sampled once what is in flight has come back: the number of the next draw."""
-        return self.n_out - self.undrawn + self.inflight
+        return self.n_out - self.unsampled + self.inflight
 
     def next_forced(self, steps: int) -> np.ndarray:
         """i32[steps]: what its next call is to draw, -1 where that is free."""

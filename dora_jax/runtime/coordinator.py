@@ -33,7 +33,7 @@ from typing import Any
 from dora_jax.base.exits import Stop
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Debts
+from dora_jax.orchestrate.core import Outstanding
 from dora_jax.runtime.common.seams import (
     Environments,
     GroupStore,
@@ -121,19 +121,19 @@ class Coordinator:
         """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
         self._samples.recall(payloads)
 
-    def adopt(self, debts: Debts, payloads: PayloadState, now_s: float) -> None:
+    def adopt(self, outstanding: Outstanding, payloads: PayloadState, now_s: float) -> None:
         """Takes over the debts of an earlier process, before `start`."""
-        self._samples.adopt(debts, payloads)
+        self._samples.adopt(outstanding, payloads)
         self._skew_s = now_s - time.monotonic()
         for group in (*payloads.evaluated.values(), *payloads.scored.values()):
             self._tell(group)
         for group in payloads.scored.values():
             self._groups.put(group)
-        for group_id in debts.score:
+        for group_id in outstanding.score:
             self._submit_scores(self._samples.groups[group_id])
         if self._episodes:
-            self._episodes.adopt(debts.waiting)
-        for command in (debts.cancel, debts.train):
+            self._episodes.adopt(outstanding.waiting)
+        for command in (outstanding.cancel, outstanding.train):
             if command is not None:
                 self.execute(command)
 
@@ -234,7 +234,7 @@ class Coordinator:
                 worker.post(worker.lend, version)
             case ev.Return(instance=instance):
                 worker = self._instances[instance]
-                worker.post(worker.give_back)
+                worker.post(worker.reclaim)
             case _:
                 raise NotImplementedError(f"the coordinator has no {type(command).__name__}")
 
@@ -273,8 +273,10 @@ class Coordinator:
         recorded = self._samples.waiting(sample) is None
         held = self._samples.resume(sample, version)
         if isinstance(held, Sample):
-            self._outbox.put(ev.SampleResumed(id=sample, instance=worker.instance, life=worker.life, attempt=attempt))
-            self._outbox.put(Finished(sample=held, instance=worker.instance, life=worker.life))
+            self._outbox.put(
+                ev.SampleResumed(id=sample, instance=worker.instance, incarnation=worker.incarnation, attempt=attempt)
+            )
+            self._outbox.put(Finished(sample=held, instance=worker.instance, incarnation=worker.incarnation))
         elif self._episodes and recorded and not len(held.out_ids) and not is_served(sample.group_id):
             for event in self._episodes.reopen(sample, worker, held.version, attempt):
                 self._outbox.put(event)
@@ -315,7 +317,11 @@ class Coordinator:
                     else:
                         self._submit_scores(group)
                 yield ev.SampleDone(
-                    id=sample.id, instance=instance, tokens=len(sample.out_ids), finish=sample.finish, life=item.life
+                    id=sample.id,
+                    instance=instance,
+                    tokens=len(sample.out_ids),
+                    finish=sample.finish,
+                    incarnation=item.incarnation,
                 )
             case StepDone(version=version):
                 self._tell(item)
@@ -324,14 +330,18 @@ class Coordinator:
                 self._tell(item)
             case InstanceReady():
                 self._ready.append(item)
-            case ev.InstanceDown(instance=instance, life=life):  # also of one that fell before it was heard to be ready
-                self._ready = [r for r in self._ready if r.event.instance != instance or r.event.life > life]
+            case ev.InstanceDown(
+                instance=instance, incarnation=incarnation
+            ):  # also of one that fell before it was heard to be ready
+                self._ready = [
+                    r for r in self._ready if r.event.instance != instance or r.event.incarnation > incarnation
+                ]
                 yield item
             case HandedOver(in_flight=in_flight):
                 self._samples.park(in_flight)
             case Parked(id=sample, instance=instance, in_flight=in_flight):
                 self._samples.park(in_flight)
-                yield ev.SampleParked(id=sample, instance=instance, life=item.life, attempt=item.attempt)
+                yield ev.SampleParked(id=sample, instance=instance, incarnation=item.incarnation, attempt=item.attempt)
             case _:
                 yield item
 

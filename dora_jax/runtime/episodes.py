@@ -86,8 +86,8 @@ class Episodes:
 
     def reopen(self, id: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> Iterator[ev.Event]:
         """Of a Resume that finds no token recorded: it waits for what its environment says first."""
-        yield ev.SampleResumed(id=id, instance=worker.instance, life=worker.life, attempt=attempt)
-        yield self._waiting(id, worker.instance, worker.life, attempt)
+        yield ev.SampleResumed(id=id, instance=worker.instance, incarnation=worker.incarnation, attempt=attempt)
+        yield self._waiting(id, worker.instance, worker.incarnation, attempt)
         self._begin_again(id, version, 0)
 
     def waits(self, item: Waiting) -> Iterator[ev.Event]:
@@ -96,7 +96,7 @@ class Episodes:
         if held.id.group_id in self._samples.groups:
             self._ask(held)
         kept = self._kept.keep(held, item.instance)
-        yield self._waiting(held.id, item.instance, item.life, item.attempt, len(held.out_ids), kept)
+        yield self._waiting(held.id, item.instance, item.incarnation, item.attempt, len(held.out_ids), kept)
         if held.id.group_id not in self._samples.groups:  # it was given up: nobody will resume it
             self._kept.forget([held.id])
             self._attempts.pop(held.id, None)
@@ -149,19 +149,23 @@ class Episodes:
 
     def _started(self, id: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> Iterator[ev.Event]:
         """It waits for what its environment says first, without a slot."""
-        yield ev.SampleStarted(id=id, instance=worker.instance, version=version, life=worker.life, attempt=attempt)
-        yield self._waiting(id, worker.instance, worker.life, attempt)
+        yield ev.SampleStarted(
+            id=id, instance=worker.instance, version=version, incarnation=worker.incarnation, attempt=attempt
+        )
+        yield self._waiting(id, worker.instance, worker.incarnation, attempt)
 
     def _waiting(
-        self, id: SampleId, instance: InstanceId, life: int, attempt: int, tokens: int = 0, kept: bool = False
+        self, id: SampleId, instance: InstanceId, incarnation: int, attempt: int, tokens: int = 0, kept: bool = False
     ) -> ev.SampleWaiting:
         self._attempts[id] = attempt
-        return ev.SampleWaiting(id=id, instance=instance, tokens=tokens, kept=kept, life=life, attempt=attempt)
+        return ev.SampleWaiting(
+            id=id, instance=instance, tokens=tokens, kept=kept, incarnation=incarnation, attempt=attempt
+        )
 
     def _ask(self, held: InFlightSample) -> None:
         mask = np.ones(len(held.out_ids), bool) if held.mask is None else held.mask
         tokens = np.concatenate([held.prompt_ids, held.out_ids])
-        told = EpisodeSoFar(
+        so_far = EpisodeSoFar(
             id=held.id,
             version=held.version,
             tokens=tokens,
@@ -169,7 +173,7 @@ class Episodes:
             logprobs=held.logprobs,
             room=self._max_context - len(tokens),
         )
-        self._environments.turn(self._samples.groups[held.id.group_id].prompt, told)
+        self._environments.turn(self._samples.groups[held.id.group_id].prompt, so_far)
 
     def _begin_again(self, id: SampleId, version: Version, tokens: int) -> None:
         """tokens: those with which the orchestrator knows it to wait."""

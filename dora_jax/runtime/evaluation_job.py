@@ -117,7 +117,7 @@ def _recorded(workdir: Path, step: Version) -> bool:
     rows = state_files.read_lines(file.read_bytes(), is_record).rows if file.is_file() else []
     if [row["step"] for _, row in rows] == [step]:
         return True
-    print(f"{file} is damaged: it is put aside as {state_files.put_aside(file)}", flush=True)
+    print(f"{file} is damaged: it is put aside as {state_files.set_aside(file)}", flush=True)
     return False
 
 

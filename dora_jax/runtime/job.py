@@ -14,7 +14,7 @@ from dora_jax import tasks
 from dora_jax.base.exits import FAILED, RETRY, Stop
 from dora_jax.base.metrics import Writer
 from dora_jax.buffer.pack import MemoryGroupStore
-from dora_jax.config import Config, ConfigError, RunError, blame
+from dora_jax.config import Config, ConfigError, RunError, field_context
 from dora_jax.orchestrate.core import Observer, Orchestrator, each, quiet_collector, run
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.plan import devices, presets, validate
@@ -157,8 +157,8 @@ class RunStorage:
         """Puts the journal in front of `world`, which takes over the debts of a killed process."""
         begun = self.begun
         world.recall(begun.payloads)
-        if begun.debts is not None:
-            world.adopt(begun.debts, begun.payloads, begun.orchestrator.state.now_s)
+        if begun.outstanding is not None:
+            world.adopt(begun.outstanding, begun.payloads, begun.orchestrator.state.now_s)
         if self.journal is None:
             return None
         return JournaledWorld(world, self.journal, begun.orchestrator, begun.payloads, begun.epoch, begun.segments)
@@ -213,7 +213,7 @@ def _try_early(config: Config, workdir: Path) -> None:
     tokenizer = warm_start_data.tokenizer_of(config.sft)
     pool = ScorerPool(section, tokenizer.decode)
     try:
-        with blame("task"):
+        with field_context("task"):
             task = tasks.open_task(
                 section,
                 tokenizer,
@@ -335,8 +335,8 @@ def run_stages(
         if endpoint and requests:
             serves = endpoint.serving(config, parts.tokenizer, requests, parts.sessions)
         try:
-            with serves as told, quiet_collector():
-                writer.note(told)
+            with serves as addresses, quiet_collector():
+                writer.note(addresses)
                 world.start(ups)
                 halt = run(orchestrator, GuardedWorld(durable or world, guard), observers)
                 if backing:

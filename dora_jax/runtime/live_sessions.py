@@ -58,7 +58,7 @@ NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class SampledTurn:
     """A turn, for its client."""
 
     version: Version
@@ -67,7 +67,7 @@ class Told:
     finish: str  # stop or length
 
 
-Promise = concurrent.futures.Future[Told]
+Promise = concurrent.futures.Future[SampledTurn]
 
 
 class SessionsOver(RuntimeError):
@@ -116,7 +116,7 @@ class _Seat:
     session: str = ""  # empty: it is free
     asked: list[Message] = dataclasses.field(default_factory=list)  # all that its client sent last
     answer: Message | None = None  # to that, once there is one
-    told: Told | None = None
+    sampled: SampledTurn | None = None
     promise: Promise | None = None
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: NO_IDS)  # of the prompt and all that followed
     turns: int = 0
@@ -153,7 +153,7 @@ class LiveSessions:
     def take(self, session: str, messages: Sequence[Message], max_tokens: int) -> Promise | None:
         """The answer to these messages as a turn of an episode; None: they get one that is not trained, for no seat is
         free, the episode is over, or a turn may be longer than they allow. They are what came next in any case."""
-        asked = [_said(message) for message in messages]
+        asked = [_as_message(message) for message in messages]
         with self._lock:
             seat = self._in.get(session)
             if seat is not None:
@@ -193,21 +193,21 @@ class LiveSessions:
             self._talks[id] = self._bridge.begin(prompt)
             self._free[id] = None
 
-    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+    def turn(self, prompt: Prompt, sampled: EpisodeSoFar) -> None:
         with self._lock:
-            seat = self._seats.get(told.id)
+            seat = self._seats.get(sampled.id)
             if seat is None or seat.promise is None:
-                self._results.put(EpisodeLost(id=told.id, reason="its session was with an earlier process"))
+                self._results.put(EpisodeLost(id=sampled.id, reason="its session was with an earlier process"))
                 return
-            seat.tokens, seat.room, seat.turns = told.tokens, told.room, seat.turns + 1
+            seat.tokens, seat.room, seat.turns = sampled.tokens, sampled.room, seat.turns + 1
             self._counts["turns"] += 1
-            n = _turn_length(told.mask)
-            ids = told.tokens[len(told.tokens) - n :]
+            n = _turn_length(sampled.mask)
+            ids = sampled.tokens[len(sampled.tokens) - n :]
             finish = "stop" if n and int(ids[-1]) in self._tokenizer.eos_ids else "length"
-            seat.told = Told(told.version, ids, told.logprobs[len(told.logprobs) - n :], finish)
+            seat.sampled = SampledTurn(sampled.version, ids, sampled.logprobs[len(sampled.logprobs) - n :], finish)
             seat.answer, seat.answered_s = self._bridge.message(ids), time.monotonic()
             assert seat.promise is not None
-            seat.promise.set_result(seat.told)
+            seat.promise.set_result(seat.sampled)
             if seat.leaving:
                 self._leave(seat)
 
@@ -217,7 +217,7 @@ class LiveSessions:
             sample = record.sample
             n = _turn_length(sample.mask)
             ids, logprobs = sample.out_ids[len(sample.out_ids) - n :], sample.logprobs[len(sample.logprobs) - n :]
-            promise.set_result(Told(sample.version, ids, logprobs, "length"))
+            promise.set_result(SampledTurn(sample.version, ids, logprobs, "length"))
 
     def drop(self, id: SampleId) -> dict[str, float]:
         with self._lock:
@@ -265,14 +265,14 @@ class LiveSessions:
     def _ask(self, seat: _Seat, session: str, asked: list[Message], new: list[Message]) -> Promise | None:
         """The policy's next turn, behind the new messages; None: there is no room for it."""
         talk = dataclasses.replace(self._talks[seat.id], messages=list(self._talks[seat.id].messages))
-        turn = seat.told.ids if seat.told else NO_IDS
+        turn = seat.sampled.ids if seat.sampled else NO_IDS
         ids, keep = self._bridge.observe(talk, seat.tokens, turn, new)
         if keep is not None or len(seat.tokens) + len(ids) + self._turn_tokens > self._context:
             return None  # the chat template would rewrite what the policy has seen, or there is no room
         self._talks[seat.id] = talk
         self._free.pop(seat.id, None)
         self._in[session] = seat
-        seat.session, seat.asked, seat.answer, seat.told = session, asked, None, None
+        seat.session, seat.asked, seat.answer, seat.sampled = session, asked, None, None
         seat.promise = Promise()
         seat.promise.set_running_or_notify_cancel()  # a client that leaves does not take the turn back
         self._results.put(Observed(id=seat.id, token_ids=ids))
@@ -280,18 +280,18 @@ class LiveSessions:
 
     def _score(self, seat: _Seat, new: Sequence[Message]) -> None:
         """The last turn, by what came next."""
-        assert seat.told is not None
-        number, told = next(self._numbers), seat.told
-        before = self._tokenizer.decode(seat.tokens[: len(seat.tokens) - len(told.ids)])
+        assert seat.sampled is not None
+        number, sampled = next(self._numbers), seat.sampled
+        before = self._tokenizer.decode(seat.tokens[: len(seat.tokens) - len(sampled.ids)])
         answer = {"messages": seat.asked, "next": list(new)}
         prompt = dataclasses.replace(seat.prompt, group_id=number, text=before, answer=answer)
         sample = Sample(
             id=SampleId(number, 0),
             prompt_ids=seat.prompt.token_ids,
-            out_ids=told.ids,
-            logprobs=told.logprobs,
-            mask=np.ones(len(told.ids), bool),
-            spans=(Span(version=told.version, start=0, stop=len(told.ids)),),
+            out_ids=sampled.ids,
+            logprobs=sampled.logprobs,
+            mask=np.ones(len(sampled.ids), bool),
+            spans=(Span(version=sampled.version, start=0, stop=len(sampled.ids)),),
             finish="stop",
         )
         seat.unscored += 1
@@ -312,7 +312,7 @@ class LiveSessions:
 
     def _leave(self, seat: _Seat) -> None:
         """The session has ended, or goes on with something else. An answer that is still on its way is its last."""
-        if seat.told is not None:
+        if seat.sampled is not None:
             self._score(seat, [])
             self._ends(seat, "stop")
         else:
@@ -337,12 +337,12 @@ class LiveSessions:
         if seat is None:
             return {}
         self._in = {session: other for session, other in self._in.items() if other is not seat}
-        if seat.promise is not None and seat.told is None:
+        if seat.promise is not None and seat.sampled is None:
             self._orphans[id] = seat.promise
         return dict(seat.terms)
 
 
-def _said(message: Message) -> Message:
+def _as_message(message: Message) -> Message:
     return {"role": message["role"], "content": message.get("content") or ""}
 
 
@@ -350,7 +350,7 @@ def _news(seat: _Seat, asked: list[Message]) -> list[Message] | None:
     """What the session says behind the last answer; None: it does not go on from there."""
     if seat.answer is None:
         return None
-    known = [*seat.asked, _said(seat.answer)]
+    known = [*seat.asked, _as_message(seat.answer)]
     new = asked[len(known) :]
     goes_on = asked[: len(known)] == known and new and all(message["role"] != "assistant" for message in new)
     return new if goes_on else None

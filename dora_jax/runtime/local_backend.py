@@ -20,7 +20,7 @@ import numpy as np
 
 from dora_jax import tasks
 from dora_jax.base.digest import digest
-from dora_jax.config import Config, ConfigError, blame
+from dora_jax.config import Config, ConfigError, field_context
 from dora_jax.models import sharding
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
@@ -82,7 +82,7 @@ class RunContext:
 
         self.config = config
         self.workdir = workdir
-        with blame("model.path"):
+        with field_context("model.path"):
             self.tokenizer = Tokenizer.load(config.model.path)
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
         pool = (
@@ -117,9 +117,9 @@ class RunContext:
                 self.environments = environments = EnvironmentPool(section, bridge, self.config.seed, policy)
                 undo.callback(environments.close)
                 terms = environments.wait_ready()
-            with blame("eval.solved"):
+            with field_context("eval.solved"):
                 self.solved = solved.among(config.eval.solved, terms)
-            self.remarks += _said_of_evaluation(config, self)
+            self.remarks += _evaluation_remarks(config, self)
             scorer = _judge(config, pool, terms) if config.reward_model.path else pool
             if self.environments:
                 scorer = EpisodeScorer(terms)
@@ -165,9 +165,9 @@ class RunContext:
     def _task(self) -> tasks.Task | SessionPrompts:
         config = self.config
         if config.serving.train:
-            with blame("serving.train"):
+            with field_context("serving.train"):
                 return SessionPrompts(self.tokenizer, config.rollout.max_new_tokens)
-        with blame("task.path"):
+        with field_context("task.path"):
             return tasks.open_task(
                 config.task,
                 self.tokenizer,
@@ -190,18 +190,18 @@ class RunContext:
         )
 
 
-def _said_of_evaluation(config: Config, parts: RunContext) -> list[str]:
-    said: list[str] = []
+def _evaluation_remarks(config: Config, parts: RunContext) -> list[str]:
+    remarks: list[str] = []
     if parts.sessions:
-        return said
+        return remarks
     if parts.task.n_heldout < config.eval.prompts:
-        said.append(
+        remarks.append(
             f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
             "evaluated more than once each"
         )
     if parts.solved:
-        said.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
-    return said
+        remarks.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
+    return remarks
 
 
 def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> Scorer:
@@ -215,7 +215,7 @@ def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> S
         )
     indices = devices.plan(len(jax.devices()), config).reward_model
     mesh = sharding.make_mesh([jax.devices()[i] for i in indices], section.data, section.fsdp, section.tensor)
-    with blame("reward_model.path"):
+    with field_context("reward_model.path"):
         reward_model.check(section.path, config.model.path, rollout.max_prompt_tokens + rollout.max_new_tokens)
         model = reward_model.RewardModel(section, mesh, config.model.dtype)
     return reward_model.ModelScorer(model, section.weight, pool)
@@ -250,7 +250,7 @@ class LocalBackend:
             probe=probe,
             views=views,
             gaps=gaps,
-            come_home=self._lent_memory.state.come_home if self._lent_memory else lambda: None,
+            reload=self._lent_memory.state.reload if self._lent_memory else lambda: None,
         )
 
     def instances(self) -> list[LocalInstance]:
@@ -304,7 +304,7 @@ def trainer_worker(
     outbox: Outbox,
 ) -> TrainerWorker:
     common = side.trainer, side.pack, groups, weights, max_lag, outbox
-    also: dict[str, Any] = {"digest": side.digest, "probe": side.probe, "come_home": side.come_home}
+    also: dict[str, Any] = {"digest": side.digest, "probe": side.probe, "reload": side.reload}
     if updates_apart(config) > 1:
         per_step, says = config.orchestrator.groups_per_step, config.orchestrator.elastic
         return StreamingTrainerWorker(*common, groups_per_step=per_step, says_parts=says, **also)

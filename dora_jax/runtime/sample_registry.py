@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_jax.orchestrate.core import Debts
+from dora_jax.orchestrate.core import Outstanding
 from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
 from dora_jax.runtime.common.seams import Prompts, RolloutWorker
 from dora_jax.runtime.common.worker import FinishedUnheard, HandedOver
@@ -54,11 +54,11 @@ class SampleRegistry:
         """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
         self._payloads = payloads
 
-    def adopt(self, debts: Debts, payloads: PayloadState) -> None:
+    def adopt(self, outstanding: Outstanding, payloads: PayloadState) -> None:
         """Opens the groups that an earlier process left."""
         self.recall(payloads)
-        self._recorded = dict(debts.recorded)
-        for group_id in debts.groups:
+        self._recorded = dict(outstanding.recorded)
+        for group_id in outstanding.groups:
             try:
                 self.opened(group_id).done.update(payloads.samples.get(group_id, {}))
             except PromptTooLong:
@@ -247,7 +247,7 @@ class Siblings:
 
     def sent(self, ids: Iterable[SampleId], instance: InstanceId) -> None:
         """The samples start, go on or arrive there."""
-        place = instance, self._instances[instance].life
+        place = instance, self._instances[instance].incarnation
         for id in ids:
             here = self._at.setdefault(id.group_id, {})
             if place not in here.values():
@@ -277,9 +277,9 @@ class Siblings:
             self._tell(place, id, self._samples.recorded(id))
 
     def _tell(self, place: _Place, id: SampleId, tokens: np.ndarray) -> None:
-        instance, life = place
+        instance, incarnation = place
         worker = self._instances[instance]
-        if len(tokens) and worker.life == life:
+        if len(tokens) and worker.incarnation == incarnation:
             worker.post(worker.know, id, tokens[:MOST_TOKENS])
 
 

@@ -107,15 +107,15 @@ class _Choice:
         text, count = "", 0
         for token in ids:
             count += 1
-            told, stopped = self._stop.feed(self._text.add(token))
-            text += told
+            new, stopped = self._stop.feed(self._text.add(token))
+            text += new
             if stopped or token in self.answer.ask.stop_ids:
                 self.finish = "stop"
                 break
         if finish and not self.finish:
-            told, stopped = self._stop.feed(self._text.rest())
+            new, stopped = self._stop.feed(self._text.rest())
             self.finish = "stop" if stopped else finish
-            text += told + ("" if stopped else self._stop.rest())
+            text += new + ("" if stopped else self._stop.rest())
         self.n += count
         if not (count or self.finish):
             return None
@@ -127,9 +127,9 @@ class _Choice:
         if self._calls is None:
             return text, ()
         parts = list(self._calls.feed(text))
-        said = "".join(part for part in parts if isinstance(part, str))
+        digests = "".join(part for part in parts if isinstance(part, str))
         calls = tuple(part for part in parts if isinstance(part, ToolCall))
-        return said + (self._calls.rest() if self.finish else ""), calls
+        return digests + (self._calls.rest() if self.finish else ""), calls
 
 
 class Answer:
@@ -250,7 +250,7 @@ class Answers:
                 self._fleet.start(id, prompt, version, ask.max_tokens, session)
             return self._read(answer)
 
-    def told(self, ask: Ask, version: Version, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Reader:
+    def whole(self, ask: Ask, version: Version, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Reader:
         """A reader of an answer that is there as a whole."""
         answer = Answer(ask, version)
         answer.choices.append(choice := _Choice(answer, 0, SampleId(0, 0), ask.prompts[0], self._decode))
@@ -272,8 +272,8 @@ class Answers:
         answer.readers.discard(reader)
         if answer.readers:
             return
-        told = answer.done and reader.read == len(answer.log) and not answer.kept
-        if answer not in self._keys or told or answer.error:  # a retry of an error is tried anew
+        delivered = answer.done and reader.read == len(answer.log) and not answer.kept
+        if answer not in self._keys or delivered or answer.error:  # a retry of an error is tried anew
             self._forget(answer)
             return
         for choice in answer.choices:
@@ -334,8 +334,8 @@ class Answers:
                 groups = [(self._group + 1 + index) % SEEDED for index in range(ask.n)]
                 self._group = groups[-1]
             else:
-                said = [hashlib.sha256(repr((ask.seed, prompt, i)).encode()).digest() for i in range(ask.n)]
-                groups = [SEEDED + int.from_bytes(each[:8], "big") % SEEDED for each in said]
+                digests = [hashlib.sha256(repr((ask.seed, prompt, i)).encode()).digest() for i in range(ask.n)]
+                groups = [SEEDED + int.from_bytes(each[:8], "big") % SEEDED for each in digests]
             ids += [SampleId(group, 0) for group in groups]
         busy = any(id in self._choices or id in self._leaving for id in ids)
         return None if busy or len(set(ids)) < len(ids) else ids

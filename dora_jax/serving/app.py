@@ -91,8 +91,8 @@ class Endpoint:
         }
 
     async def _health(self, asked: Request) -> Response:
-        status, said = self.health()
-        return JSONResponse(said, status)
+        status, body = self.health()
+        return JSONResponse(body, status)
 
     async def _metrics(self, asked: Request) -> Response:
         return Response(self.counters.text(), media_type=prometheus.MEDIA_TYPE)
@@ -121,8 +121,8 @@ class Endpoint:
 
     def _guarded(self, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(asked: Request) -> Response:
-            said = asked.headers.get("authorization", "")
-            if self.token and not hmac.compare_digest(said.encode(), f"Bearer {self.token}".encode()):
+            header = asked.headers.get("authorization", "")
+            if self.token and not hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
                 raise Refused(401, "the Authorization header holds no Bearer token of this endpoint")
             return await route(asked)
 
@@ -175,10 +175,10 @@ class Endpoint:
             return await untrained
         untrained.close()
         try:
-            told = await asyncio.wrap_future(promise)
+            sampled = await asyncio.wrap_future(promise)
         except SessionsOver as error:
             raise Refused(503, str(error)) from error
-        return self.answers.told(ask, told.version, told.ids.tolist(), told.logprobs.tolist(), told.finish)
+        return self.answers.whole(ask, sampled.version, sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.finish)
 
 
 class _Answering(Response):
@@ -193,17 +193,17 @@ class _Answering(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        told = asyncio.ensure_future(self._tell(scope, receive, send))
+        delivery = asyncio.ensure_future(self._tell(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({told, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if told.done():
-                told.result()
+            await asyncio.wait({delivery, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if delivery.done():
+                delivery.result()
         finally:
             gone.cancel()
-            told.cancel()
+            delivery.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
-                await told
+                await delivery
             if self._reader is not None:
                 self._endpoint.answers.leave(self._reader)
 
@@ -234,31 +234,31 @@ class _Answering(Response):
         await self._start(send, "text/event-stream; charset=utf-8", reply)
         for chunk in reply.opening():
             await _more(send, event(chunk))
-        told: list[Piece] = []
+        sent: list[Piece] = []
         async for piece in pieces:
             if piece is None:
                 await _more(send, KEEP_ALIVE)
                 continue
-            told.append(piece)
+            sent.append(piece)
             for chunk in reply.chunks(piece):
                 await _more(send, event(chunk))
-        for chunk in reply.closing(told):
+        for chunk in reply.closing(sent):
             await _more(send, event(chunk))
         await send({"type": "http.response.body", "body": event(DONE), "more_body": False})
 
     async def _whole(self, reply: Reply, pieces: AsyncIterator[Piece | None], send: Send) -> None:
         """Blanks, which JSON allows before a value, keep the connection alive."""
-        told: list[Piece] = []
+        sent: list[Piece] = []
         last_s = self._began_s
         async for piece in pieces:
             if piece is not None:
-                told.append(piece)
+                sent.append(piece)
             if (now_s := time.monotonic()) - last_s >= self._endpoint.pulse_s:
                 last_s = now_s
                 await self._start(send, "application/json", reply)
                 await _more(send, b" ")
         await self._start(send, "application/json", reply)
-        await send({"type": "http.response.body", "body": json.dumps(reply.body(told)).encode(), "more_body": False})
+        await send({"type": "http.response.body", "body": json.dumps(reply.body(sent)).encode(), "more_body": False})
 
     async def _start(self, send: Send, kind: str, reply: Reply) -> None:
         """Once."""

@@ -27,7 +27,7 @@ class Detokenizer:
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()):
         self._decode = decode
         self._ids = list(prompt_ids[-CONTEXT:])
-        self._start, self._told = 0, len(self._ids)
+        self._start, self._decoded = 0, len(self._ids)
 
     def add(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -39,10 +39,10 @@ class Detokenizer:
         return self._grown(final=True)
 
     def _grown(self, final: bool) -> str:
-        before, now = self._decode(self._ids[self._start : self._told]), self._decode(self._ids[self._start :])
+        before, now = self._decode(self._ids[self._start : self._decoded]), self._decode(self._ids[self._start :])
         if len(now) <= len(before) or (now.endswith(INCOMPLETE) and not final):
             return ""
-        self._start, self._told = self._told, len(self._ids)
+        self._start, self._decoded = self._decoded, len(self._ids)
         return now[len(before) :]
 
 
@@ -62,13 +62,13 @@ class StopText:
             at, stop = min(found)
             return self._held[: at + len(stop) * self._include], True
         keep = held_back(self._held, self._stops)
-        told, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return told, False
+        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return ready, False
 
     def rest(self) -> str:
         """What was held back, when no text follows."""
-        told, self._held = self._held, ""
-        return told
+        ready, self._held = self._held, ""
+        return ready
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
@@ -140,21 +140,21 @@ class ToolCalls:
                 return
             call = _call(inside)
             self._held = after.lstrip("\n") if call else after
-            said = before.rstrip("\n") if call else before + OPEN + inside + CLOSE
-            if said:
-                yield said
+            content = before.rstrip("\n") if call else before + OPEN + inside + CLOSE
+            if content:
+                yield content
             if call:
                 self.found += 1
                 yield call
         keep = held_back(self._held, (OPEN,))
-        told, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        if told:
-            yield told
+        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        if ready:
+            yield ready
 
     def rest(self) -> str:
         """What was held back, when no text follows: an open call is text."""
-        told, self._held = self._held, ""
-        return told
+        ready, self._held = self._held, ""
+        return ready
 
 
 # ---------------------------------------------------------------- private
@@ -162,8 +162,8 @@ class ToolCalls:
 
 def _call(text: str) -> ToolCall | None:
     try:
-        said = json.loads(text)
-        name, arguments = said["name"], said.get("arguments", {})
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if not isinstance(name, str):
@@ -184,13 +184,13 @@ def _message(message: Any, i: int) -> dict[str, Any]:
     where = f"messages[{i}]"
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(400, f"{where}: its role is none of {', '.join(ROLES)}", param="messages")
-    told = {name: value for name, value in message.items() if value is not None}
-    told["content"] = _content(message.get("content"), where)
+    ready = {name: value for name, value in message.items() if value is not None}
+    ready["content"] = _content(message.get("content"), where)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise Refused(400, f"{where}: its tool_calls are no list", param="messages")
-        told["tool_calls"] = [_earlier_call(call, where) for call in calls]
-    return told
+        ready["tool_calls"] = [_earlier_call(call, where) for call in calls]
+    return ready
 
 
 def _content(content: Any, where: str) -> str:

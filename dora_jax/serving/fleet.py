@@ -62,12 +62,12 @@ class LocalFleet:
         self._awaited: set[InstanceId] = set()  # engines that are yet to load `versions.loading`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
-        self._told: Callable[[], None] = lambda: None
+        self._on_change: Callable[[], None] = lambda: None
         self._background: set[asyncio.Future[Any]] = set()
 
-    def attach(self, listener: Listener, told: Callable[[], None]) -> None:
+    def attach(self, listener: Listener, on_change: Callable[[], None]) -> None:
         """From inside the loop. told: called when the residents have changed, or an engine has died."""
-        self._loop, self._listener, self._told = asyncio.get_running_loop(), listener, told
+        self._loop, self._listener, self._on_change = asyncio.get_running_loop(), listener, on_change
 
     def start_engines(self) -> None:
         for worker in self.workers:
@@ -133,7 +133,7 @@ class LocalFleet:
         except (OSError, ValueError, KeyError) as error:  # the run may have deleted it: a newer one is there by then
             LOG.warning("version %d is not loaded: %s", version, error)
             self._versions.loading = None
-            self._told()
+            self._on_change()
         except Exception as error:  # no room on the device, say: raised on the main thread
             self._die(error)
 
@@ -151,9 +151,9 @@ class LocalFleet:
         """Called by the engines' threads."""
         if loop := self._loop:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(self._heard, item)
+                loop.call_soon_threadsafe(self._on_item, item)
 
-    def _heard(self, item: Any) -> None:
+    def _on_item(self, item: Any) -> None:
         listener = self._listener
         assert listener is not None
         match item:
@@ -174,13 +174,13 @@ class LocalFleet:
                 self._awaited.discard(instance)
                 if not self._awaited:
                     self._versions.loaded(version)
-                    self._told()
+                    self._on_change()
             case Crashed(error=error):
                 self._die(error)
 
     def _die(self, error: BaseException) -> None:
         self.crashed = error
-        self._told()
+        self._on_change()
 
     def _place(self, id: SampleId, at: int) -> EngineWorker:
         self._load[at] += 1

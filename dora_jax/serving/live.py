@@ -221,12 +221,12 @@ class LiveFleet:
 
     def _agrees(self, id: SampleId, sample: _Sample, start: int, out_ids: np.ndarray) -> bool:
         """Whether tokens that come again are those that were told; the others are remembered."""
-        again = out_ids[: max(0, len(sample.told) - start)].tolist()
-        if sample.told[start : start + len(again)] != again:
+        again = out_ids[: max(0, len(sample.sent) - start)].tolist()
+        if sample.sent[start : start + len(again)] != again:
             del self._samples[id]
             self._answers.refused(id, Refused(500, "the sample began again, and with other tokens"))
             return False
-        sample.told += out_ids[len(again) :].tolist()
+        sample.sent += out_ids[len(again) :].tolist()
         return True
 
     def _loaded(self, version: Version) -> None:
@@ -241,7 +241,7 @@ RUNNING, PARKING, PARKED, LEAVING = "running", "parking", "parked", "leaving"
 class _Sample:
     prompt: Prompt  # of the request on the fleet
     version: Version
-    told: list[int] = dataclasses.field(default_factory=list)  # tokens
+    sent: list[int] = dataclasses.field(default_factory=list)  # tokens
     state: str = RUNNING
 
     def in_flight(self, id: SampleId) -> InFlightSample:

@@ -21,7 +21,7 @@ import jax
 import uvicorn
 
 from dora_jax.base.exits import SIGNALS
-from dora_jax.config import Config, ConfigError, RunError, blame
+from dora_jax.config import Config, ConfigError, RunError, field_context
 from dora_jax.models import hf, lora, peft, sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF
@@ -52,7 +52,7 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
     with listening_socket(options) as listening:
         devices.setup_platform(config)
         config = presets.filled(_alone(config, follows=workdir is not None and options.step is None))
-        with blame("model"):
+        with field_context("model"):
             model = hf.check(config.model.path)
             tokenizer = Tokenizer.load(config.model.path)
         whole = dataclasses.replace(config, lora=OFF)  # an adapter is added up into what is read
@@ -106,7 +106,7 @@ class FolderSource:
         model, params = hf.load(self._config.model.path, self._mesh)
         if not self._config.lora.path:
             return params
-        with blame("lora.path"):
+        with field_context("lora.path"):
             adapter = peft.load(self._config.lora.path, model, self._config.lora, self._config.seed)
         return jax.jit(functools.partial(lora.merge, gain=self._config.lora.gain))(params, adapter)
 

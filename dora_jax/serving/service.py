@@ -72,9 +72,9 @@ class Service:
 
     def attach(self) -> None:
         """From inside the loop."""
-        self.fleet.attach(self.answers, self._told)
+        self.fleet.attach(self.answers, self._on_change)
 
-    def _told(self) -> None:
+    def _on_change(self) -> None:
         if self.fleet.crashed is not None:
             self.answers.fail(f"the engines cannot go on: {self.fleet.crashed}")
             self.died.set()

@@ -69,12 +69,12 @@ class Decoding:
         else:
             self._plain = [a + b for a, b in zip(self._plain, took, strict=True)]
 
-    def said(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
         """For InstanceReported; what it says is not said again."""
         (sampled, busy_s, row_s), drafted = self._plain, self._drafted
         self._plain, self._drafted = [0.0] * 3, [0.0] * 5
-        told: dict[str, Any] = {"sampled": round(sampled), "busy_s": busy_s, "row_s": row_s}
+        fields: dict[str, Any] = {"sampled": round(sampled), "busy_s": busy_s, "row_s": row_s}
         if drafted[0]:
             tokens, guesses, held = (round(drafted[i]) for i in (0, 3, 4))
-            told["drafted"] = Drafted(sampled=tokens, busy_s=drafted[1], row_s=drafted[2], guesses=guesses, held=held)
-        return told
+            fields["drafted"] = Drafted(sampled=tokens, busy_s=drafted[1], row_s=drafted[2], guesses=guesses, held=held)
+        return fields

@@ -101,11 +101,11 @@ class Instance:
     """`live` is shared by all instances: version -> samples that decode."""
 
     def __init__(
-        self, id: InstanceId, life: int, costs: Costs, live: dict[Version, int], *,
+        self, id: InstanceId, incarnation: int, costs: Costs, live: dict[Version, int], *,
         slots: int, page_size: int, speed: float, report_ticks: int, draft: DraftSection | None = None,
     ):  # fmt: skip
         self.id = id
-        self.life = life
+        self.incarnation = incarnation
         self.slots = slots
         self.speed = speed
         self.slowed = 1.0  # by others on its machine
@@ -216,7 +216,7 @@ class Instance:
         self._prefill()
 
     def where(self, job: Job) -> dict[str, int]:
-        return {"instance": self.id, "life": self.life, "attempt": job.attempt}
+        return {"instance": self.id, "incarnation": self.incarnation, "attempt": job.attempt}
 
     def receive(self, job: Job) -> None:
         """The sample goes on with the KV that came with it: what that lacks is prefilled."""
@@ -390,5 +390,5 @@ def came_up(hardware: Hardware, instance: Instance, pages: int, versions: tuple[
     """The fact that an instance is there; it holds `versions` already."""
     return InstanceUp(
         instance=instance.id, slots=hardware.slots, pages=pages, page_size=hardware.page_size,
-        residents=hardware.residents, versions=versions, life=instance.life,
+        residents=hardware.residents, versions=versions, incarnation=instance.incarnation,
     )  # fmt: skip

@@ -36,11 +36,11 @@ class SimOrchestratorConfig(OrchestratorConfig):
 def simulate(row: Row, *, trace: Trace | None = None, observers: tuple[Observer, ...] = ()) -> Result:
     """The measured steps of one row."""
     config = row.config
-    told = orchestrator_config(config, row.mode)
-    if told.problems():
-        raise ConfigError([f"row {row.label!r} could never progress: {problem}" for problem in told.problems()])
-    world = SimWorld(config, told.decisions, until=config.steps, trace=trace)
-    brain = Orchestrator(told, evaluate_start=False)
+    policy = orchestrator_config(config, row.mode)
+    if policy.problems():
+        raise ConfigError([f"row {row.label!r} could never progress: {problem}" for problem in policy.problems()])
+    world = SimWorld(config, policy.decisions, until=config.steps, trace=trace)
+    brain = Orchestrator(policy, evaluate_start=False)
     try:
         halt = run(brain, world, observers)
     except EndOfMeasurement:

@@ -138,8 +138,8 @@ class _LengthDistribution:
             text = Path(path).read_text()
             try:
                 is_json = text.lstrip().startswith("[")
-                told = json.loads(text) if is_json else [line.split()[0] for line in text.splitlines() if line.strip()]
-                lengths = sorted(float(length) for length in told)
+                rows = json.loads(text) if is_json else [line.split()[0] for line in text.splitlines() if line.strip()]
+                lengths = sorted(float(length) for length in rows)
             except ValueError as error:
                 raise ConfigError(f"workload.path: {path} is not a list of lengths: {error}") from error
             if not lengths or lengths[0] < 1:

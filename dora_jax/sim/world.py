@@ -58,7 +58,7 @@ class SimWorld:
         )
         self._instances: dict[InstanceId, Instance] = {}
         self._live: dict[Version, int] = {}
-        self._lives = [0] * (hardware.instances + len(hardware.lendable))  # how often each instance came up
+        self._incarnations = [0] * (hardware.instances + len(hardware.lendable))  # how often each instance came up
         self._away: dict[SampleId, Job] = {}  # parked, recorded, or on their way
         self._groups: dict[GroupId, SimGroup] = {}
         self._ready: set[GroupId] = set()
@@ -70,7 +70,7 @@ class SimWorld:
         self._returning: set[InstanceId] = set()
         self._wanted_s: float | None = None  # since when the trainer waits for its chips
         self._outbox: list[ev.Event] = []
-        self._quiet, self._told_s = 0, 0.0
+        self._quiet, self._ticked_s = 0, 0.0
         self._clock_s = CLOCK_SHARE * config.orchestrator.rebalance_period_s
         for id in range(hardware.instances):
             self._up(id, versions=(0,))
@@ -87,8 +87,8 @@ class SimWorld:
             call(*args)
         out = self._outbox.copy()
         self._outbox.clear()
-        if self.now - self._told_s >= self._clock_s:
-            self._told_s = self.now
+        if self.now - self._ticked_s >= self._clock_s:
+            self._ticked_s = self.now
             out.insert(0, ev.TimePassed(now_s=self.now))
         return out
 
@@ -213,7 +213,7 @@ class SimWorld:
         self._out[command.instance] = self.now
         self._at(self.now + self.costs.lend_s(), self._up, command.instance, (command.version,))
 
-    def _give_back(self, command: ev.Return) -> None:
+    def _reclaim(self, command: ev.Return) -> None:
         """The KV of its samples goes to host memory before the instance is down."""
         instance = self._touch(command.instance)
         jobs = instance.clear(keeps_kv=True)
@@ -228,7 +228,7 @@ class SimWorld:
         ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None,
         ev.Pause: _pause, ev.Unpause: _pause,
         ev.Discard: lambda world, command: world._forget_group(command.group_id),
-        ev.Lend: _lend, ev.Return: _give_back,
+        ev.Lend: _lend, ev.Return: _reclaim,
     }  # fmt: skip
 
     # ------------------------------------------------------------------ appointments
@@ -238,7 +238,7 @@ class SimWorld:
         self._quiet += 1
         if self._quiet > STALLED_PERIODS:
             raise RuntimeError(f"the run stalled after {self.now:.0f} s: only the clock goes on")
-        self._told_s = self.now
+        self._ticked_s = self.now
         self._notify(ev.TimePassed(now_s=self.now))
         self._at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
 
@@ -259,7 +259,11 @@ class SimWorld:
                     continue
                 self._notify(
                     ev.SampleDone(
-                        id=job.id, instance=instance.id, tokens=job.response, finish="stop", life=instance.life
+                        id=job.id,
+                        instance=instance.id,
+                        tokens=job.response,
+                        finish="stop",
+                        incarnation=instance.incarnation,
                     )
                 )
                 if self._trace:
@@ -274,7 +278,9 @@ class SimWorld:
                 progress = {id: instance.response_of(job) for id, job in instance.decoding.items()}
                 free = instance.free_tokens // self._config.hardware.page_size
                 self._notify(
-                    ev.InstanceReported.of(instance.id, free, progress, instance.life, **instance.decoded.said())
+                    ev.InstanceReported.of(
+                        instance.id, free, progress, instance.incarnation, **instance.decoded.measured()
+                    )
                 )
         self._schedule(instance)
 
@@ -291,7 +297,7 @@ class SimWorld:
             return
         self._away[job.id] = job
         self.meter.waits(self.now, 1)
-        way: dict[str, Any] = {"life": instance.life, "attempt": job.attempt}
+        way: dict[str, Any] = {"incarnation": instance.incarnation, "attempt": job.attempt}
         self._notify(ev.SampleWaiting(id=job.id, instance=instance.id, tokens=job.response, **way))
         self._at(due_s, self._answered, job)
 
@@ -329,7 +335,7 @@ class SimWorld:
             instance.loading = False
             self._network.loaded(instance.id, version)
             self._schedule(instance)
-            self._notify(ev.WeightsLoaded(instance=instance.id, version=version, life=instance.life))
+            self._notify(ev.WeightsLoaded(instance=instance.id, version=version, incarnation=instance.incarnation))
 
     def _arrive(self, job: Job, src: Instance, dst: Instance | None, move: ev.Move) -> None:
         if self._away.get(job.id) is not job:
@@ -385,11 +391,11 @@ class SimWorld:
     # ------------------------------------------------------------------ instances
 
     def _up(self, id: InstanceId, versions: tuple[Version, ...] = ()) -> None:
-        self._lives[id] += 1
+        self._incarnations[id] += 1
         config, hardware = self._config, self._config.hardware
         more: dict[str, Any] = {"slots": hardware.slots, "page_size": hardware.page_size, "speed": hardware.speed(id)}
         more |= {"report_ticks": config.report_tokens, "draft": config.draft}
-        empty = (id, self._lives[id], self.costs, self._live)
+        empty = (id, self._incarnations[id], self.costs, self._live)
         pool = self._prefill_pool
         instance = prefill.DecodingInstance(pool, *empty, **more) if pool else Instance(*empty, **more)
         instance.time, instance.slowed = self.now, self.costs.contention if self._trainer.busy else 1.0
@@ -399,8 +405,8 @@ class SimWorld:
         self._notify(inst.came_up(self._config.hardware, instance, self.costs.pages, versions))
         fault = self._config.fault
         if fault.mtbf_s:
-            life_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._lives[id]))
-            self._at(self.now + life_s, self._down, instance)
+            uptime_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._incarnations[id]))
+            self._at(self.now + uptime_s, self._down, instance)
 
     def _returned(self, instance: Instance, jobs: list[Job]) -> None:
         """`jobs` have left it before; what has come to it meanwhile leaves it now."""
@@ -422,7 +428,7 @@ class SimWorld:
             self._returning.discard(instance.id)
             self.meter.lent(self.now - self._out.pop(instance.id))
         self.meter.lost(self.now, instance, comes_back=not lent)
-        self._notify(ev.InstanceDown(instance=instance.id, reason=reason, life=instance.life))
+        self._notify(ev.InstanceDown(instance=instance.id, reason=reason, incarnation=instance.incarnation))
         if not lent:
             self._at(self.now + self._config.fault.repair_s, self._up, instance.id)
 

@@ -27,7 +27,7 @@ OURS = f"{__name__}."  # import paths of this file run programs without being as
 
 TIME_LIMIT_S = 6.0  # of all tests of a response: below the default of task.reward_timeout_s
 BLOCK = re.compile(r"^```(?:python|py)?[^\S\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-TOLD_CHARS = 4000  # of what the tool tells a model
+REPORTED_CHARS = 4000  # of what the tool tells a model
 
 
 def stdio(prompt: str, response: str, answer: Any) -> float:
@@ -52,8 +52,9 @@ def python_tool(program: str, stdin: str = "", limits: programs.Limits = program
     """
     ran = programs.run(program, stdin, limits)
     text = ran.stdout + ran.stderr
-    if len(text) > TOLD_CHARS:
-        text = f"{text[: TOLD_CHARS // 2]}\n[{len(text) - TOLD_CHARS} characters left out]\n{text[-TOLD_CHARS // 2 :]}"
+    if len(text) > REPORTED_CHARS:
+        half = REPORTED_CHARS // 2
+        text = f"{text[:half]}\n[{len(text) - REPORTED_CHARS} characters left out]\n{text[-half:]}"
     if ran.ended_by:
         return f"{text.rstrip()}\n[ended at its limit of {ran.ended_by}]".lstrip()
     return text if ran.exit_code == 0 else f"{text.rstrip()}\n[exit code {ran.exit_code}]".lstrip()
@@ -73,15 +74,15 @@ class PythonTool:
         return []
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
-        said = str(message["content"])
-        if not (blocks := BLOCK.findall(said)):
-            *_, last = said.strip().splitlines() or [""]
+        content = str(message["content"])
+        if not (blocks := BLOCK.findall(content)):
+            *_, last = content.strip().splitlines() or [""]
             return [], True, {"right": exact("", last, self._answer)}
         try:
-            told = await asyncio.to_thread(python_tool, blocks[-1])
+            output = await asyncio.to_thread(python_tool, blocks[-1])
         except programs.SandboxError as error:
             raise EnvironmentError(f"the sandbox did not run the program: {error}", retryable=True) from error
-        return [{"role": "tool", "content": told}], False, {}
+        return [{"role": "tool", "content": output}], False, {}
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -96,7 +97,7 @@ def may_run(section: str, field: str, paths: Sequence[str], asked: bool) -> bool
         return False
     try:
         programs.check()
-    except sandbox.NoWalls as error:
+    except sandbox.NoSandbox as error:
         what = f"{section}.{field}: {ours[0]} runs what a model writes" if ours else f"{section}.sandbox = True"
         raise ConfigError(f"{what}, and {error}") from error
     return True

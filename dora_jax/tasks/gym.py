@@ -46,7 +46,7 @@ class GymSource:
         self.heldout: list[TaskRow] = []
         self._excluded = set(exclude)
         # Fills `heldout` with the first n distinct uids of the held-out stream.
-        began_s, told, draws, met = time.monotonic(), False, 0, 0
+        began_s, warned, draws, met = time.monotonic(), False, 0, 0
         while len(self.heldout) < heldout:
             row = self._row("heldout", 0, draws, 0)
             draws, met = draws + 1, met + 1
@@ -59,8 +59,8 @@ class GymSource:
                     f"task.heldout: {self.name} gave only {len(self.heldout)} distinct prompts for the "
                     f"{heldout} to hold out; widen task.params or lower it"
                 )
-            if not told and time.monotonic() - began_s > SLOW_S:
-                told = True
+            if not warned and time.monotonic() - began_s > SLOW_S:
+                warned = True
                 _log.warning(
                     "%s is slow: %d of %d held-out prompts made in %.0f s (task.heldout sets how many)",
                     self.name,

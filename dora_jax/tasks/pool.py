@@ -11,7 +11,7 @@ Laws:
   times; then its group fails. Such an error is never a reward of 0.
   A reward that cannot be loaded breaks the pool: wait_ready, submit and poll raise the reason.
   Workers (calls.py, sandbox.py) see no variable that task.reward_env does not name, and no other process, unless
-  task.reward_walls allows the weak form; what they start ends with them. No pickle crosses the socket.
+  task.reward_sandbox allows the weak form; what they start ends with them. No pickle crosses the socket.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ScorerPool:
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
         setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
-        form, variables = form_of_walls(section), section.reward_env
+        form, variables = form_of_sandbox(section), section.reward_env
         for name in variables:
             if name not in os.environ:
                 raise ConfigError(f"task.reward_env: the environment has no {name}")
@@ -215,8 +215,8 @@ class ScorerPool:
                     raise NoScore(str(error)) from error
                 self._start(process)  # fresh for the next attempt, and for the next group
                 if attempt == attempts:
-                    told = f"{error} ({len(sample.out_ids)} tokens, sample {tuple(sample.id)}, {attempts} attempts)"
-                    raise NoScore(told, error.kind, request["response"]) from error
+                    message = f"{error} ({len(sample.out_ids)} tokens, sample {tuple(sample.id)}, {attempts} attempts)"
+                    raise NoScore(message, error.kind, request["response"]) from error
                 with self._lock:
                     self._counts["retries"] += 1
         raise AssertionError("unreachable")
@@ -233,17 +233,17 @@ class ScorerPool:
             ) from error
 
 
-def form_of_walls(section: TaskSection) -> str:
+def form_of_sandbox(section: TaskSection) -> str:
     """The form (sandbox.py) of these rewards' walls; ConfigError where the machine lacks what the section asks for."""
-    if section.reward_walls == sandbox.WEAK:
+    if section.reward_sandbox == sandbox.WEAK:
         return sandbox.WEAK
     try:
         return sandbox.full()
-    except sandbox.NoWalls as error:
-        if section.reward_walls == "auto" and all(path.startswith(SHIPPED) for path in section.rewards):
+    except sandbox.NoSandbox as error:
+        if section.reward_sandbox == "auto" and all(path.startswith(SHIPPED) for path in section.rewards):
             _log.warning("the shipped rewards run behind the weak form of walls: %s", error)
             return sandbox.WEAK
         raise ConfigError(
-            f'task.reward_walls: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
+            f'task.reward_sandbox: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
             "environment and signal its processes"
         ) from error

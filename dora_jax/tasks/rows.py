@@ -108,10 +108,12 @@ class RowsSource:
         if not total:
             raise ValueError(f"{path} has no rows")
         if bad:
-            told = f"{len(bad)} of {total} rows of {path} are bad; the first: line {bad[0].line}: {bad[0].reason}"
+            message = f"{len(bad)} of {total} rows of {path} are bad; the first: line {bad[0].line}: {bad[0].reason}"
             if len(bad) > max_bad_share * total:
-                raise ValueError(f"{told} (all in {quarantine_path}; limit task.max_bad_rows_share = {max_bad_share})")
-            _log.warning("%s (all in %s)", told, quarantine_path)
+                raise ValueError(
+                    f"{message} (all in {quarantine_path}; limit task.max_bad_rows_share = {max_bad_share})"
+                )
+            _log.warning("%s (all in %s)", message, quarantine_path)
         return good
 
 

@@ -214,7 +214,7 @@ class Estimate:
     returns: np.ndarray | None = None
 
 
-class Unjudged:
+class ZeroWeights:
     """The objective of groups that are only looked at: no advantage, no weight."""
 
     def estimate(self, sequences: Any) -> Estimate:

@@ -108,7 +108,7 @@ class Checkpoints:
             tidy(self._dir, notify)
             for step in [] if adopts else unsealed(self._dir):
                 notify(f"checkpoint {step} has no manifest and is put aside")
-                put_aside(self._dir / str(step), UNPROVED)
+                set_aside(self._dir / str(step), UNPROVED)
         self._manager = _own_manager(self._dir) if put else _manager(self._dir)
         self.part: tuple[int, Files] | None = None
         self._finite = jax.jit(_all_finite)
@@ -192,10 +192,10 @@ class Checkpoints:
         """Steps that a fallback has undone make room for those that will be made again."""
         for step in [step for step in steps(self._dir) if step > version]:
             self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
-            self.put_aside(step, "undone")
+            self.set_aside(step, "undone")
 
-    def put_aside(self, step: int, why: str) -> None:
-        put_aside(self._dir / str(step), why)
+    def set_aside(self, step: int, why: str) -> None:
+        set_aside(self._dir / str(step), why)
         self._manager.reload()
 
     def restore(
@@ -423,10 +423,10 @@ def tidy(directory: Path, notify: Callable[[str], None]) -> None:
                 shutil.rmtree(path)
             elif not (all((path / item).is_dir() for item in ITEMS) and (path / STEP_METADATA).is_file()):
                 notify(f"{path.name} is no complete checkpoint and is put aside")
-                put_aside(path, "broken")
+                set_aside(path, "broken")
         elif (fault := verify(directory, int(path.name))) is not None:
             notify(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
-            put_aside(path, "broken")
+            set_aside(path, "broken")
 
 
 def aside(directory: str | os.PathLike) -> list[str]:
@@ -434,7 +434,7 @@ def aside(directory: str | os.PathLike) -> list[str]:
     return sorted(path.name for path in Path(directory).glob("*") if re.fullmatch(r"\d+\.[a-z]+\d*", path.name))
 
 
-def put_aside(path: Path, why: str) -> None:
+def set_aside(path: Path, why: str) -> None:
     """Kept for a person, out of the way of the next save."""
     target = path.with_name(f"{path.name}.{why}")
     again = 1

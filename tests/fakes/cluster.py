@@ -25,12 +25,12 @@ def eventually(done, timeout_s=10.0):
 class FakeHost:
     """One process: says Hello, then `answer`s calls; `life(host)` replaces that."""
 
-    def __init__(self, ticket, token, worker, answer, life):
+    def __init__(self, ticket, token, worker, answer, incarnation):
         self.done = threading.Event()
         self.link = ControllerConnection(ticket.controller, token, self.done.set)
         self.inbox = self.link.inbox
         self.began = None
-        self.heard = []  # calls and posts
+        self.received = []  # calls and posts
         self.gang = []  # of its launcher's making
         self._answer = answer
         self.hello = messages.Hello(
@@ -41,7 +41,7 @@ class FakeHost:
             coordinator=f"coordinator of {worker}",
             leader=f"leader of {worker}",
         )
-        threading.Thread(target=life or FakeHost.live, args=(self,), daemon=True).start()
+        threading.Thread(target=incarnation or FakeHost.live, args=(self,), daemon=True).start()
 
     def join(self):
         self.link.hello(self.hello)
@@ -58,7 +58,7 @@ class FakeHost:
         self.ready()
         while True:
             item = self.inbox.get()
-            self.heard.append(item)
+            self.received.append(item)
             if (
                 isinstance(item, messages.Call)
                 and not isinstance(item.what, messages.WriteWeights)
@@ -69,7 +69,7 @@ class FakeHost:
                         other.inbox.put(item)
             if isinstance(item, messages.Call) and (answer := self._answer(self, item.what)) is not None:
                 self.link.send(messages.Answer(number=item.number, what=answer))
-                self.beat(len(self.heard))
+                self.beat(len(self.received))
 
     def die(self):
         self.link.close("killed")
@@ -80,14 +80,14 @@ class FakeLauncher:
 
     ip = "127.0.0.1"
 
-    def __init__(self, answer=lambda host, what: messages.Done(value=0), workers=range(100), life=None):
-        self.answer, self.workers, self.life = answer, list(workers), life
+    def __init__(self, answer=lambda host, what: messages.Done(value=0), workers=range(100), incarnation=None):
+        self.answer, self.workers, self.incarnation = answer, list(workers), incarnation
         self.gangs = {}  # (name, epoch) -> hosts
         self.started, self.killed = [], []
         self.spares = False  # as a controller that is killed
 
     def start(self, ticket, token, hosts, slice_type):
-        started = [FakeHost(ticket, token, worker, self.answer, self.life) for worker in self.workers[:hosts]]
+        started = [FakeHost(ticket, token, worker, self.answer, self.incarnation) for worker in self.workers[:hosts]]
         self.gangs[ticket.gang, ticket.epoch] = started
         for host in started:
             host.gang = started
@@ -135,7 +135,7 @@ class Kept:
             hosts,
             "",
             begin=begin,
-            heard=self.events.append,
+            on_message=self.events.append,
             up=self._up,
             down=lambda gang: self.events.append(f"down {gang.epoch}"),
             failed=self.events.append,

@@ -111,7 +111,7 @@ class Oracles(FakeLauncher):
     """Rollout gangs whose engines are arithmetic, over the weights of one store. `porter(instance, host)`: for KV."""
 
     def __init__(self, length, partial_s, porter):
-        super().__init__(life=self.live_as_rollout)
+        super().__init__(incarnation=self.live_as_rollout)
         self.place = None  # where gangs that are left alone look for another controller
         self.engines = {}  # (gang, epoch) -> engines by rank
         self.imported = []  # parcels, by any engine
@@ -323,7 +323,7 @@ class OnePorter:
             in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=OFFER
         )
 
-    def give_back(self, number):
+    def reclaim(self, number):
         self._all.offered.pop((number, self._host), None)
 
     def fetch(self, carry):

@@ -45,12 +45,12 @@ from tests.fakes.environments import ScriptedEnvironments
 from tests.fakes.journal_world import Disk
 
 MAX_MOVES = 40_000
-DEATH, DOUBT, TWICE, KILLED = 0.03, 0.005, 0.2, 0.01
+DEATH, SUSPICION, TWICE, KILLED = 0.03, 0.005, 0.2, 0.01
 LOST = 0.02  # of the answers of environments
 BUSY = 0.5  # how likely it is that the coordinator does not listen yet, and hears more at once
 UP = {"slots": 8, "pages": 96, "page_size": 8}
 # What a duplicate of would be a second payload: no queue says one twice.
-TWICE_SAID = (
+REPEATED = (
     ev.WeightsLoaded,
     ev.SampleStarted,
     ev.InstanceReported,
@@ -64,7 +64,7 @@ TWICE_SAID = (
 
 
 # What is repeated a long time after it counted. Weights are not: nothing in WeightsLoaded names the LoadWeights.
-SAID_AGAIN = (
+REPORTED_AGAIN = (
     ev.SampleStarted,
     ev.SampleCancelled,
     ev.SampleMoved,
@@ -90,11 +90,11 @@ class Source(Pipe):
     """What one stage says. Tokens are recorded before the sample that they belong to is handed on: that much order all
     queues of production keep."""
 
-    def __init__(self, heard: Pipe):
-        self._heard = heard
+    def __init__(self, received: Pipe):
+        self._received = received
 
     def put(self, item):
-        (self._heard if isinstance(item, Partial) else super()).put(item)
+        (self._received if isinstance(item, Partial) else super()).put(item)
 
 
 class NoThread:
@@ -172,11 +172,11 @@ class Process:
 
     def __init__(self, game: Game, found):
         config, self.draw = game.config, game.draw
-        self.heard = Pipe()
-        self.pipes = [Source(self.heard) for _ in range(game.instances + 1)]  # of the instances, then of the trainer
+        self.received = Pipe()
+        self.pipes = [Source(self.received) for _ in range(game.instances + 1)]  # of the instances, then of the trainer
         base = found.base if found else 0
         self.weights, self.groups = Weights(), Store()
-        self.weights.held = set(found.debts.versions) if found else {0}
+        self.weights.held = set(found.outstanding.versions) if found else {0}
         self.brain = found.orchestrator if found else Orchestrator(config)
         self.pool: dict[int, LocalInstance] = {}
         self.state = MovableState()
@@ -189,7 +189,7 @@ class Process:
                 self.pool[i] = LentInstance(up, engine, *common, memory=memory)
             else:
                 self.pool[i] = LocalInstance(up, engine, *common)
-        options = {"come_home": memory.state.come_home}
+        options = {"reload": memory.state.reload}
         bound, pack = config.decisions.max_lag, lambda groups, base: None
         self.trainer = TrainerWorker(self.state, pack, self.groups, self.weights, bound, self.pipes[-1], **options)
         self.world = Coordinator(
@@ -199,7 +199,7 @@ class Process:
             scorer=SlowScorer(config.decisions.mixes_versions, self.draw),
             groups=self.groups,
             weights=self.weights,
-            outbox=self.heard,
+            outbox=self.received,
             group_size=config.group_size,
             eval_samples=config.eval_samples,
             environments=SlowEnvironments(self.draw, lambda: game.calm) if game.turns else None,
@@ -213,7 +213,7 @@ class Process:
             self.world, journal, self.brain, payloads, segments=dict(found.segments) if found else {}
         )
         if found:
-            self.world.adopt(found.debts, payloads, self.brain.state.now_s)
+            self.world.adopt(found.outstanding, payloads, self.brain.state.now_s)
         else:
             self.world.recall(payloads)
         self.world.start([ev.InstanceUp(instance=i, **UP) for i in self.pool if i not in config.lendable])
@@ -231,9 +231,9 @@ class Process:
 
     def pass_on(self, pipe: Pipe) -> None:
         item = pipe.get()
-        self.heard.put(item)
-        if isinstance(item, TWICE_SAID) and self.draw.random() < TWICE:
-            self.heard.put(item)
+        self.received.put(item)
+        if isinstance(item, REPEATED) and self.draw.random() < TWICE:
+            self.received.put(item)
 
 
 class Game:
@@ -243,7 +243,7 @@ class Game:
         self.config, self.instances, self.too_long, self.kills, self.turns = config, instances, too_long, kills, turns
         self.draw = random.Random(seed)
         self.disk, self.records = Disk(), []
-        self.moves = self.lives = 0
+        self.moves = self.incarnations = 0
         self.dropped: collections.Counter = collections.Counter()
         self.lends = 0
         self.ends = Ends(config.group_size)
@@ -266,13 +266,13 @@ class Game:
             mock.patch.object(coordinator, "TIME_PERIOD_S", 0.0),
             mock.patch.object(lending, "worth_lending", lambda *expected: True),  # whatever this machine's times say
         ):
-            while not self.life():
+            while not self.incarnation():
                 pass
         return self
 
-    def life(self) -> bool:
+    def incarnation(self) -> bool:
         """One process, to its end or to the run's."""
-        self.lives += 1
+        self.incarnations += 1
         process = Process(self, recover(EventLog(self.disk), self.config, [0], lambda v: True, lambda sentence: None))
         while True:
             self.moves += 1
@@ -280,13 +280,13 @@ class Game:
             if not self.calm:
                 if self.draw.random() < DEATH:
                     process.pool[self.draw.randrange(self.instances)].lose("killed by the test")
-                if self.draw.random() < DOUBT:
+                if self.draw.random() < SUSPICION:
                     says_nan(process.pool[self.draw.randrange(self.instances)])
                 worker = process.pool[self.draw.randrange(self.instances)]
-                if worker.life > 0 and self.draw.random() < DOUBT:
-                    worker.doubt(self.draw.randrange(worker.life), "found out late")
+                if worker.incarnation > 0 and self.draw.random() < SUSPICION:
+                    worker.mark_unhealthy(self.draw.randrange(worker.incarnation), "found out late")
                 if process.past and self.draw.random() < AGAIN:
-                    process.heard.put(self.draw.choice(process.past))
+                    process.received.put(self.draw.choice(process.past))
                 if self.kills and self.draw.random() < KILLED:
                     return self.ended(process, False)
             self.draw.choice(process.acts())()
@@ -294,7 +294,7 @@ class Game:
                 continue
             for event in process.durable.events():
                 self.ends.hear(process.brain, event)
-                if isinstance(event, SAID_AGAIN) and process.brain.counts(event):
+                if isinstance(event, REPORTED_AGAIN) and process.brain.counts(event):
                     assert getattr(event, "attempt", 0) is not None, f"{event} names no attempt"
                     process.past.append(event)
                 process.brain.commit(event)
@@ -332,10 +332,10 @@ class Game:
 
 
 def says_nan(instance: LocalInstance) -> None:
-    if (life := instance.worker) is not None:
+    if (incarnation := instance.worker) is not None:
         nan = np.full(1, np.nan, np.float32)
         garbage = Partial(id=SampleId(0, 0), version=0, start=0, out_ids=np.ones(1, np.int32), logprobs=nan)
-        instance.heard(life, garbage)
+        instance.on_message(incarnation, garbage)
 
 
 def drawn(seed: int) -> Game:
@@ -356,7 +356,7 @@ def drawn(seed: int) -> Game:
 
 
 def main(configurations: int, first: int = 0) -> None:
-    dropped, lives, moves, lends = collections.Counter(), 0, 0, 0
+    dropped, incarnations, moves, lends = collections.Counter(), 0, 0, 0
     for seed in range(first, first + configurations):
         try:
             game = drawn(seed).play()
@@ -364,9 +364,9 @@ def main(configurations: int, first: int = 0) -> None:
         except BaseException:
             print(f"configuration {seed}: {json.dumps(drawn(seed).config.__dict__)}", flush=True)
             raise
-        dropped, lives, moves = dropped + game.dropped, lives + game.lives, moves + game.moves
+        dropped, incarnations, moves = dropped + game.dropped, incarnations + game.incarnations, moves + game.moves
         lends += game.lends
-    said = f"{configurations} configurations, {lives} processes, {moves} moves, {lends} lends, no law broken"
+    said = f"{configurations} configurations, {incarnations} processes, {moves} moves, {lends} lends, no law broken"
     print(f"{said}; dropped: {dict(dropped)}")
 
 

@@ -63,14 +63,17 @@ class Ends:
         if not brain.counts(event):
             return
         match event:
-            case ev.SampleStarted(id=id, instance=i, life=life) | ev.SampleResumed(id=id, instance=i, life=life):
+            case (
+                ev.SampleStarted(id=id, instance=i, incarnation=incarnation)
+                | ev.SampleResumed(id=id, instance=i, incarnation=incarnation)
+            ):
                 self.unended.add(id)
-                self.ran[id].add((i, life))
+                self.ran[id].add((i, incarnation))
             case ev.SampleMoved(id=id, dst=i):
                 if brain.state.unit(id).dst is (there := brain.state.fleet.instances.get(i)):
-                    self.ran[id].add((i, there.life))
-            case ev.InstanceUnhealthy(instance=i, life=life):
-                found = {id for id, ran in self.ran.items() if any(each == i and n <= life for each, n in ran)}
+                    self.ran[id].add((i, there.incarnation))
+            case ev.InstanceUnhealthy(instance=i, incarnation=incarnation):
+                found = {id for id, ran in self.ran.items() if any(each == i and n <= incarnation for each, n in ran)}
                 self.tainted |= {id for id in found if id.group_id not in self.trained}
             case ev.SampleDone(id=id) | ev.SampleCancelled(id=id):
                 self.unended.discard(id)

@@ -40,15 +40,17 @@ class Speaker(OracleEngine):
         time.sleep(self.tick_s)
         result = super().tick()
         self.sampled_tokens += result.tokens
-        finished = tuple(dataclasses.replace(sample, out_ids=self._said(sample.out_ids)) for sample in result.finished)
+        finished = tuple(
+            dataclasses.replace(sample, out_ids=self._reported(sample.out_ids)) for sample in result.finished
+        )
         return dataclasses.replace(result, finished=finished)
 
     def sampled(self, id, start=0, *rest):
         """Its tokens are those of the text, not the oracle's."""
         new = super().sampled(id, 0, *rest)
-        return new._replace(out_ids=self._said(new.out_ids)[start:], logprobs=new.logprobs[start:])
+        return new._replace(out_ids=self._reported(new.out_ids)[start:], logprobs=new.logprobs[start:])
 
-    def _said(self, out_ids):
+    def _reported(self, out_ids):
         return np.array([*self.text, END][: len(out_ids)], np.int32)
 
 

@@ -27,9 +27,9 @@ for id in ids((0, 3, 4), size=2):
     submit(engine, id)
 done = {sample.id: sample for _ in range(4) for sample in engine.tick().finished}
 moved = next(id for id, seq in engine.scheduler.seqs.items() if seq.ready)
-parcel = engine.export(moved)
-assert parcel.k_pages.shape[2] == max(CFG.n_kv_heads // PROCESSES, 1)  # those that the process holds
+request = engine.export(moved)
+assert request.k_pages.shape[2] == max(CFG.n_kv_heads // PROCESSES, 1)  # those that the process holds
 done |= {sample.id: sample for _ in range(2) for sample in engine.tick().finished}
-engine.import_(parcel)
+engine.import_(request)
 done |= finish(engine)
 print(json.dumps({str(id): [s.out_ids.tolist(), s.logprobs.tolist()] for id, s in sorted(done.items())}))

@@ -248,10 +248,10 @@ class Body(World):
 
     def adopt(self, recovered: Recovered) -> None:
         """What the last life owed."""
-        state, payloads, debts = recovered.orchestrator.state, recovered.payloads, recovered.debts
+        state, payloads, outstanding = recovered.orchestrator.state, recovered.payloads, recovered.outstanding
         self.first_version = self.published = recovered.base
-        self.retired = set(range(min(debts.versions, default=recovered.base)))
-        assert set(debts.versions) <= set(self.weights), "the weights of a live version are lost"
+        self.retired = set(range(min(outstanding.versions, default=recovered.base)))
+        assert set(outstanding.versions) <= set(self.weights), "the weights of a live version are lost"
         for group in state.groups.values():
             self.group_version[group.id] = group.version
             done = payloads.samples.get(group.id, {})
@@ -259,7 +259,7 @@ class Body(World):
             self.samples[group.id] = dict(done)
             self.finished[group.id] = set(done)
             self.ended |= {SampleId(group.id, i): "done" for i in done}
-        for id, version in debts.recorded.items():
+        for id, version in outstanding.recorded.items():
             out, _, _ = payloads.tokens(id)
             np.testing.assert_array_equal(out, tokens(version, id, 0, len(out)))
             self.recorded[id] = Run(id, version, len(out), self.length(id), 0.0, 0)
@@ -268,12 +268,12 @@ class Body(World):
         self.payload = dict(payloads.scored)
         for group_id, group in payloads.scored.items():
             self.group_version[group_id] = group.version
-        for group_id in debts.score:
+        for group_id in outstanding.score:
             self.at(self.shape.score_s, ("score", group_id))
-        if debts.cancel is not None:
-            self.do_cancel(debts.cancel)
-        if debts.train is not None:
-            self.do_train(debts.train)
+        if outstanding.cancel is not None:
+            self.do_cancel(outstanding.cancel)
+        if outstanding.train is not None:
+            self.do_train(outstanding.train)
 
 
 class History:
@@ -287,14 +287,14 @@ class History:
         self.batches: dict[int, tuple[int, ...]] = {}
         self.known: set[SampleId] = set()  # finished, as the orchestrator was told
         self.ends: dict[int, str] = {}  # group -> how it ended untrained
-        self.lives = 0
+        self.incarnations = 0
         self.replayed = 0
         self.said: list[str] = []
         self.continued = 0  # samples that went on from recorded tokens
 
     def live(self, kill_write=None, kept=1.0, kill_fact=None, kill_command=None):
         """One process; returns Halt, or None where it was killed."""
-        self.lives += 1
+        self.incarnations += 1
         self.disk.writes, self.disk.kill_at, self.disk.kept = 0, kill_write, kept
         try:
             return self._live(kill_fact, kill_command)
@@ -327,7 +327,7 @@ class History:
             self.config,
             dataclasses.replace(self.shape, seed=self.shape.seed),
             found.orchestrator,
-            {v: w for v, w in weights.items() if v in found.debts.versions},
+            {v: w for v, w in weights.items() if v in found.outstanding.versions},
             self.batches,
         )
         body.now_s = found.orchestrator.state.now_s
@@ -370,7 +370,7 @@ class History:
 
     def _save(self, body, world, journal, version):
         world.want_segment()
-        if chance(self.shape.seed, "save fails", version, self.lives) < 0.2:
+        if chance(self.shape.seed, "save fails", version, self.incarnations) < 0.2:
             return  # the background save died
         self.checkpoints[version] = body.weights[version]
         world.record_saved(Saved(version=version, params=body.weights[version], opt_state=version, rl_state=1))

@@ -81,7 +81,7 @@ class Run:
         self.recorded = {}  # sample -> version, of those that the journal knew when the newest life began
         self.weights = {}
 
-    def life(self, kill_at=None, log=None, guard=None, kill_when=lambda state: False):
+    def incarnation(self, kill_at=None, log=None, guard=None, kill_when=lambda state: False):
         """Halt, or None where it was killed at its fact number `kill_at`, or at the first one that `kill_when` holds
         after."""
         sync_s = 0.02 if log else 0.0
@@ -91,16 +91,16 @@ class Run:
         trainer, versions = Trainer(), [0]
         if found is not None:
             trainer = self.replayed(found)
-            versions = found.debts.versions
+            versions = found.outstanding.versions
         world, instances = self.world(trainer, versions)
         orchestrator, payloads = (
             (found.orchestrator, found.payloads) if found else (Orchestrator(self.config), PayloadState())
         )
         world.listen(self.hear)
         if found is not None:
-            for id in found.debts.recorded:
+            for id in found.outstanding.recorded:
                 self.went_on += len(payloads.tokens(id)[0]) > 0
-            world.adopt(found.debts, payloads, orchestrator.state.now_s)
+            world.adopt(found.outstanding, payloads, orchestrator.state.now_s)
             units = (unit for group in orchestrator.state.groups.values() for unit in group.units if unit)
             self.recorded = {unit.id: unit.version for unit in units}
         durable = JournaledWorld(world, journal, orchestrator, payloads, found.epoch if found else 0)

@@ -14,7 +14,7 @@ def forget_attempts(brain):
 
 
 def before_attempts(data):
-    """Of format 14, from one of format 15 (as JSON)."""
+    """A snapshot of format 16 (as JSON), as format 14 wrote it."""
     groups = []
     for *head, ran, begins_again, units in data["groups"]:
         rows = [[dst, _before_attempts(values), index] for dst, values, index in units]
@@ -24,7 +24,7 @@ def before_attempts(data):
     return kept | {
         "format": 14,
         "groups": groups,
-        "fleet": {name: value for name, value in data["fleet"].items() if name != "unhealthy"},
+        "fleet": {{"incarnations": "lives"}.get(k, k): v for k, v in data["fleet"].items() if k != "unhealthy"},
         "sampled_by": _instances(data["sampled_by"]),
         "trained_by": [kind, *([version, _instances(sampled)] for version, sampled in steps)],
     }

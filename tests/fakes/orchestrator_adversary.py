@@ -22,16 +22,16 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, restart
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.types import SampleId, is_eval
-from tests.fakes.orchestrator_doubts import Doubts
 from tests.fakes.orchestrator_ends import Ends
 from tests.fakes.orchestrator_environment import Environments, OtherSources
 from tests.fakes.orchestrator_lending import Chips
-from tests.fakes.orchestrator_life import InFlightSample, Life
+from tests.fakes.orchestrator_suspicions import Suspicions
+from tests.fakes.orchestrator_timeline import InFlightSample, InstanceIncarnation
 
 MAX_MOVES = 60_000
 # states of a given-up sample whose end is still heard: its Cancel is out, or follows when it is parked or has moved
 LEAVING = ("cancelling", "parking", "moving")
-DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS, DOUBT = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3, 0.003
+DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS, SUSPICION = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3, 0.003
 AGAIN = 0.05  # how often a fact of the last ones is repeated
 
 
@@ -44,13 +44,13 @@ class Adversary(OtherSources):
         self.batched = batched  # how likely it is that a fact waits for the next one
         self.draw = random.Random(seed)
         self.brain = Orchestrator(config)
-        self.lives: dict[int, Life] = {}
+        self.incarnations: dict[int, InstanceIncarnation] = {}
         self.born = collections.Counter()
         self.says: dict[object, collections.deque] = collections.defaultdict(collections.deque)
-        self.dead: list[Life] = []  # that are still to be heard
-        self.parcels: list[InFlightSample] = []
+        self.dead: list[InstanceIncarnation] = []  # that are still to be heard
+        self.requests: list[InFlightSample] = []
         self.recorded: dict[SampleId, int] = {}
-        self.environments, self.doubts, self.chips = Environments(self, turns), Doubts(self), Chips(self)
+        self.environments, self.suspicions, self.chips = Environments(self, turns), Suspicions(self), Chips(self)
         self.done: dict[int, set[int]] = collections.defaultdict(set)
         self.started: set[SampleId] = set()
         self.versions: dict[int, int] = {}
@@ -59,7 +59,7 @@ class Adversary(OtherSources):
         self.ready: set[int] = set()
         self.batches: dict[int, list[int]] = collections.defaultdict(list)
         self.retired: set[int] = set()
-        self.published = self.moves = self.heard = 0
+        self.published = self.moves = self.received = 0
         self.ends = Ends()
         self.now_s = 0.0
         self.halt: ev.Halt | None = None
@@ -75,14 +75,16 @@ class Adversary(OtherSources):
     def fault(self) -> None:
         calm = self.moves > self.calm_after
         for i in range(len(self.sizes)):
-            if i not in self.lives and i not in self.config.lendable and (calm or self.draw.random() < REBIRTH):
+            if i not in self.incarnations and i not in self.config.lendable and (calm or self.draw.random() < REBIRTH):
                 self.rise(i)
         if calm:
             return
-        if self.lives and self.draw.random() < DEATH:
-            self.die(self.draw.choice(sorted(self.lives)))
-        if self.lives and self.draw.random() < DOUBT:
-            self.doubts.say(self.draw.choice([self.lives[i] for i in sorted(self.lives)] + self.dead[-3:]))
+        if self.incarnations and self.draw.random() < DEATH:
+            self.die(self.draw.choice(sorted(self.incarnations)))
+        if self.incarnations and self.draw.random() < SUSPICION:
+            self.suspicions.say(
+                self.draw.choice([self.incarnations[i] for i in sorted(self.incarnations)] + self.dead[-3:])
+            )
         if self.draw.random() < RESTORED:
             self.decide()
             self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
@@ -93,14 +95,17 @@ class Adversary(OtherSources):
 
     def acts(self) -> list:
         """Everything that may happen next; what is overheard least often is as likely as the rest."""
-        sources = [*(life.said for life in (*self.lives.values(), *self.dead)), *self.says.values()]
+        sources = [
+            *(incarnation.said for incarnation in (*self.incarnations.values(), *self.dead)),
+            *self.says.values(),
+        ]
         acts = [lambda said=said: self.deliver(said) for said in sources if said]
-        for life in self.lives.values():
-            if life.inbox:
-                acts.append(lambda life=life: self.obey(life))
-            if life.loading or (life.runs and not life.paused):
-                acts.append(lambda life=life: self.work(life))
-        acts += [lambda parcel=parcel: self.arrive(parcel) for parcel in self.parcels]
+        for incarnation in self.incarnations.values():
+            if incarnation.inbox:
+                acts.append(lambda incarnation=incarnation: self.obey(incarnation))
+            if incarnation.loading or (incarnation.runs and not incarnation.paused):
+                acts.append(lambda incarnation=incarnation: self.work(incarnation))
+        acts += [lambda request=request: self.arrive(request) for request in self.requests]
         if self.scoring:
             acts.append(self.score)
         if self.environments.asked:
@@ -118,9 +123,9 @@ class Adversary(OtherSources):
             return
         if self.brain.counts(event):
             self.keep(event)
-            self.doubts.hear(event)
+            self.suspicions.hear(event)
             self.ends.keep(event)
-        self.heard += 1
+        self.received += 1
         self.brain.commit(event)
         self.brain.state.ledger.check()
         if self.draw.random() >= self.batched:
@@ -155,94 +160,102 @@ class Adversary(OtherSources):
     def rise(self, i: int, versions: tuple[int, ...] = ()) -> None:
         self.born[i] += 1
         slots, residents = self.sizes[i]
-        self.lives[i] = Life(i, self.born[i], slots, residents)
-        self.lives[i].versions += versions
-        up = ev.InstanceUp(instance=i, slots=slots, pages=64, page_size=16, residents=residents, life=self.born[i])
+        self.incarnations[i] = InstanceIncarnation(i, self.born[i], slots, residents)
+        self.incarnations[i].versions += versions
+        up = ev.InstanceUp(
+            instance=i, slots=slots, pages=64, page_size=16, residents=residents, incarnation=self.born[i]
+        )
         self.says["supervisor", i].append(dataclasses.replace(up, versions=versions))
 
     def die(self, i: int, reason: str = "killed") -> None:
         """Its debts are paid right behind its end; what it said before may be heard before or after."""
-        life = self.lives.pop(i)
-        life.over = True
-        self.dead.append(life)
+        incarnation = self.incarnations.pop(i)
+        incarnation.over = True
+        self.dead.append(incarnation)
         said = self.says["supervisor", i]
-        said.append(ev.InstanceDown(instance=i, reason=reason, life=life.number))
-        self.recorded |= {id: version for id, version in life.runs.items() if id in life.begun}
-        for command in life.inbox:
+        said.append(ev.InstanceDown(instance=i, reason=reason, incarnation=incarnation.number))
+        self.recorded |= {id: version for id, version in incarnation.runs.items() if id in incarnation.begun}
+        for command in incarnation.inbox:
             if isinstance(command, ev.Move):
                 self.move_failed(said, command)
-        for parcel in [parcel for parcel in self.parcels if parcel.dst is life]:
-            self.parcels.remove(parcel)
-            self.recorded[parcel.id] = parcel.version
-            said.append(ev.SampleMoved(id=parcel.id, src=parcel.move.src, dst=i, attempt=parcel.move.attempt))
+        for request in [request for request in self.requests if request.dst is incarnation]:
+            self.requests.remove(request)
+            self.recorded[request.id] = request.version
+            said.append(ev.SampleMoved(id=request.id, src=request.move.src, dst=i, attempt=request.move.attempt))
 
-    def obey(self, life: Life) -> None:
-        command = life.inbox.popleft()
-        i, number, said = life.instance, life.number, life.said
+    def obey(self, incarnation: InstanceIncarnation) -> None:
+        command = incarnation.inbox.popleft()
+        i, number, said = incarnation.instance, incarnation.number, incarnation.said
         match command:
             case ev.LoadWeights(version=version, drop=drop):
                 if drop is not None:
-                    assert drop not in life.runs.values(), f"{command} drops weights under {life.runs}"
-                    life.versions.remove(drop)
-                assert len(life.versions) + len(life.loading) < life.residents, f"{command} has no room"
-                life.loading.append(version)
+                    assert drop not in incarnation.runs.values(), f"{command} drops weights under {incarnation.runs}"
+                    incarnation.versions.remove(drop)
+                assert len(incarnation.versions) + len(incarnation.loading) < incarnation.residents, (
+                    f"{command} has no room"
+                )
+                incarnation.loading.append(version)
             case ev.Park(ids=ids):
                 for id in ids:
-                    if id in life.runs:
-                        self.recorded[id] = life.runs.pop(id)
-                        said.append(ev.SampleParked(id=id, instance=i, life=number, attempt=life.attempts[id]))
+                    if id in incarnation.runs:
+                        self.recorded[id] = incarnation.runs.pop(id)
+                        said.append(
+                            ev.SampleParked(id=id, instance=i, incarnation=number, attempt=incarnation.attempts[id])
+                        )
             case ev.Cancel(ids=ids):
                 for id in ids:
-                    life.runs.pop(id, None)
+                    incarnation.runs.pop(id, None)
                     said.append(ev.SampleCancelled(id=id, reason=command.reason))
             case ev.Move(ids=ids):
-                dst = life.destinations.popleft()
+                dst = incarnation.destinations.popleft()
                 for id in ids:
-                    if id in life.runs:
-                        self.parcels.append(InFlightSample(id, life.runs.pop(id), command, life, dst))
+                    if id in incarnation.runs:
+                        self.requests.append(InFlightSample(id, incarnation.runs.pop(id), command, incarnation, dst))
                     else:
                         self.move_failed(said, dataclasses.replace(command, ids=(id,)))
             case ev.Return():
                 self.die(i, "returned")
             case ev.Pause() | ev.Unpause():
-                life.paused = isinstance(command, ev.Pause)
+                incarnation.paused = isinstance(command, ev.Pause)
             case tuple():
                 id, version, resumed, attempt = command
-                self.take_in(life, id, version, attempt)
-                life.begun.discard(id)
+                self.take_in(incarnation, id, version, attempt)
+                incarnation.begun.discard(id)
                 if resumed:
-                    life.begun.add(id)
-                    said.append(ev.SampleResumed(id=id, instance=i, life=number, attempt=attempt))
+                    incarnation.begun.add(id)
+                    said.append(ev.SampleResumed(id=id, instance=i, incarnation=number, attempt=attempt))
 
-    def take_in(self, life: Life, id: SampleId, version: int, attempt: int) -> None:
-        assert version in life.versions, f"{id} goes to instance {life.instance}, which has {life.versions}"
-        assert len(life.runs) < life.slots, f"instance {life.instance} has no slot for {id}"
-        elsewhere = [other for other in self.lives.values() if id in other.runs]
+    def take_in(self, incarnation: InstanceIncarnation, id: SampleId, version: int, attempt: int) -> None:
+        assert version in incarnation.versions, (
+            f"{id} goes to instance {incarnation.instance}, which has {incarnation.versions}"
+        )
+        assert len(incarnation.runs) < incarnation.slots, f"instance {incarnation.instance} has no slot for {id}"
+        elsewhere = [other for other in self.incarnations.values() if id in other.runs]
         assert not elsewhere, f"{id} runs twice"
-        life.runs[id], life.attempts[id] = version, attempt
+        incarnation.runs[id], incarnation.attempts[id] = version, attempt
 
-    def work(self, life: Life) -> None:
-        i, number, said = life.instance, life.number, life.said
-        if life.loading and (not life.runs or self.draw.random() < 0.5):
-            life.versions.append(life.loading.pop(0))
-            said.append(ev.WeightsLoaded(instance=i, version=life.versions[-1], life=number))
+    def work(self, incarnation: InstanceIncarnation) -> None:
+        i, number, said = incarnation.instance, incarnation.number, incarnation.said
+        if incarnation.loading and (not incarnation.runs or self.draw.random() < 0.5):
+            incarnation.versions.append(incarnation.loading.pop(0))
+            said.append(ev.WeightsLoaded(instance=i, version=incarnation.versions[-1], incarnation=number))
             return
-        if not life.runs or life.paused:
+        if not incarnation.runs or incarnation.paused:
             return
-        id = self.draw.choice(sorted(life.runs))
-        if id not in life.begun:
-            life.begun.add(id)
-            placed = {"instance": i, "life": number, "attempt": life.attempts[id]}
-            said.append(ev.SampleStarted(id=id, version=life.runs[id], **placed))
+        id = self.draw.choice(sorted(incarnation.runs))
+        if id not in incarnation.begun:
+            incarnation.begun.add(id)
+            placed = {"instance": i, "incarnation": number, "attempt": incarnation.attempts[id]}
+            said.append(ev.SampleStarted(id=id, version=incarnation.runs[id], **placed))
         elif self.draw.random() < PROGRESS:
-            progress = {id: self.draw.randrange(1, self.config.max_new_tokens) for id in life.runs}
-            decoded = self.chips.decoded(len(life.runs))
+            progress = {id: self.draw.randrange(1, self.config.max_new_tokens) for id in incarnation.runs}
+            decoded = self.chips.decoded(len(incarnation.runs))
             said.append(ev.InstanceReported.of(i, self.draw.randrange(64), progress, number, **decoded))
         elif self.environments.ends_turn():
-            self.environments.wait(life, id)
+            self.environments.wait(incarnation, id)
         else:
-            del life.runs[id]
-            said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", life=number))
+            del incarnation.runs[id]
+            said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", incarnation=number))
 
     def do_loadweights(self, command: ev.LoadWeights) -> None:
         assert command.version <= self.published and command.version not in self.retired
@@ -252,7 +265,7 @@ class Adversary(OtherSources):
         for id in command.ids:
             if id.group_id not in self.versions:
                 self.ends.open.add(id.group_id)
-            self.doubts.start(id)
+            self.suspicions.start(id)
             assert id.group_id not in self.given_up and id not in self.started, f"{id} starts over"
             tagged = self.versions.setdefault(id.group_id, command.version)
             assert tagged == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
@@ -290,7 +303,7 @@ class Adversary(OtherSources):
     def do_train(self, command: ev.Train) -> None:
         assert command.base_version == self.published and set(command.group_ids) <= self.ready
         self.chips.train()
-        self.doubts.train(command.group_ids)
+        self.suspicions.train(command.group_ids)
         self.ends.train(command)
         self.ready -= set(command.group_ids)
         batch = self.batches[command.base_version]
@@ -302,7 +315,7 @@ class Adversary(OtherSources):
             self.says["trainer"].append(ev.PartTrained(base_version=command.base_version, groups=len(batch)))
 
     def do_retire(self, command: ev.Retire) -> None:
-        assert not any(command.version in life.runs.values() for life in self.lives.values())
+        assert not any(command.version in incarnation.runs.values() for incarnation in self.incarnations.values())
         assert self.config.decisions.mixes_versions or command.version not in self.environments.asked.values()
         self.chips.retire(command.version)
         self.retired.add(command.version)
@@ -316,8 +329,8 @@ class Adversary(OtherSources):
     do_pause = do_unpause = do_return = do_park
 
     def do_quarantine(self, command: ev.Quarantine) -> None:
-        self.doubts.check(command)
-        if (life := self.lives.get(command.instance)) is not None and life in self.doubts.said:
+        self.suspicions.check(command)
+        if (incarnation := self.incarnations.get(command.instance)) is not None and incarnation in self.suspicions.said:
             self.die(command.instance)
 
     def do_halt(self, command: ev.Halt) -> None:
@@ -329,21 +342,24 @@ class Adversary(OtherSources):
             if isinstance(command, ev.Discard):  # of the others nothing is carried out
                 self.do_discard(command)
         self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
-        debts = restart(self.brain)
-        self.ends.kill(self.brain, debts)
-        self.doubts.kill()
-        self.lives, self.dead, self.parcels, self.scoring = {}, [], [], list(debts.score)
+        outstanding = restart(self.brain)
+        self.ends.kill(self.brain, outstanding)
+        self.suspicions.kill()
+        self.incarnations, self.dead, self.requests, self.scoring = {}, [], [], list(outstanding.score)
         self.born.clear()
         self.says.clear()
-        self.recorded = dict(debts.recorded | debts.waiting)
-        self.environments.asked, self.environments.attempts = dict(debts.waiting), dict.fromkeys(debts.waiting, 0)
+        self.recorded = dict(outstanding.recorded | outstanding.waiting)
+        self.environments.asked, self.environments.attempts = (
+            dict(outstanding.waiting),
+            dict.fromkeys(outstanding.waiting, 0),
+        )
         self.published = self.brain.state.ledger.base
-        if debts.cancel is not None:
-            self.do_cancel(debts.cancel)
-        if debts.train is not None:
-            self.batches[debts.train.base_version] = []
-            self.ready |= set(debts.train.group_ids)
-            self.do_train(debts.train)
+        if outstanding.cancel is not None:
+            self.do_cancel(outstanding.cancel)
+        if outstanding.train is not None:
+            self.batches[outstanding.train.base_version] = []
+            self.ready |= set(outstanding.train.group_ids)
+            self.do_train(outstanding.train)
 
     # ------------------------------------------------------------------ what must hold
 
@@ -386,7 +402,7 @@ def main(configurations: int, first: int = 0) -> None:
         except BaseException:
             print(f"configuration {seed}", flush=True)
             raise
-        facts, _ = facts + game.heard, dropped.update(game.brain.state.dropped)
+        facts, _ = facts + game.received, dropped.update(game.brain.state.dropped)
         lends += game.chips.lent
     print(f"{configurations} configurations, {facts} facts, {lends} lends, no law broken; dropped: {dict(dropped)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Debts, Orchestrator
+from dora_jax.orchestrate.core import Orchestrator, Outstanding
 from dora_jax.types import SampleId
 
 REMEMBERED = 500  # facts of which one may be repeated
@@ -63,12 +63,12 @@ class Ends:
         left = [id for id in self._unended if id.group_id == group_id]
         assert not left, f"group {group_id} ends before {left}"
 
-    def kill(self, brain: Orchestrator, debts: Debts) -> None:
+    def kill(self, brain: Orchestrator, outstanding: Outstanding) -> None:
         """The first Start of a group was perhaps not carried out, nor its Discard."""
         self.past.clear()
         self.open = set(brain.state.groups) | self.open & set(brain.state.ledger.live)
-        if debts.train is not None:
-            self._trains_again = set(debts.train.group_ids) - self.open
+        if outstanding.train is not None:
+            self._trains_again = set(outstanding.train.group_ids) - self.open
 
     def audit(self, brain: Orchestrator) -> None:
         assert not self._unended, f"{self._unended} have started, and have no end"

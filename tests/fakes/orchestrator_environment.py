@@ -7,7 +7,7 @@ from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.types import SampleId, is_eval
-from tests.fakes.orchestrator_life import InFlightSample, Life
+from tests.fakes.orchestrator_timeline import InFlightSample, InstanceIncarnation
 
 KEPT, RESET = (
     0.3,
@@ -28,27 +28,31 @@ class Environments:
     def ends_turn(self) -> bool:
         return self._body.draw.random() < self._turns
 
-    def wait(self, life: Life, id: SampleId) -> None:
+    def wait(self, incarnation: InstanceIncarnation, id: SampleId) -> None:
         body = self._body
         self._tokens[id] = self._tokens.get(id, 0) + body.draw.randrange(1, 4)
-        body.recorded[id] = life.runs.pop(id)
-        life.said.append(self._waiting(id, life))
+        body.recorded[id] = incarnation.runs.pop(id)
+        incarnation.said.append(self._waiting(id, incarnation))
 
-    def resets(self, life: Life | None, id: SampleId, start: ev.Start) -> bool:
+    def resets(self, incarnation: InstanceIncarnation | None, id: SampleId, start: ev.Start) -> bool:
         """Whether the sample begins with a question to its environment, before any instance hears of it."""
         body = self._body
-        if life is None or not self._turns or body.draw.random() >= RESET:
+        if incarnation is None or not self._turns or body.draw.random() >= RESET:
             return False
-        body.recorded[id], life.attempts[id] = start.version, start.attempt
-        placed = {"instance": life.instance, "life": life.number, "attempt": start.attempt}
+        body.recorded[id], incarnation.attempts[id] = start.version, start.attempt
+        placed = {"instance": incarnation.instance, "incarnation": incarnation.number, "attempt": start.attempt}
         begun = ev.SampleStarted(id=id, version=start.version, **placed)
-        body.says["controller"] += [begun, self._waiting(id, life)]
+        body.says["controller"] += [begun, self._waiting(id, incarnation)]
         return True
 
-    def _waiting(self, id: SampleId, life: Life) -> ev.SampleWaiting:
+    def _waiting(self, id: SampleId, incarnation: InstanceIncarnation) -> ev.SampleWaiting:
         kept = self._body.draw.random() < KEPT
         tokens = self._tokens.get(id, 0)
-        placed = {"instance": life.instance, "life": life.number, "attempt": life.attempts[id]}
+        placed = {
+            "instance": incarnation.instance,
+            "incarnation": incarnation.number,
+            "attempt": incarnation.attempts[id],
+        }
         return ev.SampleWaiting(id=id, tokens=tokens, kept=kept, **placed)
 
     def ask(self, id: SampleId, attempt: int) -> None:
@@ -108,36 +112,40 @@ class OtherSources:
         self.now_s += self.draw.random()
         self.hear(ev.TimePassed(now_s=self.now_s))
 
-    def arrive(self, parcel: InFlightSample) -> None:
-        self.parcels.remove(parcel)
-        way = {"id": parcel.id, "src": parcel.move.src, "dst": parcel.move.dst, "attempt": parcel.move.attempt}
+    def arrive(self, request: InFlightSample) -> None:
+        self.requests.remove(request)
+        way = {"id": request.id, "src": request.move.src, "dst": request.move.dst, "attempt": request.move.attempt}
         fails = self.moves <= self.calm_after and self.draw.random() < 0.2
-        lost = parcel.dst is None or parcel.dst.over
-        if lost or (fails and parcel.src.over):
-            self.recorded[parcel.id] = parcel.version
+        lost = request.dst is None or request.dst.over
+        if lost or (fails and request.src.over):
+            self.recorded[request.id] = request.version
             self.says["controller"].append(ev.SampleMoved(**way) if lost else ev.MoveFailed(**way, reason="cut off"))
         elif fails:
-            parcel.src.runs[parcel.id] = parcel.version
-            parcel.src.said.append(ev.MoveFailed(**way, reason="cut off"))
+            request.src.runs[request.id] = request.version
+            request.src.said.append(ev.MoveFailed(**way, reason="cut off"))
         else:
-            self.take_in(parcel.dst, parcel.id, parcel.version, parcel.move.attempt)
-            parcel.dst.begun.add(parcel.id)
-            parcel.dst.said.append(ev.SampleMoved(**way))
+            self.take_in(request.dst, request.id, request.version, request.move.attempt)
+            request.dst.begun.add(request.id)
+            request.dst.said.append(ev.SampleMoved(**way))
 
     def post(self, instance: int, command: object) -> None:
         """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
-        life = self.known(instance)
-        if life is not None:
-            life.inbox.append(command)
+        incarnation = self.known(instance)
+        if incarnation is not None:
+            incarnation.inbox.append(command)
             if isinstance(command, ev.Move):
-                life.destinations.append(self.known(command.dst))
+                incarnation.destinations.append(self.known(command.dst))
         elif isinstance(command, ev.Move):
             self.move_failed(self.says["supervisor", instance], command)
 
-    def known(self, instance: int) -> Life | None:
+    def known(self, instance: int) -> InstanceIncarnation | None:
         """The life that the orchestrator has heard of, while it lasts."""
-        life, host = self.lives.get(instance), self.brain.state.fleet.instances.get(instance)
-        return life if life is not None and host is not None and host.life == life.number else None
+        incarnation, host = self.incarnations.get(instance), self.brain.state.fleet.instances.get(instance)
+        return (
+            incarnation
+            if incarnation is not None and host is not None and host.incarnation == incarnation.number
+            else None
+        )
 
     def move_failed(self, said: collections.deque, command: ev.Move) -> None:
         said.extend(

@@ -17,27 +17,29 @@ class Chips:
     def lend(self, command: ev.Lend) -> None:
         """The trainer has nothing to do, and its chips are its own."""
         body, i = self._body, command.instance
-        assert i in body.config.lendable and i not in body.lives, f"{command}: its chips are lent"
+        assert i in body.config.lendable and i not in body.incarnations, f"{command}: its chips are lent"
         assert command.version <= body.published and command.version not in body.retired, f"{command}"
         assert len(body.batches[body.published]) < body.config.groups_per_step, f"{command}: the trainer works"
         self.lent += 1
         if body.moves <= body.calm_after and body.draw.random() < STILLBORN:
             body.born[i] += 1
-            body.says["supervisor", i].append(ev.InstanceDown(instance=i, reason="killed", life=body.born[i]))
+            body.says["supervisor", i].append(ev.InstanceDown(instance=i, reason="killed", incarnation=body.born[i]))
         else:
             body.rise(i, versions=(command.version,))
 
     def train(self) -> None:
         """The trainer has its chips."""
-        lent = [i for i in self._body.config.lendable if i in self._body.lives]
+        lent = [i for i in self._body.config.lendable if i in self._body.incarnations]
         assert not lent, f"the trainer begins while instances {lent} have its chips"
 
     def retire(self, version: int) -> None:
         """An instance on its way has its weights yet to load."""
         body = self._body
         for i in body.config.lendable:
-            unheard = i in body.lives and body.known(i) is None
-            assert not unheard or version not in body.lives[i].versions, f"version {version} retires, but {i} loads it"
+            unheard = i in body.incarnations and body.known(i) is None
+            assert not unheard or version not in body.incarnations[i].versions, (
+                f"version {version} retires, but {i} loads it"
+            )
 
     def decoded(self, rows: int) -> dict[str, Any]:
         """Of a report: a decode step takes a second for each of its rows, so that more instances decode faster."""

@@ -31,7 +31,7 @@ class Shape:
     environment_s: float = 1.0  # mean wait
     breaks: float = 0.0  # an environment fails its group
     deaths: float = 0.0  # an instance dies within its first `life_s` after coming up
-    life_s: float = 10.0
+    uptime_s: float = 10.0
     back_s: float = 3.0  # a dead instance returns after this time; < 0: never
     seed: int = 0
 
@@ -63,8 +63,8 @@ class Run:
 
 
 class Engine:
-    def __init__(self, slots: int, speed: float, residents: int, life: int):
-        self.life = life
+    def __init__(self, slots: int, speed: float, residents: int, incarnation: int):
+        self.incarnation = incarnation
         self.slots, self.speed, self.residents = slots, speed, residents
         self.versions: list[int] = []
         self.loading: int | None = None

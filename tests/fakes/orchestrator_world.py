@@ -89,12 +89,17 @@ class World(Audit):
 
     def on_clock(self) -> list[ev.Event]:
         self.at(self.shape.period_s / 2, ("clock",))
-        reports = [ev.InstanceReported(instance=i, free=self.free(e), life=e.life) for i, e in self.engines.items()]
+        reports = [
+            ev.InstanceReported(instance=i, free=self.free(e), incarnation=e.incarnation)
+            for i, e in self.engines.items()
+        ]
         return [*(reports if self.shape.reports_pages else ()), ev.TimePassed(now_s=self.now_s)]
 
     def report(self, i: int, engine: Engine) -> ev.InstanceReported:
         free = self.free(engine) if self.shape.reports_pages else self.shape.pages
-        return ev.InstanceReported.of(i, free, {r.id: r.tokens for r in engine.runs.values() if r.tokens}, engine.life)
+        return ev.InstanceReported.of(
+            i, free, {r.id: r.tokens for r in engine.runs.values() if r.tokens}, engine.incarnation
+        )
 
     def free(self, engine: Engine) -> int:
         used = sum(-(-(self.shape.prompt_tokens + run.tokens) // self.shape.page_size) for run in engine.runs.values())
@@ -105,7 +110,7 @@ class World(Audit):
         self.births += 1
         self.engines[i] = Engine(slots, speed, residents, self.births)
         if chance(self.shape.seed, "death", i, self.births) < self.shape.deaths:
-            self.at(self.shape.life_s * chance(self.shape.seed, "life", i, self.births), ("down", i))
+            self.at(self.shape.uptime_s * chance(self.shape.seed, "life", i, self.births), ("down", i))
         return [
             ev.InstanceUp(
                 instance=i,
@@ -114,7 +119,7 @@ class World(Audit):
                 page_size=self.shape.page_size,
                 residents=residents,
                 speed=speed,
-                life=self.births,
+                incarnation=self.births,
             )
         ]
 
@@ -129,14 +134,14 @@ class World(Audit):
                 self.recorded[run.id] = run
         if self.shape.back_s >= 0:
             self.at(self.shape.back_s, ("up", i))
-        return [ev.InstanceDown(instance=i, reason="killed by the test", life=engine.life)]
+        return [ev.InstanceDown(instance=i, reason="killed by the test", incarnation=engine.incarnation)]
 
     def on_loaded(self, i: int, version: int, engine: Engine) -> list[ev.Event]:
         if self.engines.get(i) is not engine:
             return []
         engine.loading = None
         engine.versions.append(version)
-        return [ev.WeightsLoaded(instance=i, version=version, life=engine.life)]
+        return [ev.WeightsLoaded(instance=i, version=version, incarnation=engine.incarnation)]
 
     def on_begin(self, i: int, run: Run, epoch: int, resumed: bool) -> list[ev.Event]:
         if run.epoch != epoch or i not in self.engines or self.engines[i].runs.get(run.id) is not run:
@@ -144,12 +149,14 @@ class World(Audit):
         run.began = True
         run.started_s = self.now_s
         self.schedule(run, i)
-        life = self.engines[i].life
+        incarnation = self.engines[i].incarnation
         if resumed:
-            return [ev.SampleResumed(id=run.id, instance=i, life=life, attempt=run.attempt)]
+            return [ev.SampleResumed(id=run.id, instance=i, incarnation=incarnation, attempt=run.attempt)]
         self.started[run.id] = self.started.get(run.id, 0) + 1
         assert self.started[run.id] == 1, f"{run.id} is started twice"
-        return [ev.SampleStarted(id=run.id, instance=i, version=run.version, life=life, attempt=run.attempt)]
+        return [
+            ev.SampleStarted(id=run.id, instance=i, version=run.version, incarnation=incarnation, attempt=run.attempt)
+        ]
 
     def on_progress(self, i: int, run: Run, epoch: int) -> list[ev.Event]:
         if run.epoch != epoch or i not in self.engines:
@@ -169,7 +176,7 @@ class World(Audit):
         seed, shape = self.shape.seed, self.shape
         self.at(2 * shape.environment_s * chance(seed, "wait", run.id, run.turn), ("answer", run, run.epoch))
         kept = chance(seed, "kept", run.id, run.turn) < 0.5
-        here = {"instance": i, "life": self.engines[i].life, "attempt": run.attempt}
+        here = {"instance": i, "incarnation": self.engines[i].incarnation, "attempt": run.attempt}
         return [ev.SampleWaiting(id=run.id, tokens=run.tokens, kept=kept, **here)]
 
     def on_answer(self, run: Run, epoch: int) -> list[ev.Event]:
@@ -192,8 +199,8 @@ class World(Audit):
         n = self.config.eval_samples if run.id.group_id < 0 else self.config.group_size
         if len(self.finished[run.id.group_id]) == n:
             self.at(self.shape.score_s, ("score", run.id.group_id))
-        life = 0 if i is None else self.engines[i].life
-        return [ev.SampleDone(id=run.id, instance=i, tokens=run.tokens, finish="stop", life=life)]
+        incarnation = 0 if i is None else self.engines[i].incarnation
+        return [ev.SampleDone(id=run.id, instance=i, tokens=run.tokens, finish="stop", incarnation=incarnation)]
 
     def end(self, id: SampleId, how: str) -> None:
         assert id not in self.ended, f"{id} ends twice: {self.ended[id]}, {how}"
@@ -339,7 +346,11 @@ class World(Audit):
 
     def on_parked(self, id: SampleId, instance: int, attempt: int) -> list[ev.Event]:
         engine = self.engines.get(instance)
-        return [ev.SampleParked(id=id, instance=instance, life=engine.life, attempt=attempt)] if engine else []
+        return (
+            [ev.SampleParked(id=id, instance=instance, incarnation=engine.incarnation, attempt=attempt)]
+            if engine
+            else []
+        )
 
     def do_discard(self, command: ev.Discard) -> None:
         assert command.group_id not in self.discarded, f"group {command.group_id} ends twice"

@@ -27,7 +27,7 @@ SECTION = presets.on_cpu(
 )
 
 
-def parcel(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
+def request(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
     prompt = np.arange(100 * group, 100 * group + n_prompt) if prompt is None else np.asarray(prompt)
     return InFlightSample(
         id=SampleId(group, index),
@@ -52,8 +52,8 @@ class FakeDevice:
         self.started = []
         self.plans = []
 
-    def add(self, parcel, announce=True):
-        self.scheduler.add(parcel, announce=announce)
+    def add(self, request, announce=True):
+        self.scheduler.add(request, announce=announce)
 
     def tick(self, length=lambda id: 30):
         plan = self.scheduler.plan()
@@ -64,7 +64,7 @@ class FakeDevice:
         for upload in plan.uploads:
             for i, page in enumerate(upload.pages):
                 for offset in range(self.s.page_size):
-                    self.kv[page, offset] = upload.parcel.k_pages.get((upload.start + i) * self.s.page_size + offset)
+                    self.kv[page, offset] = upload.request.k_pages.get((upload.start + i) * self.s.page_size + offset)
         for call in plan.prefills:
             self.prefill(call)
         for call in plan.decodes:
@@ -83,8 +83,8 @@ class FakeDevice:
     def preempt(self, preempt):
         seq = preempt.seq
         kv = dict(enumerate(self.read(preempt.pages, preempt.kv_len)))
-        seq.parcel = dataclasses.replace(
-            parcel(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids),
+        seq.request = dataclasses.replace(
+            request(seq.id.group_id, seq.id.index, seq.version, seq.prompt_ids),
             out_ids=seq.out_ids.copy(),
             logprobs=seq.logprobs.copy(),
             kv_len=preempt.kv_len,

@@ -33,7 +33,7 @@ class Remotes(dict):
         return NoSupervisor()
 
     def tell(self, instance, hook, what):
-        """`hook`: "up" or "down" with a gang, "heard" with what one of its processes sent."""
+        """`hook`: "up" or "down" with a gang, "on_message" with what one of its processes sent."""
         self.hooks[instance][hook](what)
 
 
@@ -94,7 +94,7 @@ def drained(outbox):
 A = SampleId(3, 1)
 
 
-PARCEL = InFlightSample(
+REQUEST = InFlightSample(
     id=A,
     version=0,
     prompt_ids=np.zeros(6, np.int32),
@@ -105,5 +105,5 @@ PARCEL = InFlightSample(
 
 
 def moving(number=1, host=0, hosts=1, manifest=None):
-    lent = Lent(in_flight=PARCEL, kv_len=0, page_size=0, manifest=manifest)
+    lent = Lent(in_flight=REQUEST, kv_len=0, page_size=0, manifest=manifest)
     return messages.MoveStarted(lent=lent, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)

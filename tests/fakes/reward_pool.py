@@ -11,15 +11,15 @@ from dora_jax.tasks.pool import ScorerPool
 from dora_jax.types import Prompt, Sample, SampleId, Span
 
 
-def full_walls():
+def full_sandbox():
     """Whether this machine has them; the reason where not."""
     try:
         return bool(sandbox.full()), ""
-    except sandbox.NoWalls as error:
+    except sandbox.NoSandbox as error:
         return False, str(error)
 
 
-WALLS = "full" if full_walls()[0] else "weak"
+SANDBOX = "full" if full_sandbox()[0] else "weak"
 
 
 MY_REWARDS = '''
@@ -80,7 +80,7 @@ def pools():
 
     def open_pool(*names, **section):
         paths = tuple(name if "." in name else f"my_rewards.{name}" for name in names)
-        opened.append(ScorerPool(TaskSection(rewards=paths, **{"reward_walls": WALLS, **section}), decode))
+        opened.append(ScorerPool(TaskSection(rewards=paths, **{"reward_sandbox": SANDBOX, **section}), decode))
         return opened[-1]
 
     yield open_pool

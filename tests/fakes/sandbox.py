@@ -16,14 +16,14 @@ PLAIN_ID = 23457  # no process of the machine has it
 SECRET = "hunter2"
 PLAIN_SERVER = """
 import os, socket, sys
-from dora_jax.tasks import program_server, program_walls
+from dora_jax.tasks import program_server, bubblewrap
 given = socket.socket(fileno=int(sys.argv[1]))
 given.set_inheritable(False)
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(*[int(sys.argv[2])] * 3)
     os.setresuid(*[int(sys.argv[2])] * 3)
-    program_walls.prctl(program_walls.PR_SET_DUMPABLE, 1)
+    bubblewrap.prctl(bubblewrap.PR_SET_DUMPABLE, 1)
 program_server.serve(given)
 """
 

@@ -53,7 +53,7 @@ class Body:
     def __init__(self):
         self.config: dict = {}
         self.answers: set[str] = set()
-        self.lives: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
         self.tokens: dict[SampleId, int] = {}
         self.free: dict[int, int] = {}
 
@@ -82,13 +82,13 @@ class Body:
     def _react(self, command: ev.Command) -> list[ev.Event]:
         match command:
             case ev.LoadWeights(instance=i, version=v) if "loaded" in self.answers:
-                return [ev.WeightsLoaded(instance=i, version=v, life=self.lives[i])]
+                return [ev.WeightsLoaded(instance=i, version=v, incarnation=self.incarnations[i])]
             case ev.Start(ids=ids, instance=i, version=v) if "started" in self.answers:
-                return [ev.SampleStarted(id=id, instance=i, version=v, life=self.lives[i]) for id in ids]
+                return [ev.SampleStarted(id=id, instance=i, version=v, incarnation=self.incarnations[i]) for id in ids]
             case ev.Resume(ids=ids, instance=i) if "resumed" in self.answers:
-                return [ev.SampleResumed(id=id, instance=i, life=self.lives[i]) for id in ids]
+                return [ev.SampleResumed(id=id, instance=i, incarnation=self.incarnations[i]) for id in ids]
             case ev.Park(ids=ids, instance=i) if "parked" in self.answers:
-                return [ev.SampleParked(id=id, instance=i, life=self.lives[i]) for id in ids]
+                return [ev.SampleParked(id=id, instance=i, incarnation=self.incarnations[i]) for id in ids]
             case ev.Cancel(ids=ids, reason=reason) if "cancelled" in self.answers:
                 return [ev.SampleCancelled(id=id, reason=reason) for id in ids]
             case ev.Move(ids=ids, src=src, dst=dst, attempt=attempt) if "moved" in self.answers:
@@ -100,22 +100,26 @@ class Body:
     def _up(self, instance, *rest):
         size = {"slots": 4, "pages": 64, "page_size": 16, **fields(rest)}
         i = int(instance)
-        self.lives[i] = self.lives.get(i, 0) + 1
-        yield ev.InstanceUp(instance=i, life=self.lives[i], **size)
+        self.incarnations[i] = self.incarnations.get(i, 0) + 1
+        yield ev.InstanceUp(instance=i, incarnation=self.incarnations[i], **size)
 
     def _down(self, instance):
-        yield ev.InstanceDown(instance=int(instance), reason="lost", life=self.lives[int(instance)])
+        yield ev.InstanceDown(instance=int(instance), reason="lost", incarnation=self.incarnations[int(instance)])
 
     def _unhealthy(self, instance):
-        yield ev.InstanceUnhealthy(instance=int(instance), reason="NaN", life=self.lives[int(instance)])
+        yield ev.InstanceUnhealthy(instance=int(instance), reason="NaN", incarnation=self.incarnations[int(instance)])
 
     def _loaded(self, instance, version):
-        yield ev.WeightsLoaded(instance=int(instance), version=int(version), life=self.lives[int(instance)])
+        yield ev.WeightsLoaded(
+            instance=int(instance), version=int(version), incarnation=self.incarnations[int(instance)]
+        )
 
     def _started(self, text):
         for id in ids(text):
             unit = self.brain.state.unit(id)
-            yield ev.SampleStarted(id=id, instance=unit.instance, version=unit.version, life=self.lives[unit.instance])
+            yield ev.SampleStarted(
+                id=id, instance=unit.instance, version=unit.version, incarnation=self.incarnations[unit.instance]
+            )
 
     def _progress(self, text, tokens):
         """Each instance reports all that it runs."""
@@ -123,14 +127,16 @@ class Body:
         for i, host in self.brain.state.fleet.instances.items():
             if host.units.keys() & set(ids(text)):
                 progress = {id: self.tokens[id] for id in host.units if id in self.tokens}
-                yield ev.InstanceReported.of(i, self.free.get(i, host.pages), progress, self.lives[i])
+                yield ev.InstanceReported.of(i, self.free.get(i, host.pages), progress, self.incarnations[i])
 
     def _done(self, text, tokens=24):
         for id in ids(text):
             group = self.brain.state.groups[id.group_id]
             unit = group.units[id.index]
-            life = 0 if unit.instance is None else self.lives[unit.instance]
-            yield ev.SampleDone(id=id, instance=unit.instance, tokens=int(tokens), finish="stop", life=life)
+            incarnation = 0 if unit.instance is None else self.incarnations[unit.instance]
+            yield ev.SampleDone(
+                id=id, instance=unit.instance, tokens=int(tokens), finish="stop", incarnation=incarnation
+            )
             if group.left == 0 and "scored" in self.answers:
                 yield ev.GroupScored(group_id=id.group_id, trainable=True)
 
@@ -159,12 +165,14 @@ class Body:
     def _parked(self, text):
         for id in ids(text):
             i = self.brain.state.unit(id).instance
-            yield ev.SampleParked(id=id, instance=i, life=self.lives[i])
+            yield ev.SampleParked(id=id, instance=i, incarnation=self.incarnations[i])
 
     def _waits(self, text, tokens=8, *kept):
         for id in ids(text):
             i = self.brain.state.unit(id).instance
-            yield ev.SampleWaiting(id=id, instance=i, tokens=int(tokens), kept=bool(kept), life=self.lives[i])
+            yield ev.SampleWaiting(
+                id=id, instance=i, tokens=int(tokens), kept=bool(kept), incarnation=self.incarnations[i]
+            )
 
     def _ready(self, text, tokens=12):
         for id in ids(text):
@@ -176,7 +184,7 @@ class Body:
 
     def _pages(self, instance, free):
         self.free[int(instance)] = int(free)
-        yield ev.InstanceReported(instance=int(instance), free=int(free), life=self.lives[int(instance)])
+        yield ev.InstanceReported(instance=int(instance), free=int(free), incarnation=self.incarnations[int(instance)])
 
     def _time(self, now_s):
         yield ev.TimePassed(now_s=float(now_s))

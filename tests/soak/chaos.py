@@ -38,7 +38,7 @@ from dora_jax.cli import flags
 from dora_jax.runtime.journal.journal_audit import audit
 
 RANDOM = "at random"
-LIFE_S = 3.0  # a random kill comes within so long after the journal's segment of this life
+RUN_S = 3.0  # a random kill comes within so long after the journal's segment of this life
 START_S = 900.0  # a life that has not begun by then is an error
 STEPS = 24
 PRELOADED = ("dora_jax.runtime.job", "reasoning_gym", "tensorboardX")  # what a life imports before it begins
@@ -106,14 +106,14 @@ class ChaosRun:
     config: str
     fresh: bool = False  # an interpreter for each life
     overrides: tuple[str, ...] = OVERRIDES
-    lives: int = 0
+    incarnations: int = 0
     kills: int = 0
     start_s: list[float] = dataclasses.field(default_factory=list)  # until the journal takes facts
     points: list[str] = dataclasses.field(default_factory=list)  # at which it was killed
     ok: bool = False
 
     def start(self, dies_at: str = "") -> subprocess.Popen | Forked:
-        self.lives += 1
+        self.incarnations += 1
         self.folder.mkdir(parents=True, exist_ok=True)
         command = ["dora_jax.train", f"--config={self.config}", f"--workdir={self.folder}", *self.overrides]
         if not self.fresh:
@@ -148,7 +148,7 @@ class ChaosRun:
 
     # ------------------------------------------------------------ lives
 
-    def life_with_kill_after(self, delay_s: float) -> bool:
+    def run_with_kill_after(self, delay_s: float) -> bool:
         """True where the run reached its end first."""
         before, process = self.segments(), self.start()
         if self.wait_for_facts(process, before):
@@ -158,10 +158,10 @@ class ChaosRun:
                 process.send_signal(signal.SIGKILL)
         return self._ended(process)
 
-    def life_with_fault(self, name: str, passes: int) -> bool:
+    def run_with_fault(self, name: str, passes: int) -> bool:
         return self._ended(self.start(f"{name}:{passes}"))
 
-    def life_with_sigterm(self, delay_s: float) -> tuple[float, int | None]:
+    def run_with_sigterm(self, delay_s: float) -> tuple[float, int | None]:
         """(seconds until it was gone, exit code)."""
         before, process = self.segments(), self.start()
         if not self.wait_for_facts(process, before):
@@ -173,7 +173,7 @@ class ChaosRun:
         began = time.monotonic()
         return (process.wait(START_S), time.monotonic() - began)[1], process.returncode
 
-    def life_to_the_end(self) -> None:
+    def run_to_the_end(self) -> None:
         if not self._ended(self.start()):
             raise RuntimeError("a process that this program did not kill was killed")
 
@@ -213,7 +213,7 @@ def main() -> None:
             future.result()
     starts = sorted(s for run in runs for s in run.start_s)
     print(
-        f"{len(runs)} runs, {sum(run.lives for run in runs)} lives, {sum(run.kills for run in runs)} kills, of which "
+        f"{len(runs)} runs, {sum(run.incarnations for run in runs)} lives, {sum(run.kills for run in runs)} kills, of which "
         f"{sum(len(run.points) for run in runs)} at {len({p for run in runs for p in run.points})} points; a start "
         f"takes {starts[len(starts) // 2]:.1f} s (median), up to {starts[-1]:.1f} s"
     )
@@ -240,22 +240,20 @@ def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Ra
     while kills and not ended:
         what, passes = kills.pop()
         spent = run.kills
-        ended = (
-            run.life_with_kill_after(draw.uniform(0, LIFE_S)) if what is RANDOM else run.life_with_fault(what, passes)
-        )
+        ended = run.run_with_kill_after(draw.uniform(0, RUN_S)) if what is RANDOM else run.run_with_fault(what, passes)
         if run.kills == spent:  # a point once more in a life that follows another
             kills += [(RANDOM, 0)] if what is RANDOM else [(what, 1), (RANDOM, 0)]
         elif what is not RANDOM:
             run.points.append(what)
         if code is None and not ended:
-            stop_s, code = run.life_with_sigterm(draw.uniform(0, LIFE_S))
+            stop_s, code = run.run_with_sigterm(draw.uniform(0, RUN_S))
     if not ended:
-        run.life_to_the_end()
+        run.run_to_the_end()
     books = audit(run.folder / "journal")
     run.ok = books.ok and books.epochs == 1 and books.weights == STEPS and code in (None, RETRY, 0)
     starts = f"{sorted(run.start_s)[len(run.start_s) // 2]:.1f}" if run.start_s else "-"
     print(
-        f"{number:>3} {run.lives:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  "
+        f"{number:>3} {run.incarnations:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  "
         f"{books}",
         flush=True,
     )

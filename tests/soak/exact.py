@@ -52,23 +52,23 @@ def main() -> None:
 
 def _sync(args: argparse.Namespace, draw: random.Random) -> int:
     straight = _run(args, "straight", "sync")
-    straight.life_to_the_end()
+    straight.run_to_the_end()
     found = 0
     for cut, step in enumerate(sorted(draw.sample(range(1, args.steps + 1), args.cuts))):
         run, point = _run(args, f"cut{cut}", "sync"), POINTS[cut % len(POINTS)]
-        if run.life_with_fault(point, step):
+        if run.run_with_fault(point, step):
             raise RuntimeError(f"{point} was not passed {step} times")
-        run.life_to_the_end()
+        run.run_to_the_end()
         found += _compare("sync", f"{point}, step {step} of {args.steps}", straight.folder, run.folder, args.steps)
     return found
 
 
 def _async(args: argparse.Namespace) -> int:
     first, again = _run(args, "dora", "dora"), _run(args, "again", "dora")
-    first.life_to_the_end()
+    first.run_to_the_end()
     shutil.copytree(first.folder, again.folder)
     shutil.rmtree(again.folder / "checkpoints")
-    again.life_to_the_end()
+    again.run_to_the_end()
     return _compare("dora", f"all {args.steps} steps from the journal", first.folder, again.folder, args.steps)
 
 

@@ -83,7 +83,7 @@ def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, flo
         began = time.monotonic()
         os.kill(pid, BLOWS[blow])
     run.wait(f"the loss of {gang}", lambda: gang not in run.pids)
-    said_s = time.monotonic() - began
+    reported_s = time.monotonic() - began
     if role == "node" and not run.slices.spare:
         run.slices.replace()
     run.wait(f"a new {gang}", lambda: gang in run.pids)
@@ -93,7 +93,7 @@ def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, flo
     work_s = time.monotonic() - began
     if role == "node" and run.slices.spare:
         run.slices.replace()
-    return said_s, up_s, work_s
+    return reported_s, up_s, work_s
 
 
 def _resize(run: WatchedRun) -> tuple[float, float, float]:
@@ -140,14 +140,14 @@ def _strike_controller(run: WatchedRun) -> tuple[float, float, float]:
     run.process.wait()
     run.start()
     run.wait("a gang", lambda: bool(run.pids))
-    said_s = time.monotonic() - began
+    reported_s = time.monotonic() - began
     run.wait("all gangs", lambda: len(run.pids) == len(before))
     up_s = time.monotonic() - began
     if run.pids != before:
         raise RuntimeError(f"the controller has not taken over {before}: there are {run.pids}")
     steps = run.steps
     run.wait("a step", lambda: run.steps > steps)
-    return said_s, up_s, time.monotonic() - began
+    return reported_s, up_s, time.monotonic() - began
 
 
 def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:

@@ -51,10 +51,10 @@ class Fields:
 
     def either(self, *names: str) -> int:
         """The size that stands under one of several spellings."""
-        told = [name for name in names if self.raw.get(name) is not None]
-        values = {self.size(name) for name in told or names[-1:]}
+        given = [name for name in names if self.raw.get(name) is not None]
+        values = {self.size(name) for name in given or names[-1:]}
         if len(values) > 1:
-            raise ValueError(f"{self.file} has {' and '.join(told)} that disagree")
+            raise ValueError(f"{self.file} has {' and '.join(given)} that disagree")
         return values.pop()
 
     def only(self, name: str, *values: Any) -> None:

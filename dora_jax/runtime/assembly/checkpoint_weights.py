@@ -17,7 +17,7 @@ import jax
 
 from dora_jax.base import state_files
 from dora_jax.base.digest import digest
-from dora_jax.config import Config, ConfigError, blame
+from dora_jax.config import Config, ConfigError, field_context
 from dora_jax.models import hf, lora
 from dora_jax.runtime.journal.journal_digests import params_digest
 from dora_jax.trainer import checkpoint
@@ -88,5 +88,5 @@ def _base(run: Config) -> Any:
     path = run.model.path
     if not Path(path).exists():
         raise ConfigError(f"model.path: {path}, the base that the run's adapters stand beside, does not exist")
-    with blame("model.path"):
+    with field_context("model.path"):
         return hf.load(path)[1]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from dora_jax.buffer.layout import BatchShape, layout
 from dora_jax.buffer.pack import pack_step
-from dora_jax.config import Config, RolloutSection, blame
+from dora_jax.config import Config, RolloutSection, field_context
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF, Lora
@@ -34,7 +34,7 @@ from dora_jax.rollout.migrate import HostKV
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.runtime.common.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
-from dora_jax.trainer.advantage import Prepare, Unjudged
+from dora_jax.trainer.advantage import Prepare, ZeroWeights
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.recipe import Recipe, new_recipe
 from dora_jax.trainer.step import Probe, Trainer
@@ -85,7 +85,7 @@ def new_engine(
         # the weights of model.path as they are published, for this engine
         from dora_jax.models import hf
 
-        with blame("model.path"):
+        with field_context("model.path"):
             _, params = hf.load(config.model.path, engine.mesh, jnp.dtype(config.model.dtype))
         laid_out = functools.partial(decoder.serving_layout, layout=engine.shapes.layout)
         engine.take_base(jax.jit(laid_out, out_shardings=engine.base_shardings)(params))
@@ -136,13 +136,13 @@ def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path
     from dora_jax.models import hf, peft
     from dora_jax.runtime.assembly.checkpoint_weights import check_base
 
-    with blame("model.path"):
+    with field_context("model.path"):
         model, params = hf.load(config.model.path, mesh)
     adapter = None
     if config.lora.on:
         check_base(config, dump_dir / "checkpoints", params)
     if config.lora.path:
-        with blame("lora.path"):
+        with field_context("lora.path"):
             adapter = peft.load(config.lora.path, model, config.lora, config.seed)
     options: dict[str, Any] = {
         "vocab_limit": tokenizer.vocab_size,
@@ -329,7 +329,7 @@ def prober(config: Config, trainer: Trainer) -> MakeProbe:
     shape = dataclasses.replace(shape, routes=trainer.routes)
 
     def probe(group: ScoredGroup, version: Version, weights: Tree) -> Probe:
-        return Probe(pack_step([[group]], shape, Unjudged())[0], version, weights)
+        return Probe(pack_step([[group]], shape, ZeroWeights())[0], version, weights)
 
     return probe
 

@@ -73,9 +73,9 @@ class StepFolder:
     def read_json(self, step: Version, item: str) -> dict[str, Any]:
         return checkpoint.read_json(self._folder, step, item)
 
-    def put_aside(self, step: Version, why: str) -> None:
+    def set_aside(self, step: Version, why: str) -> None:
         """Takes the step off the list; `why` names the folder that keeps it."""
-        checkpoint.put_aside(self._folder / str(step), why)
+        checkpoint.set_aside(self._folder / str(step), why)
 
     def seal(self, step: Version, parts: Sequence[Files]) -> None:
         """Makes a step of the files that each process of one gang has put; of a bucket only."""
@@ -124,7 +124,7 @@ class StepBucket:
             raise StoreError(f"{self._store.url}: {name} is not there")
         return json.loads(data)
 
-    def put_aside(self, step: Version, why: str) -> None:
+    def set_aside(self, step: Version, why: str) -> None:
         self._stored.drop(step)
 
     def seal(self, step: Version, parts: Sequence[Files]) -> None:

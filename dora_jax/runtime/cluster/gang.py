@@ -99,20 +99,20 @@ class GangProcess:
         self.hello, self.link = hello, link
         self.ready: Ready | None = None
         self.beat = Heartbeat(progress=0, busy=False, waited_s=0.0)
-        self.heard_s = self.moved_s = time.monotonic()
+        self.received_s = self.moved_s = time.monotonic()
         self._before_s = 0.0 if hello.rank < 0 else None  # its waits under an earlier controller; None: not known yet
 
     @property
     def waited_s(self) -> float:
         return self.beat.waited_s - (self._before_s or 0.0)
 
-    def heard(self, item: Any) -> None:
-        self.heard_s = time.monotonic()
+    def on_message(self, item: Any) -> None:
+        self.received_s = time.monotonic()
         if isinstance(item, Heartbeat):
             if self._before_s is None:
                 self._before_s = item.waited_s
             if item.progress != self.beat.progress or not item.busy:
-                self.moved_s = self.heard_s
+                self.moved_s = self.received_s
             self.beat = item
 
 
@@ -124,7 +124,7 @@ class Gang:
         name: str,
         epoch: int,
         hosts: int,
-        heard: Callable[[Any], None],
+        on_message: Callable[[Any], None],
         notify: Callable[[str], None],
         limits: GangLimits,
         again: bool = False,
@@ -136,7 +136,7 @@ class Gang:
         self.dead, self.ready = threading.Event(), threading.Event()
         self.down: Callable[[], None] | None = None  # set once the gang is up
         self.lock = threading.RLock()
-        self._heard = heard
+        self._on_message = on_message
         self._notify = notify
         self._limits = limits
         self._joined: list[GangProcess] = []
@@ -266,7 +266,7 @@ class Gang:
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
             return f"it has not handed over within {LEAVE_S:.0f} s"
         for process in self._joined:
-            if now - process.heard_s > limits.silence_s:
+            if now - process.received_s > limits.silence_s:
                 return f"{self._who(process)} has not been heard for {limits.silence_s:.0f} s"
             if self.ready.is_set() and now - process.moved_s > limits.stall_s:
                 return f"{self._who(process)} has work and has not moved for {limits.stall_s:.0f} s"
@@ -275,7 +275,7 @@ class Gang:
     def excuse(self, seconds: float) -> None:
         """Extends all limits by the time for which the controller itself was suspended."""
         for process in self._joined:
-            process.heard_s += seconds
+            process.received_s += seconds
             process.moved_s += seconds
 
     def waits_for_room(self) -> None:
@@ -302,7 +302,7 @@ class Gang:
         with self.lock:
             if self.dead.is_set():
                 return
-            process.heard(item)
+            process.on_message(item)
             match item:
                 case Heartbeat():
                     pass
@@ -328,7 +328,7 @@ class Gang:
                 case Note(text=text):
                     self._notify(f"{self.name}: {text}")
                 case _:
-                    self._heard(item)
+                    self._on_message(item)
 
     def _who(self, process: GangProcess) -> str:
         where = f" {self._ranks.index(process)}" if process in self._ranks else ""

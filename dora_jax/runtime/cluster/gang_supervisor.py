@@ -35,7 +35,7 @@ class GangSupervisor:
         slice_type: str,
         *,
         begin: Callable[[int, str, str], Begin],
-        heard: Callable[[Any], None],
+        on_message: Callable[[Any], None],
         up: Callable[[Gang], None],
         down: Callable[[Gang], None],
         failed: Callable[[RunError], None],
@@ -45,14 +45,14 @@ class GangSupervisor:
         self.name = name
         self._listener, self._registry, self._limits = listener, listener.registry, limits
         self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type
-        self._begin, self._heard, self._up, self._down = begin, heard, up, down
+        self._begin, self._on_message, self._up, self._down = begin, on_message, up, down
         self._failed, self._notify = failed, notify
         self._closed, self._wanted = threading.Event(), threading.Event()
         self._wanted.set()
         self._gang: Gang | None = None
         self._left = self._registry.left.get(name)
         if self._left is not None:  # it may come as soon as the address is announced
-            self._gang = Gang(name, self._left.epoch, hosts, heard, notify, limits, again=True)
+            self._gang = Gang(name, self._left.epoch, hosts, on_message, notify, limits, again=True)
             if self._registry.fits:
                 listener.expect(self._gang)
         self._thread = threading.Thread(target=self._run, name=f"supervisor {name}", daemon=True)
@@ -80,7 +80,7 @@ class GangSupervisor:
             gang = self._next()
             if gang is None:
                 continue
-            came = self._one_life(gang, lost_s)
+            came = self._one_incarnation(gang, lost_s)
             if self._closed.is_set():
                 return
             was_up, lost_s = was_up or came, time.monotonic()
@@ -108,11 +108,11 @@ class GangSupervisor:
 
     def _new_gang(self) -> Gang:
         epoch = self._gang.epoch + 1 if self._gang else 1
-        self._gang = Gang(self.name, epoch, self._hosts, self._heard, self._notify, self._limits)
+        self._gang = Gang(self.name, epoch, self._hosts, self._on_message, self._notify, self._limits)
         self._listener.expect(self._gang)
         return self._gang
 
-    def _one_life(self, gang: Gang, lost_s: float | None) -> bool:
+    def _one_incarnation(self, gang: Gang, lost_s: float | None) -> bool:
         """Runs one gang from its start to its death; True where it came up."""
         started = self._started(gang)
         try:
@@ -156,7 +156,7 @@ class GangSupervisor:
 
     def _watch(self, gang: Gang, started: StartedGang, until: threading.Event) -> None:
         began_s = looked_s = time.monotonic()
-        said = False
+        warned = False
         while not until.wait(LOOK_S) and not gang.dead.is_set():
             now = time.monotonic()
             if now - looked_s > 10 * LOOK_S:
@@ -164,8 +164,8 @@ class GangSupervisor:
             looked_s = now
             if self._limits.elastic and not started.placed:
                 gang.waits_for_room()
-                if not said and now - began_s > ROOM_S:
-                    said = True
+                if not warned and now - began_s > ROOM_S:
+                    warned = True
                     self._notify(f"{self.name} waits for a place; the others go on")
             if not self._wanted.is_set():
                 gang.leave("it is not wanted any more")

@@ -139,7 +139,7 @@ class FoundProcesses:
         self.pids = tuple(process.pid for process in processes)
 
     def ended(self) -> str | None:
-        return next((f"process {each.pid} has ended" for each in self._processes if not _lives(each)), None)
+        return next((f"process {each.pid} has ended" for each in self._processes if not _incarnations(each)), None)
 
     def notice(self) -> None:
         """As ChildProcesses.notice."""
@@ -148,11 +148,11 @@ class FoundProcesses:
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        while any(map(_lives, self._processes)):
+        while any(map(_incarnations, self._processes)):
             time.sleep(0.01)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _incarnations(process: psutil.Process) -> bool:
     """A zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -63,9 +63,9 @@ class RayLauncher:
 
     def __init__(self, run: str):
         address = os.environ.get("RAY_ADDRESS", "local")
-        told_to_stop = signal.getsignal(signal.SIGTERM)
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
-        signal.signal(signal.SIGTERM, told_to_stop)  # Ray's own ends the process where it stands
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own ends the process where it stands
         self.ip = ray.util.get_node_ip_address()
         self._run, self._lasting = run, address != "local"
         self.slices = FreeSlices()
@@ -172,7 +172,7 @@ class RayGang:
                 elif self._room.wait(timeout_seconds=0.01):
                     self._start(self._room, self._work)
                 elif self._slice_type and now - self._asked_s > PLACED_S:
-                    self._give_back()
+                    self._reclaim()
             return None
         done, _ = ray.wait(self._ends, timeout=0)
         if not done:
@@ -195,7 +195,7 @@ class RayGang:
         for actor in self._actors:
             ray.kill(actor)
         ray.wait(self._ends, num_returns=len(self._ends), timeout=GONE_S) if self._ends else None
-        self._give_back()
+        self._reclaim()
 
     # ------------------------------------------------------------ private
 
@@ -222,7 +222,7 @@ class RayGang:
             self._ends.append(actor.run.remote(*work))
         self._nodes = _nodes_of(room)
 
-    def _give_back(self) -> None:
+    def _reclaim(self) -> None:
         if self._room is not None:
             remove_placement_group(self._room)
             self._room = None

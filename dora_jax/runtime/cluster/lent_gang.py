@@ -105,7 +105,7 @@ class LentSupervisor(GangSupervisor):
             if (gang := self._next()) is None:
                 continue
             self._begun = False
-            came = self._one_life(gang, None)
+            came = self._one_incarnation(gang, None)
             if self._closed.is_set():
                 return
             if not came:
@@ -159,29 +159,33 @@ class LentRemoteInstance(RemoteInstance):
         self._version = version
         self._supervisor.lend()
 
-    def give_back(self) -> None:
-        if life := self._life:
-            life.gang.leave(RETURNED)
+    def reclaim(self) -> None:
+        if worker := self._worker:
+            worker.gang.leave(RETURNED)
 
     # ------------------------------------------------------------ private
 
     def _up(self, gang: Gang) -> None:
         """The gang is there; the instance is up once it has loaded the version that was named."""
         self._publisher.up(gang)
-        life, version = GangWorker(self, gang, self._publisher, self._notify), self._version
-        self._coming, self._event = life, dataclasses.replace(self._event, versions=(version,))
+        worker, version = GangWorker(self, gang, self._publisher, self._notify), self._version
+        self._coming, self._event = worker, dataclasses.replace(self._event, versions=(version,))
         self._publisher.want(gang, version, lambda: gang.post(messages.UseWeights(version=version, drop=None)))
 
-    def _heard(self, item: Any) -> None:
-        if isinstance(item, ev.WeightsLoaded) and (life := self._coming) is not None and item.life == life.life:
+    def _on_message(self, item: Any) -> None:
+        if (
+            isinstance(item, ev.WeightsLoaded)
+            and (worker := self._coming) is not None
+            and item.incarnation == worker.incarnation
+        ):
             self._coming = None
             point("chips.lent")
-            return self._ready(life, lambda: self._admit(life))
-        super()._heard(item)
+            return self._ready(worker, lambda: self._admit(worker))
+        super()._on_message(item)
 
-    def _admit(self, life: GangWorker) -> Sequence[Any]:
-        found = super()._admit(life)
-        if self._life is life:
+    def _admit(self, worker: GangWorker) -> Sequence[Any]:
+        found = super()._admit(worker)
+        if self._worker is worker:
             self._home.__exit__()
         return found
 
@@ -190,7 +194,7 @@ class LentRemoteInstance(RemoteInstance):
         self._coming = None
         super()._gang_down(gang)
 
-    def _down(self, life: GangWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
-        if life is not None:
+    def _down(self, worker: GangWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+        if worker is not None:
             self._home.__enter__()
-        super()._down(life, number, reason, last)
+        super()._down(worker, number, reason, last)

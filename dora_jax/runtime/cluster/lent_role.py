@@ -57,7 +57,7 @@ class LentRole:
                 f"no whole number of instances of rollout.tensor = {tensor}"
             )
         self._rank, self._hosts, self._link = begin.rank, begin.hosts, link
-        self._life: LentConnection | None = None
+        self._worker: LentConnection | None = None
         self._leaves = config.trainer.lent_memory == "host"
         self._state = LentState(trainer if self._leaves else Stays())
         self._instance = config.rollout.instances + begin.rank // hosts
@@ -71,21 +71,21 @@ class LentRole:
     def lend(self, call: messages.LendDevices) -> None:
         """Begins a life of the instance, if this process is one of those that the call names."""
         if call.first <= self._rank < call.first + call.hosts:
-            self.come_home()
+            self.reload()
             self._thread = threading.Thread(target=self._live, args=(call,), name=call.gang, daemon=True)
             self._thread.start()
 
-    def come_home(self) -> None:
+    def reload(self) -> None:
         """Returns when no life has the devices, and the state is on them."""
         if self._thread is not None:
             self._thread.join()
-        self._state.come_home()
+        self._state.reload()
 
     def leave(self) -> int:
         """The process is about to end: a life hands its samples over. Returns how many processes do so."""
-        if (life := self._life) is not None:
-            life.inbox.put(messages.HandOver())
-        self.come_home()
+        if (worker := self._worker) is not None:
+            worker.inbox.put(messages.HandOver())
+        self.reload()
         return self._hosts
 
     # ------------------------------------------------------------ private
@@ -93,7 +93,7 @@ class LentRole:
     def _live(self, call: messages.LendDevices) -> None:
         try:
             self._state.lend(self._instance)
-            link = self._life = LentConnection(call.controller, self._link.token)
+            link = self._worker = LentConnection(call.controller, self._link.token)
         except (OSError, EOFError, AuthenticationError):  # that controller is gone
             return self._free()
         except BaseException as error:
@@ -122,7 +122,7 @@ class LentRole:
         except BaseException as error:
             self._fail(error)
         finally:
-            self._life = None
+            self._worker = None
             status.stop()
             listener.close()
             link.inbox.put(None)  # its threads end
@@ -134,7 +134,7 @@ class LentRole:
             engine.drop(version)
         if self._leaves:
             engine.device.free()
-        self._state.give_back(self._instance)
+        self._state.reclaim(self._instance)
 
     def _fail(self, error: BaseException) -> None:
         self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))

@@ -103,13 +103,13 @@ def pass_on_notice(link: ControllerConnection) -> None:
     """Tells the controller of a SIGTERM (the machine is about to go), whatever the main thread does; it decides."""
     from dora_jax.runtime.cluster.messages import PreemptionNotice
 
-    told, tell = socket.socketpair()
-    tell.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.set_wakeup_fd(tell.detach())
+    signal.set_wakeup_fd(sender.detach())
 
     def wait() -> None:
-        while told.recv(1) != bytes([signal.SIGTERM]):
+        while receiver.recv(1) != bytes([signal.SIGTERM]):
             pass
         link.send(PreemptionNotice(reason="SIGTERM"))
 

@@ -84,7 +84,7 @@ class GangWorker(CalledHere):
     """The worker of one gang. The main thread calls the commands, the gang's connections call `heard`."""
 
     def __init__(self, owner: RemoteInstance, gang: Gang, publisher: WeightPublisher, notify: Notify):
-        self.life = gang.epoch
+        self.incarnation = gang.epoch
         self.gang = gang
         self._owner, self._publisher, self._notify = owner, publisher, notify
         self._moves: dict[SampleId, Destination[GangWorker]] = {}  # asked for and not under way
@@ -100,7 +100,7 @@ class GangWorker(CalledHere):
 
     @property
     def state(self) -> str:
-        return f"{self._owner.role} is up (epoch {self.life})"
+        return f"{self._owner.role} is up (epoch {self.incarnation})"
 
     # -------------------------------------------------------------- commands
 
@@ -150,7 +150,7 @@ class GangWorker(CalledHere):
         self.gang.post(messages.KnowSibling(id=sample, tokens=tokens))
 
     def move(self, sample: SampleId, dst: Destination[GangWorker], attempt: int) -> None:
-        epoch = dst.life.life if dst.life else 0
+        epoch = dst.worker.incarnation if dst.worker else 0
         with self._lock:
             self._moves[sample] = dst
         self.gang.post(
@@ -163,7 +163,7 @@ class GangWorker(CalledHere):
         with self._lock:
             self._stagings[departed.number] = _Staging(departed.id, departed.finish, departed)
             lent = tuple(shard.lent for shard in departed.shards)
-            self.gang.tell_all(messages.FetchKV(number=departed.number, epoch=self.life, lent=lent))
+            self.gang.tell_all(messages.FetchKV(number=departed.number, epoch=self.incarnation, lent=lent))
 
     def pause(self) -> None:
         raise NotImplementedError("colocated roles are for a run in one process")
@@ -172,7 +172,7 @@ class GangWorker(CalledHere):
 
     # ------------------------------------------------------ what the gang says
 
-    def heard(self, item: Any) -> None:
+    def on_message(self, item: Any) -> None:
         match item:
             case messages.MoveStarted():
                 # one process's word that a sample has left
@@ -214,12 +214,12 @@ class GangWorker(CalledHere):
                         return
                     del self._handed[item.in_flight.id]
                 whole = joined([parts[host] for host in range(0, item.hosts, item.alike)])
-                self._owner.heard(self, HandedOver(in_flight=whole))
+                self._owner.on_message(self, HandedOver(in_flight=whole))
             case _:
                 if isinstance(item, ev.MoveFailed):
                     with self._lock:
                         self._moves.pop(item.id, None)
-                self._owner.heard(self, item)
+                self._owner.on_message(self, item)
 
     def end(self) -> list[HandedOver]:
         """The gang is lost. Returns samples whose shards did not all come in time, without their KV; what the first
@@ -257,7 +257,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
         self._notify = notify
         self._found: list[HandedOver | FinishedUnheard] = []  # samples of a gang that is taken over
         self._supervisor = new_supervisor(
-            self.role, heard=self._heard, up=self._up, down=self._gang_down, failed=self._failed
+            self.role, on_message=self._on_message, up=self._up, down=self._gang_down, failed=self._failed
         )
 
     def start(self) -> None:
@@ -269,11 +269,11 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def want(self, wanted: bool) -> None:
         self._supervisor.want(wanted)
 
-    def doubt(self, life: int, reason: str) -> None:
-        if (present := self._life) is not None and present.life == life:
+    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
+        if (present := self._worker) is not None and present.incarnation == incarnation:
             self._unhealthy(present, reason)
         else:  # what it has left is not believed either
-            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life))
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=incarnation))
 
     def stop(self, timeout_s: float = 0.0) -> None:
         """Ends the gang, without waiting for what it does."""
@@ -281,50 +281,52 @@ class RemoteInstance(InstanceProxy[GangWorker]):
 
     # -------------------------------------------------------------- private
 
-    def _heard(self, item: Any) -> None:
+    def _on_message(self, item: Any) -> None:
         match item:
             case Accepted() | Offered() | Staged() | Committed() | TransferFailed():
                 self._publisher.tell(item)
-            case HandedOver() | FinishedUnheard() if self._life is None:
+            case HandedOver() | FinishedUnheard() if self._worker is None:
                 self._found.append(item)
             case _:
-                if (life := self._life) is None:
+                if (worker := self._worker) is None:
                     return
                 if fault := garbage_in(item):
-                    self._unhealthy(life, f"it returned garbage: {fault}")
+                    self._unhealthy(worker, f"it returned garbage: {fault}")
                 else:
-                    life.heard(item)
+                    worker.on_message(item)
 
-    def _unhealthy(self, life: GangWorker, reason: str) -> None:
+    def _unhealthy(self, worker: GangWorker, reason: str) -> None:
         """Nothing of this life is heard from now on."""
         with self._lock:
-            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
-            if self._life is not life:
+            self._outbox.put(
+                ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)
+            )
+            if self._worker is not worker:
                 return
-            life.end()
-            self._down(life, life.life, reason)
-        life.gang.die(reason)
+            worker.end()
+            self._down(worker, worker.incarnation, reason)
+        worker.gang.die(reason)
 
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)
-        life = GangWorker(self, gang, self._publisher, self._notify)
-        self._ready(life, lambda: self._admit(life))
+        worker = GangWorker(self, gang, self._publisher, self._notify)
+        self._ready(worker, lambda: self._admit(worker))
 
-    def _admit(self, life: GangWorker) -> Sequence[HandedOver | FinishedUnheard]:
-        trusted = self._publisher.recognise(life.gang)
+    def _admit(self, worker: GangWorker) -> Sequence[HandedOver | FinishedUnheard]:
+        trusted = self._publisher.recognise(worker.gang)
         with self._lock:
             found, self._found = self._found, []
-            if life.gang.dead.is_set():
+            if worker.gang.dead.is_set():
                 return ()
-            self._life = life
+            self._worker = worker
         return found if trusted else ()
 
     def _gang_down(self, gang: Gang) -> None:
         self._publisher.down(gang)
         with self._lock:
             self._found = []
-            life = self._life
-            self._down(life, gang.epoch, gang.reason, life.end() if life else ())
+            worker = self._worker
+            self._down(worker, gang.epoch, gang.reason, worker.end() if worker else ())
 
     def _failed(self, error: RunError) -> None:
         self._outbox.put(Crashed(role=self.role, error=error))

@@ -81,7 +81,7 @@ class RemoteTrainer:
         self._publisher = publisher
         self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
         self._supervisor = new_supervisor(
-            TRAINER, heard=publisher.tell, up=self._up, down=publisher.down, failed=self._ups.put
+            TRAINER, on_message=publisher.tell, up=self._up, down=publisher.down, failed=self._ups.put
         )
 
     def open(self) -> None:
@@ -195,8 +195,8 @@ class RemoteTrainer:
                 answers = self._brought().call(what)
             except GangDied:
                 continue
-            said = {answer.digest if isinstance(answer, messages.StepFinished) else answer for answer in answers}
-            if len(said) > 1:
+            digests = {answer.digest if isinstance(answer, messages.StepFinished) else answer for answer in answers}
+            if len(digests) > 1:
                 raise RuntimeError(f"the processes of the trainer disagree over {type(what).__name__}: {answers}")
             return answers[0]
 
@@ -339,7 +339,7 @@ class RemoteCheckpoints:
         for each in pending:
             self._see(each)
             concurrent.futures.wait([self._sealing] if self._sealing else [])
-        self._heard()
+        self._check_sealing()
 
     def steps(self) -> list[Version]:
         return self._stored.steps()
@@ -356,8 +356,8 @@ class RemoteCheckpoints:
             raise UnusableCheckpoint(str(error)) from error
         self._stored.adopt(step)
 
-    def put_aside(self, step: Version, why: str) -> None:
-        self._stored.put_aside(step, why)
+    def set_aside(self, step: Version, why: str) -> None:
+        self._stored.set_aside(step, why)
 
     def aside(self) -> list[str]:
         return self._stored.aside()
@@ -365,7 +365,7 @@ class RemoteCheckpoints:
     def undo_after(self, version: Version) -> None:
         for step in [step for step in self.steps() if step > version]:
             self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
-            self._stored.put_aside(step, "undone")
+            self._stored.set_aside(step, "undone")
 
     def restore(self, step: Version, params: Tree, opt_state: Tree, digests: Digests | None = None) -> Restored:
         """Its arrays go to the gang, which holds the version on return."""
@@ -420,7 +420,7 @@ class RemoteCheckpoints:
             # beside the run; a store that fails is asked again with the next poll
             if self._sealing is not None and not self._sealing.done():
                 return
-            self._heard()
+            self._check_sealing()
             if step not in self.steps():
                 self._sealing = self._pool.submit(self._finish, step, [answer.files for answer in answers])
 
@@ -430,9 +430,9 @@ class RemoteCheckpoints:
         kept = checkpoint.to_keep(known, self._section, self._floor, lambda s: self._stored.read_json(s, "metrics"))
         for old in known:
             if old not in kept:
-                self._stored.put_aside(old, "forgotten")
+                self._stored.set_aside(old, "forgotten")
 
-    def _heard(self) -> None:
+    def _check_sealing(self) -> None:
         if self._sealing is None:
             return
         error, self._sealing = self._sealing.exception(), None

@@ -183,7 +183,7 @@ class KVEndpoint:
                 self._lent[move.number] = key
         return lent
 
-    def give_back(self, number: int) -> None:
+    def reclaim(self, number: int) -> None:
         with self._lock:
             key = self._lent.pop(number, None)
         if key is not None:
@@ -192,7 +192,7 @@ class KVEndpoint:
     def settle(self) -> None:
         """Ends all that is under way, for nobody will ask for it any more."""
         for number in tuple(self._lent):
-            self.give_back(number)
+            self.reclaim(number)
         with self._lock:
             self._fetched.clear()
 
@@ -318,7 +318,7 @@ class TransferThreads:
                             case messages.StageKV():
                                 self._link.send(self._kv.keep(item))
                             case messages.ReleaseKV(number=number):
-                                self._kv.give_back(number)
+                                self._kv.reclaim(number)
                             case messages.DropStagedKV(number=number):
                                 self._kv.leave(number)
                 case _:

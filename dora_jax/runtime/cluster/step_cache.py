@@ -36,7 +36,7 @@ class StepCache:
             self._at = None
         return version if self._at is None else self._at
 
-    def doubt(self) -> None:
+    def mark_unhealthy(self) -> None:
         """A controller that comes anew takes it for a new trainer."""
         self._at, self._asked = INITIAL, []
 

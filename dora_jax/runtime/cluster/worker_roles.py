@@ -103,11 +103,11 @@ class TrainerRole:
                         )
                     case messages.Rejoin():
                         # another controller has come: it starts from a checkpoint, and asks for the steps since
-                        self._come_home()
+                        self._reload()
                         holds = self._transfers.settle()
                         if self._checkpoints is not None:
                             self._checkpoints.wait()
-                        self._cache.doubt()
+                        self._cache.mark_unhealthy()
                         self._link.rejoin()
                         self._link.send(messages.Ready(holds=holds))
                     case messages.Call(number=number, what=what):
@@ -115,13 +115,13 @@ class TrainerRole:
                 self._status.progress += 1
             self._status.busy = False
 
-    def _come_home(self) -> None:
+    def _reload(self) -> None:
         if self._lent is not None:
-            self._lent.come_home()
+            self._lent.reload()
 
     def _answer(self, what: messages.TrainerCall) -> messages.CallResult:
         if not isinstance(what, messages.PollCheckpoint | messages.LendDevices):
-            self._come_home()
+            self._reload()
         match what:
             case messages.LendDevices():
                 if self._lent is None:

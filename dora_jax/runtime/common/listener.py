@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError, connection
 
 CALLERS = 1024  # that come at once; a connection for which the kernel has no room may wait for ever
-STRANGERS = 128  # at a time; two file numbers and a thread each
+MAX_UNVERIFIED = 128  # at a time; two file numbers and a thread each
 ANSWER_S = 10.0  # for either side to show that it knows the token
 YIELD_S = 0.5  # a stranger that is older than this gives way where there are too many
 LOOK_S = 0.1
@@ -31,7 +31,7 @@ class Listener:
         self._listener = socket.create_server((ip, 0), backlog=CALLERS)
         self._listener.settimeout(LOOK_S)
         self._token, self._welcome = token, welcome
-        self._strangers: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._unverified: dict[socket.socket, float] = {}  # since when, the oldest first
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.address = f"{ip}:{self._listener.getsockname()[1]}"
@@ -57,18 +57,18 @@ class Listener:
                     self._closed.wait(LOOK_S)
                     continue
                 with self._lock:
-                    self._strangers[raw] = time.monotonic()
+                    self._unverified[raw] = time.monotonic()
                 threading.Thread(target=self._let_in, args=(raw,), name="doorkeeper", daemon=True).start()
 
     def _room(self) -> bool:
         """Turns away strangers whose time is over."""
         with self._lock:
-            patience_s = ANSWER_S if len(self._strangers) < STRANGERS else YIELD_S
-            for raw, since_s in tuple(self._strangers.items()):
+            patience_s = ANSWER_S if len(self._unverified) < MAX_UNVERIFIED else YIELD_S
+            for raw, since_s in tuple(self._unverified.items()):
                 if time.monotonic() - since_s > patience_s:
-                    del self._strangers[raw]
+                    del self._unverified[raw]
                     _hang_up(raw)
-            return len(self._strangers) < STRANGERS
+            return len(self._unverified) < MAX_UNVERIFIED
 
     def _let_in(self, raw: socket.socket) -> None:
         with raw:
@@ -81,7 +81,7 @@ class Listener:
             except (AuthenticationError, EOFError, OSError):
                 known = False
             with self._lock:
-                known = self._strangers.pop(raw, None) is not None and known
+                known = self._unverified.pop(raw, None) is not None and known
         if known:
             self._welcome(end)
         else:

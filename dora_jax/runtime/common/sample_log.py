@@ -188,15 +188,15 @@ class SampleLog:
     def _row(self, sample: Sample, reward: float, mean: float, view: TokenView | None) -> dict[str, Any]:
         """What samples.jsonl says of a sample; log-probs are the engine's, in nats a token."""
         logprobs = np.asarray(sample.logprobs, np.float64)
-        told = bool(np.isfinite(logprobs).all() and len(logprobs))  # JSON knows finite numbers only
+        finite = bool(np.isfinite(logprobs).all() and len(logprobs))  # JSON knows finite numbers only
         row = {
             "index": sample.id.index,
             "reward": reward,
             "reward_above_mean": reward - mean,
             "tokens": len(sample.out_ids),
             "finish": sample.finish,
-            "mean_logprob": float(logprobs.mean()) if told else None,
-            "min_logprob": float(logprobs.min()) if told else None,
+            "mean_logprob": float(logprobs.mean()) if finite else None,
+            "min_logprob": float(logprobs.min()) if finite else None,
             "text": self._decode(sample.out_ids.tolist()),
         }
         return row | ({"by_token": self._by_token(sample, view)} if view else {})

@@ -188,7 +188,7 @@ class CheckpointStore(Protocol):
         """Gives an unsealed checkpoint its manifest if what it restores to has these digests. UnusableCheckpoint: it
         has not; nothing changes."""
 
-    def put_aside(self, step: Version, why: str) -> None:
+    def set_aside(self, step: Version, why: str) -> None:
         """Takes a checkpoint off the list; `why` is in the name of the folder that keeps it."""
 
     def aside(self) -> list[str]:
@@ -227,7 +227,7 @@ class Environments(Protocol):
     def open(self, id: SampleId, prompt: Prompt) -> None:
         """Asks what follows the prompt: Observed, perhaps of no tokens."""
 
-    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+    def turn(self, prompt: Prompt, so_far: EpisodeSoFar) -> None:
         """Asks for the answer to the last turn."""
 
     def drop(self, id: SampleId) -> dict[str, float]:
@@ -269,7 +269,7 @@ class SampleWorker(PostedWorker, Protocol):
     sample."""
 
     @property
-    def life(self) -> int:
+    def incarnation(self) -> int:
         """The latest life of the instance."""
 
     def load(self, version: Version, drop: Version | None) -> None: ...
@@ -310,10 +310,10 @@ class RolloutWorker(StageWorker, SampleWorker, Protocol):
         """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or
         InstanceDown."""
 
-    def give_back(self) -> None:
+    def reclaim(self) -> None:
         """The devices are the trainer's again: samples are handed over. The answer is InstanceDown."""
 
-    def doubt(self, life: int, reason: str) -> None:
+    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """What the instance sampled up to the end of this life is not believed: it ends, unless it has, and the
         instance is reported as unhealthy."""
 
@@ -329,7 +329,7 @@ class TrainerSide:
     probe: MakeProbe | None = None  # see trainer_worker.MismatchProbe
     views: SeenTokens | None = None  # of the samples that a person reads
     gaps: SeenGaps | None = None  # by which instances are judged; None: they are not
-    come_home: Callable[[], None] = lambda: None  # returns when the trainer's state is on its devices
+    reload: Callable[[], None] = lambda: None  # returns when the trainer's state is on its devices
 
 
 class Backend(Protocol):

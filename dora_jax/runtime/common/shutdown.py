@@ -53,7 +53,7 @@ class Guard:
             if self._owner:
                 self._keep_deadline()
             for number in SIGNALS:
-                self._undo.callback(signal.signal, number, signal.signal(number, self._told))
+                self._undo.callback(signal.signal, number, signal.signal(number, self._on_signal))
         if self._limit_s:
             self._begin(self._watch, "watchdog")
         return self
@@ -91,7 +91,7 @@ class Guard:
         self._undo.callback(thread.join)  # one that wakes while the interpreter ends would abort the process
         thread.start()
 
-    def _told(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         """Interrupts what runs before the loop; a second signal interrupts the loop too."""
         again, self._signal = self._signal is not None, signal.Signals(number).name
         if not self._owner if again else not self.looping:
@@ -99,23 +99,23 @@ class Guard:
 
     def _keep_deadline(self) -> None:
         """By a thread that hears of a signal at once: a handler waits until the main thread is out of XLA."""
-        told, tell = socket.socketpair()
-        tell.setblocking(False)
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
 
         def wait() -> None:
-            while (heard := told.recv(1)) and heard[0] not in SIGNALS:
+            while (received := receiver.recv(1)) and received[0] not in SIGNALS:
                 pass
-            if heard and not self._done.wait(GRACE_S):
+            if received and not self._done.wait(GRACE_S):
                 leave(
                     RETRY,
-                    f"{signal.Signals(heard[0]).name}: {GRACE_S:.0f} s are over; what is unfinished is abandoned, "
+                    f"{signal.Signals(received[0]).name}: {GRACE_S:.0f} s are over; what is unfinished is abandoned, "
                     f"and the same command makes it again (exit code {RETRY})",
                 )
 
-        self._undo.callback(told.close)
+        self._undo.callback(receiver.close)
         self._begin(wait, "deadline")
-        self._undo.callback(tell.close)
-        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False))
+        self._undo.callback(sender.close)
+        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False))
 
     def _watch(self) -> None:
         """The last resort: the main thread is stuck inside a call."""

@@ -25,7 +25,7 @@ from dora_jax.types import InstanceId, Sample, SampleId, ScoredGroup, Version
 class Finished:
     sample: Sample
     instance: InstanceId | None  # None: an episode that its environment ended while it waited
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Parked:
     id: SampleId
     instance: InstanceId
     in_flight: InFlightSample
-    life: int = 0
+    incarnation: int = 0
     attempt: int = 0  # that placed it there
 
 
@@ -45,7 +45,7 @@ class Waiting:
 
     in_flight: InFlightSample
     instance: InstanceId
-    life: int = 0
+    incarnation: int = 0
     attempt: int = 0  # that placed it there
 
 

@@ -34,7 +34,7 @@ MAX_LOGPROB = 0.01  # rounding may lift one over 0
 NOT_FINITE = "its log-probs are not finite"
 
 
-class Life(SampleWorker, Protocol):
+class IncarnationWorker(SampleWorker, Protocol):
     """The worker of one life: an engine's thread here, or the messages to a gang. `move` takes the Destination of the
     move, `forward` the ForwardTarget of the episode."""
 
@@ -42,18 +42,18 @@ class Life(SampleWorker, Protocol):
         """in_flight: what `move` of the source's life gave to the Destination."""
 
 
-AnyLife = TypeVar("AnyLife", bound=Life)
+AnyWorker = TypeVar("AnyWorker", bound=IncarnationWorker)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaving(Generic[AnyLife]):
+class _Leaving(Generic[AnyWorker]):
     """A sample that has been asked to move and is not out yet."""
 
     failed: ev.MoveFailed  # the answer where the source is lost first
-    life: AnyLife | None  # of the destination
+    worker: AnyWorker | None  # of the destination
 
 
-class InstanceProxy(CalledHere, Generic[AnyLife]):
+class InstanceProxy(CalledHere, Generic[AnyWorker]):
     """Called by the main thread, but for `heard`, `left` and `take`, which the threads of lives call too."""
 
     def __init__(self, up: ev.InstanceUp, outbox: Outbox):
@@ -62,9 +62,9 @@ class InstanceProxy(CalledHere, Generic[AnyLife]):
         self._event = up
         self._outbox = outbox
         self._lock = threading.Lock()
-        self._life: AnyLife | None = None  # that the orchestrator knows of, or will
-        self._lives = up.life
-        self._leaving: dict[SampleId, _Leaving[AnyLife]] = {}
+        self._worker: AnyWorker | None = None  # that the orchestrator knows of, or will
+        self._incarnation = up.incarnation
+        self._leaving: dict[SampleId, _Leaving[AnyWorker]] = {}
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed to this life and not yet in; the answer then
         self._forwarding: dict[SampleId, Callable[[], None]] = {}  # on their way out; how each goes on without its KV
         self._waited_s = 0.0  # of earlier lives
@@ -72,50 +72,50 @@ class InstanceProxy(CalledHere, Generic[AnyLife]):
     # ---------------------------------------------------------- as a worker
 
     @property
-    def life(self) -> int:
+    def incarnation(self) -> int:
         """The latest."""
-        return self._lives
+        return self._incarnation
 
     @property
     def wait_s(self) -> float:
-        return self._waited_s + (life.wait_s if (life := self._life) else 0.0)
+        return self._waited_s + (worker.wait_s if (worker := self._worker) else 0.0)
 
     @property
     def state(self) -> str:
-        return life.state if (life := self._life) else f"{self.role} is down"
+        return worker.state if (worker := self._worker) else f"{self.role} is down"
 
     # A command to a life that is over reaches nothing: InstanceDown is on its way, and gives back what was asked for.
 
     def load(self, version: Version, drop: Version | None) -> None:
-        if life := self._life:
-            life.post(life.load, version, drop)
+        if worker := self._worker:
+            worker.post(worker.load, version, drop)
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
-        if life := self._life:
-            life.post(life.submit, sample, prompt, version, attempt)
+        if worker := self._worker:
+            worker.post(worker.submit, sample, prompt, version, attempt)
 
     def cancel(self, sample: SampleId, reason: str) -> None:
-        if life := self._life:
-            life.post(life.cancel, sample, reason)
+        if worker := self._worker:
+            worker.post(worker.cancel, sample, reason)
 
     def park(self, sample: SampleId) -> None:
-        if life := self._life:
-            life.post(life.park, sample)
+        if worker := self._worker:
+            worker.post(worker.park, sample)
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None:
-        if life := self._life:
-            life.post(life.resume, in_flight, attempt)
+        if worker := self._worker:
+            worker.post(worker.resume, in_flight, attempt)
 
-    def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife], attempt: int) -> None:
+    def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
         with self._lock:
-            if (life := self._life) is not None:
+            if (worker := self._worker) is not None:
                 self._forwarding[in_flight.id] = lambda: dst.resume(in_flight, attempt)
-        if life is None:
+        if worker is None:
             dst.resume(in_flight, attempt)
         else:  # a gang's answers before the call returns
-            life.post(life.forward, in_flight, ForwardTarget(self, dst), attempt)
+            worker.post(worker.forward, in_flight, ForwardTarget(self, dst), attempt)
 
-    def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyLife], attempt: int) -> None:
+    def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
         """It is out of this life's engine, unless the life was over before."""
         with self._lock:
             if self._forwarding.pop(in_flight.id, None) is None:
@@ -123,43 +123,43 @@ class InstanceProxy(CalledHere, Generic[AnyLife]):
         dst.resume(in_flight, attempt)
 
     def forget(self, sample: SampleId) -> None:
-        if life := self._life:
-            life.post(life.forget, sample)
+        if worker := self._worker:
+            worker.post(worker.forget, sample)
 
     def know(self, sample: SampleId, tokens: np.ndarray) -> None:
-        if life := self._life:
-            life.post(life.know, sample, tokens)
+        if worker := self._worker:
+            worker.post(worker.know, sample, tokens)
 
     def pause(self) -> None:
-        if life := self._life:
-            life.post(life.pause)
+        if worker := self._worker:
+            worker.post(worker.pause)
 
     def unpause(self) -> None:
-        if life := self._life:
-            life.post(life.unpause)
+        if worker := self._worker:
+            worker.post(worker.unpause)
 
     def lend(self, version: Version) -> None:
         raise NotImplementedError(f"{self.role} has devices of its own")
 
-    def give_back(self) -> None:
+    def reclaim(self) -> None:
         raise NotImplementedError(f"{self.role} has devices of its own")
 
-    def move(self, sample: SampleId, dst: InstanceProxy[AnyLife], attempt: int) -> None:
+    def move(self, sample: SampleId, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
         failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=LOST)
         with self._lock:
-            if (life := self._life) is not None:
-                target = Destination(self, life, dst, dst._life)
-                self._leaving[sample] = _Leaving(failed=failed, life=target.life)
-                life.post(life.move, sample, target, attempt)
+            if (worker := self._worker) is not None:
+                target = Destination(self, worker, dst, dst._worker)
+                self._leaving[sample] = _Leaving(failed=failed, worker=target.worker)
+                worker.post(worker.move, sample, target, attempt)
                 return
         self._outbox.put(failed)
 
     # ----------------------------------------------- what lives say and do
 
-    def heard(self, life: AnyLife, item: Any) -> None:
+    def on_message(self, worker: AnyWorker, item: Any) -> None:
         """An outbox item of this life."""
         with self._lock:
-            if self._life is not life:
+            if self._worker is not worker:
                 return
             match item:
                 case ev.MoveFailed(id=id):
@@ -168,38 +168,40 @@ class InstanceProxy(CalledHere, Generic[AnyLife]):
                     self._arriving.pop(id, None)
             self._outbox.put(item)
 
-    def left(self, life: AnyLife, id: SampleId) -> bool:
+    def left(self, worker: AnyWorker, id: SampleId) -> bool:
         """The sample is out of this life's engine; False: the life is over, and the move has been answered."""
         with self._lock:
-            return self._life is life and self._leaving.pop(id, None) is not None
+            return self._worker is worker and self._leaving.pop(id, None) is not None
 
-    def take(self, life: AnyLife | None, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
+    def take(self, worker: AnyWorker | None, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
         """A sample from another instance, meant for this life. False: that life is over; the recorded tokens go on."""
         moved = ev.SampleMoved(id=id, src=src, dst=self.instance, attempt=attempt)
         with self._lock:
-            if life is not None and self._life is life:
+            if worker is not None and self._worker is worker:
                 self._arriving[id] = moved
-                life.post(life.receive, in_flight, src, attempt)
+                worker.post(worker.receive, in_flight, src, attempt)
                 return True
         self._outbox.put(moved)
         return False
 
     # -------------------------------------------------- of those that make lives
 
-    def _ready(self, life: AnyLife, admit: Callable[[], Sequence[Any]]) -> None:
+    def _ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
         """The next life has begun; `admit` follows when the coordinator hears of it."""
-        self._lives = life.life
-        self._outbox.put(InstanceReady(event=dataclasses.replace(self._event, life=life.life), admit=admit))
+        self._incarnation = worker.incarnation
+        self._outbox.put(
+            InstanceReady(event=dataclasses.replace(self._event, incarnation=worker.incarnation), admit=admit)
+        )
 
-    def _down(self, life: AnyLife | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+    def _down(self, worker: AnyWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
         """Ends this life, or one (None) that the orchestrator never heard of. The lock is held. last: of its
         samples."""
-        if life is not None:
-            self._waited_s += life.wait_s
-        self._life = None
+        if worker is not None:
+            self._waited_s += worker.wait_s
+        self._worker = None
         for sample in last:
             self._outbox.put(sample)
-        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=reason, life=number))
+        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number))
         for leaving in self._leaving.values():
             self._outbox.put(leaving.failed)
         for moved in self._arriving.values():
@@ -210,22 +212,24 @@ class InstanceProxy(CalledHere, Generic[AnyLife]):
 
 
 @dataclass
-class ForwardTarget(CalledHere, Generic[AnyLife]):
+class ForwardTarget(CalledHere, Generic[AnyWorker]):
     """Where an episode goes on, as the life that has its KV sees it."""
 
-    src: InstanceProxy[AnyLife]
-    dst: InstanceProxy[AnyLife]
+    src: InstanceProxy[AnyWorker]
+    dst: InstanceProxy[AnyWorker]
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None:
         self.src.forwarded(in_flight, self.dst, attempt)
 
 
-class Destination(CalledHere, Generic[AnyLife]):
+class Destination(CalledHere, Generic[AnyWorker]):
     """The destination of a move, as the life that gives the sample away sees it."""
 
-    def __init__(self, src: InstanceProxy[AnyLife], source: AnyLife, dst: InstanceProxy[AnyLife], life: AnyLife | None):
+    def __init__(
+        self, src: InstanceProxy[AnyWorker], source: AnyWorker, dst: InstanceProxy[AnyWorker], worker: AnyWorker | None
+    ):
         self._src, self._source, self._dst = src, source, dst
-        self.life = life
+        self.worker = worker
         self.instance = dst.instance
 
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
@@ -233,7 +237,7 @@ class Destination(CalledHere, Generic[AnyLife]):
 
     def deliver(self, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
         """False: the sample does not arrive as it left: one of the two lives is over."""
-        return self._src.left(self._source, id) and self._dst.take(self.life, id, in_flight, src, attempt)
+        return self._src.left(self._source, id) and self._dst.take(self.worker, id, in_flight, src, attempt)
 
 
 def garbage_in(item: Any, vocab_size: int | None = None) -> str | None:

@@ -21,7 +21,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import RolloutEngine, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, HandedOver
-from dora_jax.runtime.instances.supervised_worker import EngineLife, LocalInstance
+from dora_jax.runtime.instances.supervised_worker import LocalInstance, LocalWorker
 from dora_jax.types import InstanceId, Version
 
 RETURNED = "its devices are the trainer's again"
@@ -58,7 +58,7 @@ class LentState:
                 self._here = False
             self._lent.add(instance)
 
-    def give_back(self, instance: InstanceId) -> None:
+    def reclaim(self, instance: InstanceId) -> None:
         """The instance has freed what it took, or never took any. On return the state is on the devices, unless another
         instance has them."""
         with self._changed:
@@ -66,7 +66,7 @@ class LentState:
             self._changed.notify_all()
             self._bring()
 
-    def come_home(self) -> None:
+    def reload(self) -> None:
         """Returns when the state is on the devices."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lent)
@@ -93,8 +93,8 @@ class LentInstance(LocalInstance):
         """memory: what moves where the devices have no room for both sides; None: they have."""
         super().__init__(up, engine, *args)
         self._memory = memory
-        self._life = None
-        self._ended: EngineLife | None = None  # the life before
+        self._worker = None
+        self._ended: LocalWorker | None = None  # the life before
         self._spare: RolloutEngine | None = engine  # None: the engine of the life that died is made again
         self._making = threading.Lock()
         self._home_s = 0.0  # at home before its lives, summed
@@ -118,9 +118,9 @@ class LentInstance(LocalInstance):
     def lend(self, version: Version) -> None:
         self._run(self._begin, version)
 
-    def give_back(self) -> None:
-        if life := self._life:
-            life.post(self._return, life)
+    def reclaim(self) -> None:
+        if worker := self._worker:
+            worker.post(self._return, worker)
 
     def free(self) -> None:
         """Gives the devices to the trainer: no life is on them."""
@@ -129,7 +129,7 @@ class LentInstance(LocalInstance):
         try:
             if self._spare is not None:
                 self._memory.free(self._spare)
-            self._memory.state.give_back(self.instance)
+            self._memory.state.reclaim(self.instance)
         except Exception as error:  # without its state there is no trainer
             self._outbox.put(Crashed(role=self.role, error=error))
 
@@ -143,60 +143,62 @@ class LentInstance(LocalInstance):
 
     def _begin(self, version: Version) -> None:
         with self._making:
-            self._lives += 1
+            self._incarnation += 1
             try:
-                life = self._loaded(version)
+                worker = self._loaded(version)
             except Exception as error:  # whatever it is, the devices are the trainer's, and the others go on
                 if self._spare is not None:  # else its devices are freed when it is made again
                     self.free()
-                self._outbox.put(ev.InstanceDown(instance=self.instance, reason=str(error), life=self._lives))
+                self._outbox.put(
+                    ev.InstanceDown(instance=self.instance, reason=str(error), incarnation=self._incarnation)
+                )
                 return
             self._event = dataclasses.replace(self._event, versions=(version,))
             point("chips.lent")
-            life.start()
-            self._ready(life, lambda: self._admit(life))
+            worker.start()
+            self._ready(worker, lambda: self._admit(worker))
 
-    def _loaded(self, version: Version) -> EngineLife:
+    def _loaded(self, version: Version) -> LocalWorker:
         if self.gone:
             raise RuntimeError(f"{self.role} stays away")
         if self._ended is not None:
             self._ended.stop()  # its thread used the engine
-        life = self._new_life(self.engine)
+        worker = self._new_worker(self.engine)
         if self._memory is not None:
             self._memory.state.lend(self.instance)
-        for old in life.engine.versions:
-            life.engine.drop(old)
-        life.engine.load(version, self._weights.get(version, life.engine.param_shardings))
-        return life
+        for old in worker.engine.versions:
+            worker.engine.drop(old)
+        worker.engine.load(version, self._weights.get(version, worker.engine.param_shardings))
+        return worker
 
-    def _return(self, life: EngineLife) -> None:
+    def _return(self, worker: LocalWorker) -> None:
         """On the life's own thread."""
-        life.hand_over()
-        for version in life.engine.versions:
-            life.engine.drop(version)
+        worker.hand_over()
+        for version in worker.engine.versions:
+            worker.engine.drop(version)
         self.free()
         point("chips.returned")
         with self._lock:
-            if self._life is life:
-                self._tokens += life.tokens
-                self._ended = life
-                self._down(life, life.life, RETURNED)
+            if self._worker is worker:
+                self._tokens += worker.tokens
+                self._ended = worker
+                self._down(worker, worker.incarnation, RETURNED)
 
-    def _admit(self, life: EngineLife) -> tuple[()]:
+    def _admit(self, worker: LocalWorker) -> tuple[()]:
         since, self._home_since = self._home_since, None
         self._home_s += time.monotonic() - since if since is not None else 0.0
-        return super()._admit(life)
+        return super()._admit(worker)
 
-    def _down(self, life: EngineLife | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+    def _down(self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
         self._home_since = time.monotonic()
-        super()._down(life, number, reason, last)
+        super()._down(worker, number, reason, last)
 
-    def _over(self, life: EngineLife, reason: str, error: BaseException, unhealthy: bool = False) -> None:
-        if self._life is life:
+    def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:
+        if self._worker is worker:
             self._spare = None
-        super()._over(life, reason, error, unhealthy)
+        super()._over(worker, reason, error, unhealthy)
 
-    def _begin_again(self, ended: EngineLife, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
+    def _begin_again(self, ended: LocalWorker, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
         """Only the engine: the next Lend begins a life."""
         with self._making:
             ended.stop()

@@ -88,7 +88,7 @@ class _Decoding:
         if result.rows:
             (self._drafted if result.drafted else self._plain).add(result, seconds)
 
-    def said(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
         """For InstanceReported."""
         plain, drafted = self._plain, self._drafted
         return {
@@ -111,12 +111,12 @@ class EngineWorker(Worker):
         weights: WeightStore,
         outbox: Outbox,
         partial_s: float = 0.0,
-        life: int = 0,
+        incarnation: int = 0,
         report_s: float = REPORT_PERIOD_S,
         progress_s: float = 0.0,
     ):
         super().__init__(f"rollout {instance}", outbox)
-        self.instance, self.life = instance, life
+        self.instance, self.incarnation = instance, incarnation
         self.engine = engine
         self.tokens = 0  # sampled since start
         self._paused = False
@@ -135,7 +135,7 @@ class EngineWorker(Worker):
         self._partial_s = partial_s
         self._partials_s = time.monotonic()
         self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
-        self._told: dict[SampleId, tuple[int, int]] = {}  # tokens and rows of the table reported
+        self._reported: dict[SampleId, tuple[int, int]] = {}  # tokens and rows of the table reported
         self._begun: dict[SampleId, None] = {}  # here and not ended
         self._decoding = _Decoding()
 
@@ -146,7 +146,7 @@ class EngineWorker(Worker):
 
     def take_into_use(self, version: Version, weights: Tree) -> None:
         self.engine.load(version, weights)
-        self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version, life=self.life))
+        self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version, incarnation=self.incarnation))
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
         self._versions[sample], self._attempts[sample] = version, attempt
@@ -177,12 +177,20 @@ class EngineWorker(Worker):
             attempt = self._attempts.get(sample, 0)
             in_flight = self._export(sample)
             self.outbox.put(
-                Parked(id=sample, instance=self.instance, in_flight=in_flight, life=self.life, attempt=attempt)
+                Parked(
+                    id=sample,
+                    instance=self.instance,
+                    in_flight=in_flight,
+                    incarnation=self.incarnation,
+                    attempt=attempt,
+                )
             )
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None:
         self._import(in_flight, attempt)
-        self.outbox.put(ev.SampleResumed(id=in_flight.id, instance=self.instance, life=self.life, attempt=attempt))
+        self.outbox.put(
+            ev.SampleResumed(id=in_flight.id, instance=self.instance, incarnation=self.incarnation, attempt=attempt)
+        )
 
     def forward(self, in_flight: InFlightSample, dst: ResumeTarget, attempt: int) -> None:
         """An episode whose KV is here goes on at another instance."""
@@ -219,10 +227,10 @@ class EngineWorker(Worker):
     def lend(self, version: Version) -> None:
         raise NotImplementedError(f"{self.role} has devices of its own")
 
-    def give_back(self) -> None:
+    def reclaim(self) -> None:
         raise NotImplementedError(f"{self.role} has devices of its own")
 
-    def doubt(self, life: int, reason: str) -> None:
+    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """It has no other life: the run ends."""
         self.outbox.put(Crashed(role=self.role, error=RuntimeError(reason)))
 
@@ -241,7 +249,9 @@ class EngineWorker(Worker):
             if version is not None:  # None: it started on another instance and moved here
                 attempt = self._attempts[id]
                 self.outbox.put(
-                    ev.SampleStarted(id=id, instance=self.instance, version=version, life=self.life, attempt=attempt)
+                    ev.SampleStarted(
+                        id=id, instance=self.instance, version=version, incarnation=self.incarnation, attempt=attempt
+                    )
                 )
         self._progress.update(result.progress)
         self._grew |= bool(result.progress)
@@ -255,14 +265,16 @@ class EngineWorker(Worker):
                 Finished(
                     sample=dataclasses.replace(sample, logprobs=sample.logprobs - np.float32(off)) if off else sample,
                     instance=self.instance,
-                    life=self.life,
+                    incarnation=self.incarnation,
                 )
             )
         for in_flight in result.waiting:
             attempt = self._attempts.get(in_flight.id, 0)
             self._report_rest(in_flight)
             self._forget(in_flight.id)
-            self.outbox.put(Waiting(in_flight=in_flight, instance=self.instance, life=self.life, attempt=attempt))
+            self.outbox.put(
+                Waiting(in_flight=in_flight, instance=self.instance, incarnation=self.incarnation, attempt=attempt)
+            )
         for id in [id for id in result.progress if is_served(id.group_id) and id in self._grown]:
             self._grow(id)  # its client reads along
         now = time.monotonic()
@@ -273,7 +285,9 @@ class EngineWorker(Worker):
                 self._progressed_s, self._grew = now, False
                 progress = self._progress
                 took, self._decoding = self._decoding, took
-            report = ev.InstanceReported.of(self.instance, result.free_pages, progress, self.life, **took.said())
+            report = ev.InstanceReported.of(
+                self.instance, result.free_pages, progress, self.incarnation, **took.measured()
+            )
             self.outbox.put(report)
         if self._partial_s and now - self._partials_s >= self._partial_s:
             self._partials_s = now
@@ -286,7 +300,7 @@ class EngineWorker(Worker):
         self._attempts[in_flight.id] = attempt
         self._begun[in_flight.id] = None
         self._progress[in_flight.id] = len(in_flight.out_ids)
-        self._told[in_flight.id] = len(in_flight.out_ids), count_rows(in_flight.table)
+        self._reported[in_flight.id] = len(in_flight.out_ids), count_rows(in_flight.table)
 
     def _export(self, sample: SampleId) -> InFlightSample:
         """Takes the sample out of the engine. Its tokens are reported first: its version may change before it goes
@@ -298,20 +312,20 @@ class EngineWorker(Worker):
 
     def _grow(self, sample: SampleId) -> None:
         """Reports what a sample that runs here has sampled since its last report."""
-        new = self.engine.sampled(sample, *self._told.get(sample, (0, 0)))
+        new = self.engine.sampled(sample, *self._reported.get(sample, (0, 0)))
         self._report(sample, self.engine.version_of(sample), new)
 
     def _report_rest(self, in_flight: InFlightSample) -> None:
         """Reports the tokens of a sample that has left the engine."""
         if self._partial_s or is_served(in_flight.id.group_id):
-            new = sampled_from(in_flight, *self._told.get(in_flight.id, (0, 0)))
+            new = sampled_from(in_flight, *self._reported.get(in_flight.id, (0, 0)))
             self._report(in_flight.id, in_flight.version, new)
 
     def _report(self, sample: SampleId, version: Version, new: SampledTokens) -> None:
         """Reports the tokens sampled since the last report."""
         if len(new.out_ids):
-            start, row = self._told.get(sample, (0, 0))
-            self._told[sample] = start + len(new.out_ids), row + count_rows(new.table)
+            start, row = self._reported.get(sample, (0, 0))
+            self._reported[sample] = start + len(new.out_ids), row + count_rows(new.table)
             self.outbox.put(Partial(id=sample, version=version, start=start, row=row, **new._asdict()))
 
     def _forget(self, sample: SampleId) -> None:
@@ -319,4 +333,4 @@ class EngineWorker(Worker):
         self._begun.pop(sample, None)
         self._progress.pop(sample, None)
         self._grown.pop(sample, None)
-        self._told.pop(sample, None)
+        self._reported.pop(sample, None)

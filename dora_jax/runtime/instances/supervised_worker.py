@@ -35,7 +35,7 @@ class RestartPolicy:
     hung_s: float  # one call or tick lasts so long; 0: any time
 
 
-class LocalInstance(InstanceProxy["EngineLife"]):
+class LocalInstance(InstanceProxy["LocalWorker"]):
     """An instance of this process. `_watch` runs on the watchdog's thread, `_begin_again` on one of its own."""
 
     def __init__(
@@ -57,8 +57,8 @@ class LocalInstance(InstanceProxy["EngineLife"]):
         self._wrap: Callable[[RolloutEngine], RolloutEngine] = lambda engine: engine
         self._weights = weights
         self._partial_s = partial_s
-        self._life = self._new_life(engine)
-        self._losses = self._doubts = 0
+        self._worker = self._new_worker(engine)
+        self._losses = self._suspicions = 0
         self._tokens = 0  # of earlier lives
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -66,78 +66,80 @@ class LocalInstance(InstanceProxy["EngineLife"]):
     def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
         """Before `start`: `wrap(engine)` stands for the engine of every life, `weights` for the store."""
         self._wrap, self._weights = wrap, weights
-        self._life = self._new_life(self.engine)
+        self._worker = self._new_worker(self.engine)
 
     def start(self) -> None:
-        if life := self._life:
-            life.start()
+        if worker := self._worker:
+            worker.start()
         if self._restart.hung_s:
             self._run(self._watch)
 
     def stop(self, timeout_s: float = STAGE_END_S) -> None:
         self._done.set()
-        if life := self._life:
-            life.stop(timeout_s)
+        if worker := self._worker:
+            worker.stop(timeout_s)
         for thread in self._threads:  # one that wakes while the interpreter ends would abort the process
             thread.join(timeout_s)
 
     @property
     def engine(self) -> RolloutEngine:
-        if self._life is None:
+        if self._worker is None:
             raise RuntimeError(f"{self.role} has no engine now")
-        return self._life.engine
+        return self._worker.engine
 
     @property
-    def worker(self) -> EngineLife | None:
+    def worker(self) -> LocalWorker | None:
         """The worker of the present life; None: the instance is lost."""
-        return self._life
+        return self._worker
 
     @property
     def tokens(self) -> int:
-        return self._tokens + (life.tokens if (life := self._life) else 0)
+        return self._tokens + (worker.tokens if (worker := self._worker) else 0)
 
     def lose(self, reason: str) -> None:
         """Ends the present life, whatever it does."""
-        if life := self._life:
-            self._over(life, reason, RuntimeError(reason))
+        if worker := self._worker:
+            self._over(worker, reason, RuntimeError(reason))
 
-    def doubt(self, life: int, reason: str) -> None:
+    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """After MAX_LOSSES doubts the instance stays away: it is not its weights alone."""
-        self._doubts += 1
-        if (present := self._life) is not None and present.life == life:
+        self._suspicions += 1
+        if (present := self._worker) is not None and present.incarnation == incarnation:
             self._over(present, reason, RuntimeError(reason), unhealthy=True)
         else:  # what it has left is not believed either
-            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life))
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=incarnation))
 
-    def heard(self, life: EngineLife, item: Any) -> None:
+    def on_message(self, worker: LocalWorker, item: Any) -> None:
         if isinstance(item, Crashed):
-            self._over(life, f"{type(item.error).__name__}: {item.error}", item.error)
+            self._over(worker, f"{type(item.error).__name__}: {item.error}", item.error)
             return
         fault = garbage_in(item, self._restart.vocab_size)
         if fault:
-            self._over(life, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
+            self._over(worker, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
             return
-        if isinstance(item, Finished | Waiting) and self._life is life:
+        if isinstance(item, Finished | Waiting) and self._worker is worker:
             self._losses = 0
-        super().heard(life, item)
+        super().on_message(worker, item)
 
     # ------------------------------------------------------------ private
 
-    def _new_life(self, engine: RolloutEngine) -> EngineLife:
-        return EngineLife(self, self._wrap(engine), self._weights, self._partial_s, self._lives)
+    def _new_worker(self, engine: RolloutEngine) -> LocalWorker:
+        return LocalWorker(self, self._wrap(engine), self._weights, self._partial_s, self._incarnation)
 
-    def _over(self, life: EngineLife, reason: str, error: BaseException, unhealthy: bool = False) -> None:
+    def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:
         """The life has ended, or is treated so; another one may begin. unhealthy: what it sampled is not believed."""
         with self._lock:
             if unhealthy:
-                self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, life=life.life))
-            if self._life is not life:
+                self._outbox.put(
+                    ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)
+                )
+            if self._worker is not worker:
                 return
-            self._tokens += life.tokens
+            self._tokens += worker.tokens
             self._losses += 1
-            too_often = max(self._losses, self._doubts) >= MAX_LOSSES
-            self.gone = life.hung or self._restart.new_engine is None or too_often
-            self._down(life, life.life, reason)
+            too_often = max(self._losses, self._suspicions) >= MAX_LOSSES
+            self.gone = worker.hung or self._restart.new_engine is None or too_often
+            self._down(worker, worker.incarnation, reason)
         self._notify(
             f"{self.role} is lost ({reason}); its samples {'begin again' if unhealthy else 'go on'} elsewhere"
             f"{', and it stays away' if self.gone else ', and it is made again'}"
@@ -145,9 +147,9 @@ class LocalInstance(InstanceProxy["EngineLife"]):
         if self.gone or self._restart.new_engine is None:
             self._stay_away(error)
         else:
-            self._run(self._begin_again, life, self._lives + 1, self._restart.new_engine)
+            self._run(self._begin_again, worker, self._incarnation + 1, self._restart.new_engine)
 
-    def _begin_again(self, ended: EngineLife, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
+    def _begin_again(self, ended: LocalWorker, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
         """Frees the old engine, makes another."""
         ended.stop()
         del ended.engine
@@ -158,14 +160,14 @@ class LocalInstance(InstanceProxy["EngineLife"]):
             self._notify(f"{self.role} could not be made again ({error}); it stays away")
             self._stay_away(error)
             return
-        self._lives = number
-        life = self._new_life(engine)
-        life.start()
-        self._ready(life, lambda: self._admit(life))
+        self._incarnation = number
+        worker = self._new_worker(engine)
+        worker.start()
+        self._ready(worker, lambda: self._admit(worker))
 
-    def _admit(self, life: EngineLife) -> tuple[()]:
+    def _admit(self, worker: LocalWorker) -> tuple[()]:
         with self._lock:
-            self._life = life
+            self._worker = worker
         return ()
 
     def _run(self, call: Callable[..., None], *args: Any) -> None:
@@ -180,19 +182,19 @@ class LocalInstance(InstanceProxy["EngineLife"]):
 
     def _watch(self) -> None:
         while not self._done.wait(self._restart.hung_s / LOOKS):
-            life = self._life
-            if life is not None and life.call_s > self._restart.hung_s:
-                life.hung = True
-                self._over(life, f"it has been in one call for {life.call_s:.0f} s", TimeoutError(self.role))
+            worker = self._worker
+            if worker is not None and worker.call_s > self._restart.hung_s:
+                worker.hung = True
+                self._over(worker, f"it has been in one call for {worker.call_s:.0f} s", TimeoutError(self.role))
 
 
-class EngineLife(EngineWorker):
+class LocalWorker(EngineWorker):
     """One engine and its thread, from start to end."""
 
     def __init__(
         self, owner: LocalInstance, engine: RolloutEngine, weights: WeightStore, partial_s: float, number: int
     ):
-        super().__init__(owner.instance, engine, weights, _LifeOutbox(owner, self), partial_s, number)
+        super().__init__(owner.instance, engine, weights, _WorkerOutbox(owner, self), partial_s, number)
         self.hung = False  # nothing can end it
         self._called_s: float | None = None
         self._fetching: threading.Thread | None = None
@@ -243,11 +245,11 @@ class EngineLife(EngineWorker):
         return job
 
 
-class _LifeOutbox:
+class _WorkerOutbox:
     """The outbox of a life."""
 
-    def __init__(self, owner: LocalInstance, life: EngineLife):
-        self._owner, self._life = owner, life
+    def __init__(self, owner: LocalInstance, worker: LocalWorker):
+        self._owner, self._worker = owner, worker
 
     def put(self, item: Any) -> None:
-        self._owner.heard(self._life, item)
+        self._owner.on_message(self._worker, item)

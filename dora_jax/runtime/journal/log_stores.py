@@ -26,7 +26,7 @@ from typing import IO, Any
 import tensorstore
 
 from dora_jax.base.fault_injection import armed, point
-from dora_jax.base.state_files import put_aside
+from dora_jax.base.state_files import set_aside
 from dora_jax.config import UnknownFormat
 from dora_jax.trainer.manifest import sync_folder
 
@@ -152,7 +152,7 @@ class FileLogStore:
     def _locked(self) -> IO[str]:
         path = self._dir / "lock"
         if path.is_dir():  # no run made that, and it says nothing of the journal
-            put_aside(path)
+            set_aside(path)
         lock = path.open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from typing import Any
 
 from dora_jax.config import UnknownFormat
 from dora_jax.orchestrate import snapshot
-from dora_jax.orchestrate.core import Debts, Orchestrator, restart
+from dora_jax.orchestrate.core import Orchestrator, Outstanding, restart
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.common.codec import CodecError, UnknownRecord
 from dora_jax.runtime.journal.event_log import EventLog
@@ -55,7 +55,7 @@ class Recovered:
     orchestrator: Orchestrator  # under today's configuration; its instances are yet to come
     payloads: PayloadState
     epoch: int
-    debts: Debts
+    outstanding: Outstanding
     start: Version  # the trainer restores this checkpoint (or the initial weights) ...
     segments: dict[int, Version]  # of the journal -> the version at which each begins
     steps: tuple[Step, ...]  # ... and makes these steps again, to the version that was published last
@@ -103,8 +103,8 @@ def recover(
         return None
     with _sensible(newest):
         end = replay(journal, [newest], notify)
-        debts = restart(end.orchestrator)
-    floor = min(debts.versions, default=end.base)
+        outstanding = restart(end.orchestrator)
+    floor = min(outstanding.versions, default=end.base)
     # what checkpoints must restore to. Of one that was saved in an older format the params may be known
     published = {v: each.digest for v, each in end.payloads.digests.items() if each.epoch == end.epoch}
     params = {v: Saved(version=v, params=digest, opt_state=0, rl_state=0) for v, digest in published.items()}
@@ -127,11 +127,11 @@ def recover(
         elif usable(start):
             orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
             end.payloads.prune(orchestrator.state)
-            return Recovered(orchestrator, end.payloads, end.epoch, debts, start, heads, steps)
+            return Recovered(orchestrator, end.payloads, end.epoch, outstanding, start, heads, steps)
     if unknown:
         raise unknown[max(unknown)]
     raise JournalError(
-        f"no checkpoint that verifies fits the journal: live versions are {list(debts.versions)}, "
+        f"no checkpoint that verifies fits the journal: live versions are {list(outstanding.versions)}, "
         f"checkpoints {list(checkpoints)}"
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 from dora_jax.base.fault_injection import point
 from dora_jax.base.metrics import Writer
 from dora_jax.config import ConfigError, JournalSection, RunError, workdirs
-from dora_jax.orchestrate.core import Debts, Orchestrator
+from dora_jax.orchestrate.core import Orchestrator, Outstanding
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.common.seams import CheckpointStore, Digest, Pack, PolicyTrainer, PublishedWeights, Tree
 from dora_jax.runtime.journal import object_storage, workdir_mirror
@@ -42,7 +42,7 @@ class Begun:
     orchestrator: Orchestrator
     payloads: PayloadState
     epoch: int = 0
-    debts: Debts | None = None  # of a killed process
+    outstanding: Outstanding | None = None  # of a killed process
     segments: dict[int, Version] = dataclasses.field(default_factory=dict)
 
 
@@ -168,13 +168,13 @@ class _Starts:
             self._trainer.load(restored.params, restored.opt_state, self.step)
         for step in self._checkpoints.steps():
             if step in self.faults:
-                self._checkpoints.put_aside(step, "broken")
+                self._checkpoints.set_aside(step, "broken")
         for step in self._checkpoints.unsealed():
             if step not in self.faults:
                 self._writer.note(
                     f"checkpoint {step} has no manifest, and no journal says what was saved: it is put aside"
                 )
-            self._checkpoints.put_aside(step, UNPROVED)
+            self._checkpoints.set_aside(step, UNPROVED)
         return restored.rl_state if restored is not None else {}
 
     def _step_over(self, step: Version, fault: str) -> None:
@@ -240,7 +240,7 @@ def _again(
     checkpoints.undo_after(found.base)
     found.payloads.forget_saved(INITIAL, found.base)
     writer.resume(found.base)
-    live, epoch = found.debts.versions, found.epoch
+    live, epoch = found.outstanding.versions, found.epoch
     if found.start in live:
         published = found.payloads.digests.get(found.start)
         again = _publish(found.start, trainer.params, made, published, weights, epoch)
@@ -266,12 +266,13 @@ def _again(
             published = _publish(version, trainer.params, made, step.published, weights, epoch)
             found.payloads.digests[version] = published
     samples = sum(len(done) for done in found.payloads.samples.values())
-    tokens = sum(len(found.payloads.tokens(id)[0]) for id in found.debts.recorded)
+    tokens = sum(len(found.payloads.tokens(id)[0]) for id in found.outstanding.recorded)
     writer.note(
         f"resuming at step {found.base}, {len(found.steps)} after its checkpoint: {len(found.payloads.scored)} scored "
-        f"groups and {samples} finished samples kept, {len(found.debts.recorded)} samples go on with {tokens} tokens"
+        f"groups and {samples} finished samples kept, {len(found.outstanding.recorded)} samples go on with {tokens} "
+        "tokens"
     )
-    return Begun(found.orchestrator, found.payloads, epoch, found.debts, dict(found.segments))
+    return Begun(found.orchestrator, found.payloads, epoch, found.outstanding, dict(found.segments))
 
 
 def _publish(

@@ -156,7 +156,7 @@ class Mirror:
     def poll(self) -> None:
         """Cheap; call it every step."""
         if self._under_way is None or self._under_way.done():
-            self._heard()
+            self._last_fault()
             self._under_way = self._pool.submit(self._copy.push)
 
     def settle(self) -> None:
@@ -164,7 +164,7 @@ class Mirror:
         self._wait()  # this copy may have begun too early
         self.poll()
         self._wait()
-        if fault := self._heard():
+        if fault := self._last_fault():
             raise Stop(
                 f"{self._url} does not take the newest checkpoint ({fault}); the same command goes on from its journal"
             )
@@ -181,7 +181,7 @@ class Mirror:
     def _wait(self) -> None:
         concurrent.futures.wait([self._under_way] if self._under_way else [])
 
-    def _heard(self) -> str | None:
+    def _last_fault(self) -> str | None:
         """The fault of the last copy. It is reported when copies begin to fail, and when they succeed again."""
         error = self._under_way.exception() if self._under_way else None
         self._under_way = None

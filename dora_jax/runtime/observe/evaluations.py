@@ -29,13 +29,13 @@ class Evaluations:
         self,
         state: State,
         solved: Solved | None,
-        told: Callable[[Version, Metrics], None],
+        on_evaluated: Callable[[Version, Metrics], None],
         notify: Callable[[str], None],
         noisy: bool = False,
     ):
         """noisy: samples with an odd index met noise."""
         self._noisy = noisy
-        self._state, self._solved, self._told, self._notify = state, solved, told, notify
+        self._state, self._solved, self._on_evaluated, self._notify = state, solved, on_evaluated, notify
         self._scored: dict[Version, list[ScoredGroup]] = collections.defaultdict(list)
         self._left: dict[Version, int] = {}  # groups that have not ended
         self._failed: collections.Counter[Version] = collections.Counter()
@@ -60,7 +60,7 @@ class Evaluations:
             self._notify(f"version {version} is not evaluated: none of its {failed} groups has a score")
             return
         metrics = evaluation(groups, self._solved, self._noisy)
-        self._told(version, metrics | ({"eval/failed": failed} if failed else {}))
+        self._on_evaluated(version, metrics | ({"eval/failed": failed} if failed else {}))
 
 
 def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool = False) -> Metrics:

@@ -122,12 +122,12 @@ class ScoringFailures:
         if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
             self._kinds.add(kind)
             prompt = self._prompt_of(failure.group_id)
-            said = [
+            lines = [
                 f"a group cannot be scored: {failure.reason}; others like it are only counted, in groups/failed_share",
                 f"  prompt   {shorten(repr(prompt.text), WIDTH)}",
                 f"  answer   {shorten(repr(prompt.answer), WIDTH)}",
             ]
-            self._notify("\n".join(said + [f"  response {shorten(repr(failure.response), WIDTH)}"]))
+            self._notify("\n".join(lines + [f"  response {shorten(repr(failure.response), WIDTH)}"]))
         total = self._failed + self._scored
         enough = total >= MIN_GROUPS_FOR_FAILED_SHARE or self._failed == total >= MIN_GROUPS_ALL_FAILED
         if enough and self._failed > self._max_failed_share * total:
@@ -156,14 +156,14 @@ class EpisodeFailures:
 
     def __init__(self, environments: Environments | None, notify: Callable[[str], None]):
         self._environments, self._notify = environments, notify
-        self._told = False
+        self._warned = False
 
     def metrics(self) -> Mapping[str, float]:
         """What the environments count, where the run has some."""
         found = self._environments.stats() if self._environments else {}
         share = found.get("environment/failed_share", 0.0)
-        if share > FAILED_SHARE and not self._told:
-            self._told = True
+        if share > FAILED_SHARE and not self._warned:
+            self._warned = True
             counts = {name.rpartition("/")[2]: n for name, n in found.items() if "/failed_" in name and "_to_" in name}
             self._notify(
                 f"{share:.1%} of the episodes have failed, and their groups with them; by cause and response length: "

@@ -67,7 +67,7 @@ class UserSink:
 
     def __init__(self, path: str, settings: Config, workdir: Path):
         self._path = path
-        with config.blame("monitor.sinks"):
+        with config.field_context("monitor.sinks"):
             self._sink: Any = callables.imported(path)(settings, workdir)
         if missing := [name for name in ("write", "status", "close") if not hasattr(self._sink, name)]:
             raise ConfigError(f"monitor.sinks: {path} has no {', '.join(missing)} (dora_jax.base.metrics.Sink)")
@@ -98,23 +98,23 @@ class RunFacts:
     def __init__(self) -> None:
         self._numbers: dict[str, float] = {}
         self._facts: dict[str, float] = {}
-        self._heard_s: float | None = None  # when the loop last said something; None: it has not begun
+        self._last_beat_s: float | None = None  # when the loop last said something; None: it has not begun
         self.gauges = prometheus.Gauges(lambda: self._facts | self._numbers)
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         self._numbers = self._numbers | {"step": step} | {n: v for n, v in scalars.items() if v is not None}
 
     def status(self, facts: Mapping[str, Any]) -> None:
-        self._heard_s = time.monotonic()
+        self._last_beat_s = time.monotonic()
         self._facts = {f"live/{name}": value for name, value in prometheus.flat(facts).items()}
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """What /healthz answers."""
-        quiet_s = 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
+        quiet_s = 0.0 if self._last_beat_s is None else time.monotonic() - self._last_beat_s
         stuck = quiet_s > QUIET_S
-        said = {"status": f"the loop has said nothing for {quiet_s:.0f} s" if stuck else "ok"}
+        body = {"status": f"the loop has said nothing for {quiet_s:.0f} s" if stuck else "ok"}
         status = HTTPStatus.SERVICE_UNAVAILABLE if stuck else HTTPStatus.OK
-        return status, said | {"step": self._numbers.get("step", 0)}
+        return status, body | {"step": self._numbers.get("step", 0)}
 
 
 class LivePage(RunFacts):
@@ -144,8 +144,8 @@ class LivePage(RunFacts):
         if path == "/metrics":
             return HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.page(self._registry)
         if path == "/healthz":
-            status, said = self.health()
-            return status, "application/json", json.dumps(said).encode()
+            status, body = self.health()
+            return status, "application/json", json.dumps(body).encode()
         return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
 
 

@@ -107,5 +107,5 @@ def _reopened(path: Path, notify: Callable[[str], None]) -> bool:
             file.truncate(size - len(tail) + len(kept))
             return True
     if size:
-        notify(f"{path} holds no event; it is put aside as {state_files.put_aside(path)}")
+        notify(f"{path} holds no event; it is put aside as {state_files.set_aside(path)}")
     return False

@@ -124,7 +124,7 @@ class Timeline:
                 case ev.Train(base_version=base):
                     self._write({"train": base})
                 case ev.Quarantine(instance=i):
-                    self._write({"quarantine": i, "said": quarantined(command)})
+                    self._write({"quarantine": i, "reason": quarantined(command)})
         now = self._clock()
         if now - self._sampled_s >= (
             max(PERIOD_S, (now - self._began_s) / ROWS) * max(1.0, len(self._busy) / INSTANCES)
@@ -171,9 +171,9 @@ class Timeline:
 
     def _write(self, row: dict[str, Any], now: float | None = None) -> None:
         """now: of rows that tell of one moment; None: the clock says it."""
-        told = {"t": round(self._clock() if now is None else now, 3)} | row
-        self._file.write(json.dumps(told, separators=(",", ":")).encode() + b"\n")
-        self._trace.row(told)
+        stamped = {"t": round(self._clock() if now is None else now, 3)} | row
+        self._file.write(json.dumps(stamped, separators=(",", ":")).encode() + b"\n")
+        self._trace.row(stamped)
 
     def _read_summary(self) -> None:
         """Read the statistics of the run's earlier processes. Where they are damaged they are put aside, and the
@@ -183,7 +183,7 @@ class Timeline:
         try:
             self._instances, self._lengths = _summary(state_files.read(self._summary_path, FORMAT))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            place = state_files.put_aside(self._summary_path)
+            place = state_files.set_aside(self._summary_path)
             what = error if isinstance(error, state_files.StateError) else f"{self._summary_path} is damaged"
             self._notify(f"{what}; it is put aside as {place}, and statistics of instances begin anew")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ENOUGH_TOKENS = 64  # of an instance, the newest, before it is judged
 
-Life = tuple[InstanceId, int]
+Incarnation = tuple[InstanceId, int]
 
 
 class Agreement:
@@ -35,18 +35,18 @@ class Agreement:
         """limit: nats a token; the mean of an instance's newest tokens may not exceed it."""
         self._limit, self._seen, self._notify = limit, seen, notify
         self._instances: Mapping[InstanceId, RolloutWorker] = {worker.instance: worker for worker in instances}
-        self._ran: dict[GroupId, dict[int, Life | None]] = {}  # None: more than one life ran the sample
-        self._newest: dict[Life, collections.deque[SampleGap]] = collections.defaultdict(collections.deque)
-        self._blamed: set[Life] = set()
-        self._told = False
+        self._ran: dict[GroupId, dict[int, Incarnation | None]] = {}  # None: more than one life ran the sample
+        self._newest: dict[Incarnation, collections.deque[SampleGap]] = collections.defaultdict(collections.deque)
+        self._blamed: set[Incarnation] = set()
+        self._warned = False
 
     def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         match event:
-            case ev.SampleStarted(id=id, instance=instance, life=life) if is_training(id.group_id):
-                self._ran.setdefault(id.group_id, {})[id.index] = (instance, life)
-            case ev.SampleResumed(id=id, instance=instance, life=life):
+            case ev.SampleStarted(id=id, instance=instance, incarnation=incarnation) if is_training(id.group_id):
+                self._ran.setdefault(id.group_id, {})[id.index] = (instance, incarnation)
+            case ev.SampleResumed(id=id, instance=instance, incarnation=incarnation):
                 ran = self._ran.get(id.group_id, {})
-                if ran.get(id.index) != (instance, life):
+                if ran.get(id.index) != (instance, incarnation):
                     ran[id.index] = None
             case ev.SampleMoved(id=id) if id.group_id in self._ran:
                 self._ran[id.group_id][id.index] = None
@@ -59,16 +59,18 @@ class Agreement:
         if not isinstance(record, StepDone):
             return
         for gap in self._seen.gaps(record.version):
-            life = self._ran.get(gap.id.group_id, {}).get(gap.id.index)
-            if life is not None and life not in self._blamed:
-                newest = self._newest[life]
+            incarnation = self._ran.get(gap.id.group_id, {}).get(gap.id.index)
+            if incarnation is not None and incarnation not in self._blamed:
+                newest = self._newest[incarnation]
                 newest.append(gap)
                 while sum(g.tokens for g in newest) - newest[0].tokens >= ENOUGH_TOKENS:
                     newest.popleft()
         for group in record.groups:
             self._ran.pop(group.group_id, None)
-        if over := [(i, life) for i, life in self._newest if self._instances[i].life != life]:
-            untrained = {life for samples in self._ran.values() for life in samples.values()}
+        if over := [
+            (i, incarnation) for i, incarnation in self._newest if self._instances[i].incarnation != incarnation
+        ]:
+            untrained = {incarnation for samples in self._ran.values() for incarnation in samples.values()}
             for each in over:
                 if each not in untrained:
                     del self._newest[each]
@@ -76,8 +78,8 @@ class Agreement:
         far = {of: mean for of, mean in means.items() if mean > self._limit}
         if not far:
             return
-        if len(far) == len(means) and len({i for i, _ in far}) == len(self._instances) and not self._told:
-            self._told = True
+        if len(far) == len(means) and len({i for i, _ in far}) == len(self._instances) and not self._warned:
+            self._warned = True
             self._notify(
                 f"the log-probs of every instance differ from the trainer's at the same version, by "
                 f"{min(far.values()):.3g} nats a token or more, above trainer.max_instance_mismatch={self._limit}: no "
@@ -87,7 +89,7 @@ class Agreement:
             for (instance, number), mean in far.items():
                 gaps = self._newest.pop((instance, number))
                 self._blamed.add((instance, number))
-                self._instances[instance].doubt(
+                self._instances[instance].mark_unhealthy(
                     number,
                     f"its log-probs differ from the trainer's by {mean:.3g} nats a token at the same version, measured "
                     f"on {sum(g.tokens for g in gaps)} tokens of version {gaps[-1].version}, above "

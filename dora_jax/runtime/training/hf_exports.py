@@ -77,10 +77,10 @@ class HfExports:
     def _ended(self) -> None:
         assert self._running is not None
         (step, process), self._running = self._running, None
-        _, said = process.communicate()
+        _, output = process.communicate()
         try:
             if process.returncode:
-                raise OSError((said.strip().splitlines() or [f"exit code {process.returncode}"])[-1][-LAST_LINE:])
+                raise OSError((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1][-LAST_LINE:])
             if self._url:
                 # to the bucket
                 store, draft = Objects(str(self._url)), self._draft(step)

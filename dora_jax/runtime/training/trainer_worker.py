@@ -49,10 +49,10 @@ class TrainerWorker(Worker):
         outbox: Outbox,
         digest: Digest = lambda params: 0,
         probe: MakeProbe | None = None,
-        come_home: Callable[[], None] = lambda: None,
+        reload: Callable[[], None] = lambda: None,
     ):
         super().__init__("trainer", outbox)
-        self._come_home = come_home
+        self._reload = reload
         self._digest = digest
         self._mismatch = MismatchProbe(probe if max_lag != 0 else None)
         self.trainer = trainer
@@ -73,7 +73,7 @@ class TrainerWorker(Worker):
         self._report(base, groups, metrics, wait_s, time.monotonic() - began, digests)
 
     def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
-        self._come_home()
+        self._reload()
         groups = tuple(self._groups.take(group_ids))
         for group in groups:
             if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
@@ -124,11 +124,11 @@ class StreamingTrainerWorker(TrainerWorker):
         groups_per_step: int,
         digest: Digest = lambda params: 0,
         probe: MakeProbe | None = None,
-        come_home: Callable[[], None] = lambda: None,
+        reload: Callable[[], None] = lambda: None,
         says_parts: bool = False,
     ):
         """says_parts: PartTrained is said when the trainer waits for another part."""
-        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe, come_home)
+        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe, reload)
         self._groups_per_step = groups_per_step
         self._says_parts = says_parts
 

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_jax.base.digest import digest
 from dora_jax.base.exits import Stop
-from dora_jax.config import CheckpointSection, Config, ConfigError, RunError, SftSection, blame
+from dora_jax.config import CheckpointSection, Config, ConfigError, RunError, SftSection, field_context
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
 from dora_jax.models.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def run(config: Config, workdir: Path, progress: Progress, stepped: Callable[[],
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"sft.out: {out} exists and is not an empty folder; a model is never written over another")
     progress.phase("sft", "making examples")
-    with blame("task"):
+    with field_context("task"):
         pairs = examples(config, workdir)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(section.init) if section.init else make_tokenizer(pairs, Path(scratch), section.vocab_size)
@@ -161,15 +161,15 @@ class _Kept:
         step = checkpoint.latest(self._folder, full=True)
         if step is None:
             return fresh
-        told = checkpoint.read_json(self._folder, step, "rl_state")
-        if told["identity"] != self._identity:
+        saved = checkpoint.read_json(self._folder, step, "rl_state")
+        if saved["identity"] != self._identity:
             self._notify(f"warm start: what {self._folder} keeps is of another one, which is given up: this one begins")
             self.forget()
             return fresh
         params, moments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh[:2])
         found = checkpoint.restore(self._folder, step, params, moments)
         self._notify(f"warm start: goes on from step {step}")
-        return WarmStartState(found.params, found.opt_state, told["losses"])
+        return WarmStartState(found.params, found.opt_state, saved["losses"])
 
     def poll(self, state: WarmStartState) -> None:
         """Saves now and then, in the background."""

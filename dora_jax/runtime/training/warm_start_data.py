@@ -67,14 +67,14 @@ def examples(config: Config, workdir: Path) -> Sequence[Pair]:
 def encoded(tokenizer: Tokenizer, end: int, around: str, completion: str | Dialogue) -> tuple[list[int], list[bool]]:
     """(ids, which of them the policy says): a text, or the turns of a dialogue as `Bridge` joins them."""
     ids: list[int] = []
-    said: list[bool] = []
+    sampled: list[bool] = []
     before, _, after = around.partition("{content}")
     for text, own in completion if isinstance(completion, tuple) else ((completion, True),):
         turn = [*tokenizer.encode(text), end]
         new = turn if own else [*tokenizer.encode(before), *tokenizer.encode_text(text), *tokenizer.encode(after)]
         ids += new
-        said += [own] * len(new)
-    return ids, said
+        sampled += [own] * len(new)
+    return ids, sampled
 
 
 def tokenizer_of(section: SftSection) -> Any:

@@ -173,11 +173,11 @@ def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | 
             part for part in near if inside(part, shard) and part.bytes * _volume(shard) == shard.bytes * _volume(part)
         ]
         if not _tiled(shard, parts):
-            said = (
+            text = (
                 f"{box_words(near[0])} with {near[0].bytes} bytes is offered" if near else f"no {shard.path} is offered"
             )
             more = f" among {len(near)} pieces" if len(near) > 1 else ""
-            return f"{said}{more} where {box_words(shard)} with {shard.bytes} bytes is expected"
+            return f"{text}{more} where {box_words(shard)} with {shard.bytes} bytes is expected"
         asked.update(parts)
     extra = next((shard for shard in offered if shard not in asked), None)
     return f"{box_words(extra)} is offered and was not asked for" if extra else None

@@ -54,6 +54,7 @@ class Episode:
     __slots__ = (
         "asked_s",
         "branches",
+        "conversation",
         "messages",
         "number",
         "prompt",
@@ -61,13 +62,14 @@ class Episode:
         "room",
         "terms",
         "tokens",
-        "told",
         "turns",
     )
 
-    def __init__(self, prompt: Prompt, told: Conversation | None):
+    def __init__(self, prompt: Prompt, conversation: Conversation | None):
         self.prompt = prompt
-        self.told = told  # None: an earlier controller has heard its turns, and a replay tells them again
+        self.conversation = (
+            conversation  # None: an earlier controller has heard its turns, and a replay tells them again
+        )
         self.messages: list[Message] = []  # of the policy
         self.turns: list[tuple[int, int]] = []  # where they stand among `tokens`
         self.tokens = prompt.token_ids  # and all that followed
@@ -124,22 +126,22 @@ class EnvironmentPool:
             episode = self._episodes[id] = Episode(prompt, self._bridge.begin(prompt))
             self._ask(id, episode)
 
-    def turn(self, prompt: Prompt, told: EpisodeSoFar) -> None:
+    def turn(self, prompt: Prompt, so_far: EpisodeSoFar) -> None:
         """Asks for the answer to the last turn."""
         self._check()
-        id, tokens = told.id, told.tokens
+        id, tokens = so_far.id, so_far.tokens
         # Where each run of True begins and ends, behind `offset`.
-        mask = told.mask
-        offset = len(tokens) - len(told.mask)
+        mask = so_far.mask
+        offset = len(tokens) - len(so_far.mask)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
         runs = [(int(a) + offset, int(b) + offset) for a, b in edges.reshape(-1, 2)]
         with self._lock:
             episode = self._episodes.get(id)
             if episode is None or len(episode.messages) + 1 != len(runs) and not episode.branches:
                 episode = self._episodes[id] = Episode(prompt, None if runs[1:] else self._bridge.begin(prompt))
-                episode.messages = [self._message(told, run) for run in runs[:-1]]
-            episode.tokens, episode.turns, episode.room = tokens, runs, told.room
-            episode.messages.append(self._message(told, runs[-1]))
+                episode.messages = [self._message(so_far, run) for run in runs[:-1]]
+            episode.tokens, episode.turns, episode.room = tokens, runs, so_far.room
+            episode.messages.append(self._message(so_far, runs[-1]))
             episode.retries = 0
             self._ask(id, episode)
 
@@ -205,12 +207,12 @@ class EnvironmentPool:
         if self._error is not None:
             raise self._error
 
-    def _message(self, told: EpisodeSoFar, run: tuple[int, int]) -> Message:
-        turn = told.tokens[slice(*run)]
+    def _message(self, so_far: EpisodeSoFar, run: tuple[int, int]) -> Message:
+        turn = so_far.tokens[slice(*run)]
         if not isinstance(self._bridge, TokenBridge):
             return self._bridge.message(turn)
-        start = len(told.tokens) - len(told.mask)
-        return self._bridge.message(turn, told.logprobs[run[0] - start : run[1] - start], told.version)
+        start = len(so_far.tokens) - len(so_far.mask)
+        return self._bridge.message(turn, so_far.logprobs[run[0] - start : run[1] - start], so_far.version)
 
     def _of(self, id: SampleId) -> EnvironmentProcess:
         return self._workers[hash(id) % len(self._workers)]
@@ -222,7 +224,7 @@ class EnvironmentPool:
         seed = identity_hash("environment", self._seed, issued_first_as(prompt.group_id))
         begin = {"task": prompt.task, "text": prompt.text, "answer": prompt.answer, "seed": seed}
         question = {"id": id, "number": episode.number, "prompt": begin, "messages": episode.messages}
-        self._of(id).send(question | {"again": episode.told is None})
+        self._of(id).send(question | {"again": episode.conversation is None})
 
     def answered(self, reply: calls.Request) -> None:
         """On a receiver's thread."""
@@ -255,8 +257,8 @@ class EnvironmentPool:
             if not (last or episode.messages):
                 return Observed(id=id, token_ids=episode.tokens[:0])
             turn = episode.tokens[slice(*episode.turns[-1])] if episode.turns else episode.tokens[:0]
-            assert episode.told is not None  # a replay began it
-            ids, keep = self._bridge.observe(episode.told, episode.tokens, turn, last)
+            assert episode.conversation is not None  # a replay began it
+            ids, keep = self._bridge.observe(episode.conversation, episode.tokens, turn, last)
         except (ValueError, KeyError, TypeError) as error:
             return EpisodeFailed(id=id, reason=f"{self._section.name}: its messages: {error}", kind="error")
         if episode.messages and len(ids) >= episode.room:  # no token of a further turn fits behind them
@@ -272,16 +274,16 @@ class EnvironmentPool:
 
     def _replay(self, episode: Episode, observed: Sequence[Sequence[Message]]) -> bool:
         """Whether the policy saw just this; the conversation then goes on behind it."""
-        told, at = self._bridge.begin(episode.prompt), len(episode.prompt.token_ids)
+        conversation, at = self._bridge.begin(episode.prompt), len(episode.prompt.token_ids)
         turn = episode.tokens[:0]
         for (start, stop), messages in zip(episode.turns, observed, strict=True):
             ids, keep = (turn, None) if not len(messages) and not len(turn) else self._bridge.observe(
-                told, episode.tokens[:at], turn, messages
+                conversation, episode.tokens[:at], turn, messages
             )  # fmt: skip
             if keep is not None or not np.array_equal(episode.tokens[at:start], ids):
                 return False
             turn, at = episode.tokens[start:stop], stop
-        episode.told = told
+        episode.conversation = conversation
         return True
 
     def _again(self, id: SampleId, episode: Episode, reason: str, reply: calls.Request) -> EpisodeFailed | None:

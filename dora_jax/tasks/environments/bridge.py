@@ -51,25 +51,25 @@ class Bridge:
         return {"role": "assistant", "content": self._tokenizer.decode(turn)}
 
     def observe(
-        self, told: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
+        self, conversation: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
         """(i32[n] that follow, how many of `tokens` stay: None for all). tokens: the prompt and all that followed;
         turn: the policy's last message, at their end; empty before its first. `told` goes on to behind what is
         observed."""
         if self._around is not None:
             return self._plain(observed), None
-        said = [self.message(turn)] if len(turn) else []
-        told.messages += said
-        seen = told.text + self._tokenizer.decode(turn, keep_special=True)
-        whole, contents = self._render(told.messages, observed)
-        told.messages += observed
+        own_turn = [self.message(turn)] if len(turn) else []
+        conversation.messages += own_turn
+        seen = conversation.text + self._tokenizer.decode(turn, keep_special=True)
+        whole, contents = self._render(conversation.messages, observed)
+        conversation.messages += observed
         if whole.startswith(seen):
-            told.text = seen + _filled(tail := whole[len(seen) :], contents)
+            conversation.text = seen + _filled(tail := whole[len(seen) :], contents)
             return self._encoded(tail, contents), None
-        own = [i for i, message in enumerate(told.messages) if message["role"] == "assistant"]
-        first = own[0] if own else len(told.messages) - len(observed)
-        whole, contents = self._render(told.messages[:first], told.messages[first:])
-        told.text = _filled(whole, contents)
+        own = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        first = own[0] if own else len(conversation.messages) - len(observed)
+        whole, contents = self._render(conversation.messages[:first], conversation.messages[first:])
+        conversation.text = _filled(whole, contents)
         ids = self._encoded(whole, contents)
         keep = min(shared_length(ids, tokens), len(ids) - 1)  # something is observed
         return ids[keep:], keep
@@ -139,7 +139,7 @@ class TokenBridge:
         }
 
     def observe(
-        self, told: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
+        self, conversation: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
         """As Bridge.observe."""
         (message,) = observed

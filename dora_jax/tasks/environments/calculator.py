@@ -30,22 +30,22 @@ class Calculator:
     def worked(prompt: EpisodePrompt, slips: bool) -> list[str]:
         """What a policy says to solve "4 + 3 - 7": one operation after the other. The slip is to stop one early."""
         first, _, rest = prompt.text.partition(" ")
-        total, said = int(first), []
+        total, steps = int(first), []
         operations = SIGNED.findall(rest)
         for sign, number in operations[:-1] if slips else operations:
-            said.append(f"{total} {sign} {number}")
+            steps.append(f"{total} {sign} {number}")
             total = RESULT[sign](total, int(number))
-        return [*said, f"#### {total}"]
+        return [*steps, f"#### {total}"]
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
         self._answer = str(prompt.answer)
         return []
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
-        said = message["content"].strip()
-        if answer := ANSWER.search(said):
+        text = message["content"].strip()
+        if answer := ANSWER.search(text):
             return [], True, {"right": float(answer[1] == self._answer)}
-        asked = OPERATION.fullmatch(said)
+        asked = OPERATION.fullmatch(text)
         result = str(RESULT[asked[2]](int(asked[1]), int(asked[3]))) if asked else UNREADABLE
         return [{"role": "tool", "content": result}], False, {}
 

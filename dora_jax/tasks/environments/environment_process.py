@@ -87,8 +87,8 @@ class EnvironmentProcess:
         self._connection = None
         try:
             self._process.start()
-            said = self._process.ask({}, calls.START_TIMEOUT_S, self._name)
-            self._terms, self.speaks_tokens = tuple(said["terms"]), said["tokens"]
+            answer = self._process.ask({}, calls.START_TIMEOUT_S, self._name)
+            self._terms, self.speaks_tokens = tuple(answer["terms"]), answer["tokens"]
         except calls.Refused as error:
             raise ConfigError(str(error)) from error
         except calls.NoAnswer as error:

@@ -177,13 +177,13 @@ def main(fd: int) -> None:
         calls.send(sock, {"nonce": opening["nonce"], "error": f"environment.name: {opening['setup']['name']}: {error}"})
         return
     except Exception as error:  # the constructor's
-        said = f"environment.params: {type(error).__name__}: {error}"
-        calls.send(sock, {"nonce": opening["nonce"], "error": said})
+        message = f"environment.params: {type(error).__name__}: {error}"
+        calls.send(sock, {"nonce": opening["nonce"], "error": message})
         return
     calls.send(sock, {"nonce": opening["nonce"]})
     asked = calls.receive(sock)
-    told = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": speaks_tokens(kind)}
-    calls.send(sock, {"nonce": asked["nonce"]} | told)
+    properties = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": speaks_tokens(kind)}
+    calls.send(sock, {"nonce": asked["nonce"]} | properties)
     sock.setblocking(False)
     asyncio.run(Server(kind, opening["setup"], tried.terms, bool(tried.replays)).serve(sock))
 

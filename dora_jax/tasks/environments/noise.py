@@ -51,7 +51,7 @@ class Noise:
             await asyncio.sleep(self.late_s)
             return observed
         last = dict(observed[-1])
-        said = str(last.get("content", ""))
+        content = str(last.get("content", ""))
         other = IRRELEVANT[identity_hash("irrelevant", self.seed, *id, turn) % len(IRRELEVANT)]
-        last["content"] = {"failed": FAILED, "truncated": said[: len(said) // 2], "irrelevant": other}[kind]
+        last["content"] = {"failed": FAILED, "truncated": content[: len(content) // 2], "irrelevant": other}[kind]
         return [*observed[:-1], last]

@@ -48,27 +48,27 @@ class RendererBridge:
     def message(self, turn: np.ndarray) -> Message:
         """What the policy said, with reasoning_content and tool_calls where there are some."""
         parsed = self._renderer.parse_response(turn.tolist())
-        said: Message = {"role": "assistant", "content": parsed.content}
+        answer: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
-            said["reasoning_content"] = parsed.reasoning_content
+            answer["reasoning_content"] = parsed.reasoning_content
         calls = [call for call in parsed.tool_calls if call.name is not None]
         if calls:
-            said["tool_calls"] = [
+            answer["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
-        return said
+        return answer
 
     def observe(
-        self, told: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
+        self, conversation: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
         """As Bridge.observe."""
         new = [self._as_text(message) for message in observed]
         if len(turn):
-            told.messages.append(self.message(turn))
-        told.messages += new
+            conversation.messages.append(self.message(turn))
+        conversation.messages += new
         before = tokens[: len(tokens) - len(turn)].tolist()
         longer = self._renderer.bridge_to_next_turn(before, turn.tolist(), new) if len(turn) else None
-        whole = longer or self._renderer.render(told.messages, add_generation_prompt=True)
+        whole = longer or self._renderer.render(conversation.messages, add_generation_prompt=True)
         ids = np.array(whole.token_ids, np.int32)
         keep = min(shared_length(ids, tokens), len(ids) - 1)
         return ids[keep:], None if keep == len(tokens) else keep

@@ -39,8 +39,8 @@ class SkyrlGym:
         return list(messages[1:])
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
-        said = await asyncio.to_thread(self._gym.step, message["content"])
-        return list(said["observations"]), bool(said["done"]), {"reward": float(said["reward"])}
+        result = await asyncio.to_thread(self._gym.step, message["content"])
+        return list(result["observations"]), bool(result["done"]), {"reward": float(result["reward"])}
 
     async def close(self) -> None:
         if self._gym is not None:

@@ -50,7 +50,7 @@ PROBE_TIMEOUT_S = 30.0  # two interpreters start, on a machine that may be busy
 END_TIMEOUT_S = 5.0  # for a supervisor whose leash is gone; then it is killed itself
 
 
-class NoWalls(RuntimeError):
+class NoSandbox(RuntimeError):
     """What this machine lacks, in one sentence."""
 
 
@@ -127,14 +127,14 @@ def full() -> str:
         if not reason:
             return form
         lacks.append(f"{form}: {reason}")
-    raise NoWalls("this machine cannot hide other processes from a program (" + "; ".join(lacks) + ")")
+    raise NoSandbox("this machine cannot hide other processes from a program (" + "; ".join(lacks) + ")")
 
 
 def best() -> str:
     """The strongest form of this machine: for what needs no walls."""
     try:
         return full()
-    except NoWalls:
+    except NoSandbox:
         return WEAK
 
 
@@ -161,9 +161,9 @@ raise SystemExit("other processes are still seen" if seen or reached else 0)
 
 def lack_of(form: str) -> str:
     """ "" where a program behind this form really sees no other process, else the reason."""
-    with tempfile.TemporaryFile("w+") as told:
+    with tempfile.TemporaryFile("w+") as report:
         walled = start(
-            [sys.executable, "-I", "-S", "-c", _LOOK_AROUND], form=form, env=clean_environment(), stdout=told
+            [sys.executable, "-I", "-S", "-c", _LOOK_AROUND], form=form, env=clean_environment(), stdout=report
         )
         try:
             code = walled.wait(PROBE_TIMEOUT_S)
@@ -171,6 +171,6 @@ def lack_of(form: str) -> str:
             return f"a program did not end within {PROBE_TIMEOUT_S:.0f} s"
         finally:
             walled.end()
-        told.seek(0)
-        lines = told.read().strip().splitlines() or [f"exit code {code}"]
+        report.seek(0)
+        lines = report.read().strip().splitlines() or [f"exit code {code}"]
     return "" if code == 0 else lines[-1].removeprefix("sandbox: ")

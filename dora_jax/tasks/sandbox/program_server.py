@@ -1,7 +1,7 @@
 """The sandbox server: `python -m dora_jax.tasks.sandbox.program_server CHANNEL`, started by programs.py outside every
 wall.
 
-    client -- a connection's descriptor --> server -- fork --> runner -- fork --> program_walls.py --> bwrap --> the
+    client -- a connection's descriptor --> server -- fork --> runner -- fork --> bubblewrap.py --> bwrap --> the
     program
        <-- on the connection: {"program", "stdin", "limits"}, then {"stdout", ..., "ended_by"} or {"error"} -->
 
@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 from dora_jax.tasks.sandbox import seccomp
-from dora_jax.tasks.sandbox.program_walls import Unavailable, become_bwrap, machine
+from dora_jax.tasks.sandbox.bubblewrap import Unavailable, become_bwrap, machine
 from dora_jax.tasks.sandbox.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 MOST_AT_ONCE = max(2, os.cpu_count() or 1)
@@ -178,15 +178,15 @@ class _Runner:
         return bool(part)
 
     def _result(self, status: bytes, wall_s: float) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        outcome: dict[str, Any] = {}
         for line in status.splitlines():
-            told |= json.loads(line)
-        code = told.get("exit-code")
+            outcome |= json.loads(line)
+        code = outcome.get("exit-code")
         stdout, stderr = (
             bytes(self._output[fd][: self._limits["output_bytes"]]).decode(errors="replace") for fd in (1, 2)
         )
-        if "error" in told:
-            return {"error": told["error"]}
+        if "error" in outcome:
+            return {"error": outcome["error"]}
         if self._started_s == math.inf:
             waited = f"its walls were not up within {START_TIMEOUT_S:.0f} s"
             return {"error": waited if self._ended_by else (stderr.strip().splitlines() or ["bwrap said nothing"])[-1]}

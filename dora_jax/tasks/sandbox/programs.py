@@ -1,6 +1,6 @@
 """Programs that a model wrote, run behind the strongest walls that a machine has: for rewards and tools.
 
-    run(program, stdin) --> the sandbox server (program_server.py; program_walls.py says what the walls are) --> Ran
+    run(program, stdin) --> the sandbox server (program_server.py; bubblewrap.py says what the walls are) --> Ran
 
 The server is outside the walls of a reward worker, because what it needs (another user id, namespaces) is what those
 walls take away; a worker reaches it by a descriptor that VARIABLE names. A process without one starts a server of its
@@ -92,7 +92,7 @@ def run(program: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Ran:
 def check() -> None:
     """Raises NoWalls with the reason where this machine cannot wall programs in."""
     if reason := lack():
-        raise sandbox.NoWalls(f"this machine cannot wall programs in: {reason}")
+        raise sandbox.NoSandbox(f"this machine cannot wall programs in: {reason}")
 
 
 @functools.cache
@@ -100,19 +100,19 @@ def lack() -> str:
     """ "" where every wall stands against a program that tries it, else which one does not."""
     server = Server()
     try:
-        ran = server.run(_TRY_WALLS, limits=Limits(processes=PROBE_PROCESSES, files_bytes=PROBE_FILES_BYTES))
+        ran = server.run(_TRY_SANDBOX, limits=Limits(processes=PROBE_PROCESSES, files_bytes=PROBE_FILES_BYTES))
     except SandboxError as error:
         return str(error)
     finally:
         server.end()
     if ran.ended_by or ran.exit_code:
-        told = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.exit_code}"]
-        return f"the program that tries the walls ended by {ran.ended_by or 'itself'}: {told[0]}"
+        last = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.exit_code}"]
+        return f"the program that tries the walls ended by {ran.ended_by or 'itself'}: {last[0]}"
     return ran.stdout.strip()
 
 
 PROBE_PROCESSES, PROBE_FILES_BYTES = 16, MIB
-_TRY_WALLS = f"""
+_TRY_SANDBOX = f"""
 import os, socket, time
 def tried(attack):
     try:
@@ -156,7 +156,7 @@ def _client() -> socket.socket:
         return socket.socket(fileno=int(given))
     try:
         check()
-    except sandbox.NoWalls as error:
+    except sandbox.NoSandbox as error:
         raise SandboxError(str(error)) from error
     server = Server()
     atexit.register(server.end)

@@ -30,21 +30,21 @@ class _Supervisor:
 
     def __init__(self, spec: dict[str, Any]):
         self._spec = spec
-        self._told = False  # to end, by SIGTERM
+        self._stopping = False  # to end, by SIGTERM
         self._first = 0  # process 1 of its own namespace
         self._program = 0
         self._status: int | None = None  # of the program, as waitpid gives it
 
-        def told(*_: object) -> None:
-            self._told = True
+        def on_sigterm(*_: object) -> None:
+            self._stopping = True
 
-        versions_to_fill, wake = os.pipe()
-        os.set_blocking(versions_to_fill, False)
+        readable, wake = os.pipe()
+        os.set_blocking(readable, False)
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, told)
-        self._versions_to_fill = versions_to_fill
+        signal.signal(signal.SIGTERM, on_sigterm)
+        self._readable = readable
         os.set_inheritable(spec["leash"], False)
 
     def run(self) -> NoReturn:
@@ -72,11 +72,11 @@ class _Supervisor:
     def _wait(self) -> None:
         """Until the program has ended, or is to end."""
         leash = self._spec["leash"]
-        while self._status is None and not self._told:
-            ready, _, _ = select.select([leash, self._versions_to_fill], [], [])
+        while self._status is None and not self._stopping:
+            ready, _, _ = select.select([leash, self._readable], [], [])
             if leash in ready:
                 return  # its writers have closed it
-            os.read(self._versions_to_fill, 4096)
+            os.read(self._readable, 4096)
             self._reap()
 
     def _end_all(self, strike: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.types import SampleId
 
 
-def parcel(kv_len=11, page_size=4, layers=2, heads=2, dim=8):
+def request(kv_len=11, page_size=4, layers=2, heads=2, dim=8):
     rng = np.random.default_rng(0)
     pages = -(-kv_len // page_size)
     return InFlightSample(

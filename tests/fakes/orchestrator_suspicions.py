@@ -8,37 +8,42 @@ from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.types import EARLIER, GroupId, Incarnation, InstanceId, SampleId
-from tests.fakes.orchestrator_life import Life
+from tests.fakes.orchestrator_timeline import InstanceIncarnation
 
 
-class Doubts:
+class Suspicions:
     def __init__(self, body: Any):
         self._body = body
         self.ran: dict[SampleId, set[Incarnation]] = collections.defaultdict(set)  # since it began
-        self.said: list[Life] = []  # that they are unhealthy
+        self.said: list[Incarnation] = []  # that they are unhealthy
         self._tainted: set[SampleId] = set()
         self._trained: dict[GroupId, set[Incarnation]] = {}
 
-    def say(self, life: Life) -> None:
+    def say(self, incarnation: InstanceIncarnation) -> None:
         """It works on until it hears of it, unless it is over."""
-        self.said.append(life)
-        life.said.append(ev.InstanceUnhealthy(instance=life.instance, reason="NaN", life=life.number))
+        self.said.append(incarnation)
+        incarnation.said.append(
+            ev.InstanceUnhealthy(instance=incarnation.instance, reason="NaN", incarnation=incarnation.number)
+        )
 
     def hear(self, event: ev.Event) -> None:
         """A fact that counts. Of a sample that goes on, no tokens are heard before it is heard where."""
         match event:
-            case ev.SampleStarted(id=id, instance=i, life=life) | ev.SampleResumed(id=id, instance=i, life=life):
-                self.ran[id].add((i, life))
+            case (
+                ev.SampleStarted(id=id, instance=i, incarnation=incarnation)
+                | ev.SampleResumed(id=id, instance=i, incarnation=incarnation)
+            ):
+                self.ran[id].add((i, incarnation))
             case ev.SampleMoved(id=id, dst=i):
                 state = self._body.brain.state
                 if state.unit(id).dst is state.fleet.instances.get(i):  # else it was lost on arrival
-                    self.ran[id].add((i, state.fleet.instances[i].life))
-            case ev.InstanceUnhealthy(instance=i, life=life):
-                self._unhealthy(i, life)
+                    self.ran[id].add((i, state.fleet.instances[i].incarnation))
+            case ev.InstanceUnhealthy(instance=i, incarnation=incarnation):
+                self._unhealthy(i, incarnation)
 
-    def _unhealthy(self, instance: InstanceId, life: int) -> None:
+    def _unhealthy(self, instance: InstanceId, incarnation: int) -> None:
         """Nothing that it has sampled a part of is to be trained from now on."""
-        tainted = {id for id, ran in self.ran.items() if any(i == instance and n <= life for i, n in ran)}
+        tainted = {id for id, ran in self.ran.items() if any(i == instance and n <= incarnation for i, n in ran)}
         self._tainted |= {id for id in tainted if id.group_id not in self._trained}
 
     def kill(self) -> None:
@@ -67,7 +72,7 @@ class Doubts:
 
     def check(self, command: ev.Quarantine) -> None:
         """Every group that was trained with tokens of the instance is named, and no other that was trained lately."""
-        i, life = command.instance, self._body.brain.state.fleet.unhealthy[command.instance]
+        i, incarnation = command.instance, self._body.brain.state.fleet.unhealthy[command.instance]
         named = set(command.group_ids)
-        mine = {g for g, ran in self._trained.items() if any(each == i and n <= life for each, n in ran)}
+        mine = {g for g, ran in self._trained.items() if any(each == i and n <= incarnation for each, n in ran)}
         assert mine <= named, f"{command} does not name {mine - named}"

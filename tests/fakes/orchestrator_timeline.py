@@ -16,11 +16,11 @@ class InFlightSample:
     id: SampleId
     version: int
     move: ev.Move
-    src: Life
-    dst: Life | None
+    src: InstanceIncarnation
+    dst: InstanceIncarnation | None
 
 
-class Life:
+class InstanceIncarnation:
     """One life of an instance: what it runs, what it was told and what it has said, in order."""
 
     def __init__(self, instance: int, number: int, slots: int, residents: int):

@@ -11,7 +11,7 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.tasks import sandbox
 from dora_jax.tasks.pool import GroupFailure
-from tests.fakes.reward_pool import full_walls, pools, scored
+from tests.fakes.reward_pool import full_sandbox, pools, scored
 
 HOSTILE = '''
 import json, os, socket, struct, time
@@ -59,7 +59,7 @@ def hostile(prompt, response, answer):
     return 0.0
 '''
 
-needs_walls = pytest.mark.skipif(not full_walls()[0], reason=full_walls()[1])
+needs_sandbox = pytest.mark.skipif(not full_sandbox()[0], reason=full_sandbox()[1])
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def score(prompt, response, answer): return 0.0
     assert scored(pool, '{"a": 1.5}').rewards.tolist() == [1.5]
 
 
-@pytest.mark.parametrize("walls", [pytest.param("full", marks=needs_walls), "weak"])
-def test_a_daemon_of_a_reward_ends_with_the_pool(opened, folder, walls):
-    pool = opened("hostile", reward_walls=walls)
+@pytest.mark.parametrize("sandbox_level", [pytest.param("full", marks=needs_sandbox), "weak"])
+def test_a_daemon_of_a_reward_ends_with_the_pool(opened, folder, sandbox_level):
+    pool = opened("hostile", reward_sandbox=sandbox_level)
     log = folder / "log"
     assert scored(pool, "daemon", answer=str(log)).rewards.tolist() == [0.0]
     pool.close()
@@ -121,7 +121,7 @@ def test_a_daemon_of_a_reward_ends_with_the_pool(opened, folder, walls):
     assert log.stat().st_size == before
 
 
-@needs_walls
+@needs_sandbox
 def test_a_reward_finds_no_secret_of_another_process(opened):
     keeper = subprocess.Popen(
         [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
@@ -130,22 +130,24 @@ def test_a_reward_finds_no_secret_of_another_process(opened):
     )
     try:
         keeper.stdout.readline()
-        assert scored(opened("hostile", reward_walls="weak"), "look").rewards.tolist() == [1.0]
+        assert scored(opened("hostile", reward_sandbox="weak"), "look").rewards.tolist() == [1.0]
         assert scored(opened("hostile"), "look").rewards.tolist() == [0.0]
     finally:
         keeper.kill()
         keeper.communicate()
 
 
-def test_a_machine_without_walls_refuses_rewards_of_one_s_own_unless_told(opened, monkeypatch, caplog):
+def test_a_machine_without_a_sandbox_refuses_rewards_of_one_s_own_unless_allowed(opened, monkeypatch, caplog):
     def lacks():
-        raise sandbox.NoWalls("this machine cannot hide other processes from a program (namespaces: no; landlock: no)")
+        raise sandbox.NoSandbox(
+            "this machine cannot hide other processes from a program (namespaces: no; landlock: no)"
+        )
 
     monkeypatch.setattr(sandbox, "full", lacks)
-    for walls, reward in (("auto", "hostile"), ("full", "hostile"), ("full", "dora_jax.tasks.rewards.exact")):
-        with pytest.raises(ConfigError, match=r"task.reward_walls: this machine cannot hide .* \"weak\" lets"):
-            opened(reward, reward_walls=walls)
-    assert scored(opened("hostile", reward_walls="weak"), "fine").rewards.tolist() == [0.0]
+    for sandbox_level, reward in (("auto", "hostile"), ("full", "hostile"), ("full", "dora_jax.tasks.rewards.exact")):
+        with pytest.raises(ConfigError, match=r"task.reward_sandbox: this machine cannot hide .* \"weak\" lets"):
+            opened(reward, reward_sandbox=sandbox_level)
+    assert scored(opened("hostile", reward_sandbox="weak"), "fine").rewards.tolist() == [0.0]
     assert not caplog.records
-    assert scored(opened("dora_jax.tasks.rewards.exact", reward_walls="auto"), "4").rewards.tolist() == [1.0]
+    assert scored(opened("dora_jax.tasks.rewards.exact", reward_sandbox="auto"), "4").rewards.tolist() == [1.0]
     assert "the shipped rewards run behind the weak form of walls: this machine" in caplog.text
