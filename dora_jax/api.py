@@ -43,7 +43,7 @@ Series: TypeAlias = dict[str, np.ndarray]
 class RunResult:
     """What came of a run.
 
-    exit_code: 0 at its end, 42 where it was told to stop and the same call goes on.
+    exit_code: 0 at its end, 42 where it was asked to stop and the same call goes on.
     metrics, evaluations: name -> f64[rows], a row a step or an evaluated version, of the workdir's whole history;
     "step" says which; NaN where a row has no such figure. checkpoints: steps that `policy` can take, oldest first.
     """
@@ -149,7 +149,7 @@ def _path(reward: Any) -> str:
 
 
 def _sets_heldout(config: Configuration) -> bool:
-    """Whether the caller said how many prompts are held out."""
+    """Whether the caller gave how many prompts are held out."""
     if isinstance(config, Mapping):
         return "task.heldout" in config or "heldout" in (config.get("task") or {})
     return config is not None

@@ -7,7 +7,7 @@ run as it is. Produces a run folder a point under --workdir, each what `dora_jax
 Laws: a folder is named by its point's overrides alone, so a longer or reordered sweep finds its runs again; every
 config is checked before the first run starts; what ended well under the same config is skipped; a run that fails
 stops no other. --only=i is one point of it, for launchers that give each a machine of its own.
-Exit code: 0 all have ended well, 1 one has not, 2 wrong input, 42 told to stop: the same command goes on.
+Exit code: 0 all have ended well, 1 one has not, 2 wrong input, 42 asked to stop: the same command goes on.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _point(index: int, workdir: Path, overrides: Mapping[str, Any], args: Sequen
 
 
 def _train(point: SweepPoint) -> int:
-    """The exit code of its run; RETRY where the sweep was told to stop, which the run is then told, once."""
+    """The exit code of its run; RETRY where the sweep was asked to stop, which the run is then sent, once."""
     process = subprocess.Popen([sys.executable, *TRAIN, *point.args], process_group=0)  # Ctrl-C reaches only us
     try:
         return process.wait()

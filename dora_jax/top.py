@@ -52,7 +52,7 @@ def picture(data: RunData, now_s: float) -> Group:
         what, healthy = legend.METRICS.get(key) or legend.EVALUATION[key]
         table.add_row(label, _shown(key, figures), Text(f"{what}; {healthy}" if healthy else what, style="dim"))
     last_t = data.timeline[-1]["t"] if data.timeline else None
-    age = "no timeline yet" if last_t is None else f"last sign of life {max(0.0, now_s - last_t):.0f} s ago"
+    age = "no timeline yet" if last_t is None else f"last row {max(0.0, now_s - last_t):.0f} s ago"
     head = Text(f"{data.name}: step {figures['step']}, {age}", style="bold")
     return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data), *_quarantined(data))
 

@@ -1,4 +1,4 @@
-"""What would make a job fail minutes later, said before it starts; run by launch/preflight.sh.
+"""What would make a job fail minutes later, reported before it starts; run by launch/preflight.sh.
 
     plan    before anything is allocated: do the meshes of the configuration fit the chips
     host    on a machine of the job: chips, disk of the workdir, clock, a stale libtpu lock, versions

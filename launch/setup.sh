@@ -4,7 +4,7 @@
 #
 # Reads   PYTHON             the interpreter to use; default: the newest supported one that runs
 #         DORA_ACCELERATOR   cpu, tpu or cuda: which jax wheel; default: what the environment has, else cpu
-#         DORA_VENV          where the environment lives; default .venv
+#         DORA_VENV          where the environment is; default .venv
 # Sets    PY                 the environment's python
 # Stops with one line: code 2 where the caller asked for something impossible, 1 where the machine failed.
 

@@ -131,7 +131,7 @@ def test_the_instance_that_is_far_from_the_trainer_is_named_with_the_figures():
     fleet.pool[2].incarnation = 1
     fleet.step(0.001, 0.02, 0.001)
     fleet.step(0.001, 0.02, 0.001)
-    assert len(fleet.suspicions) == 1, "its next life begins without a history"
+    assert len(fleet.suspicions) == 1, "its next incarnation begins without a history"
 
 
 def test_a_few_tokens_condemn_nobody_and_what_is_old_does_not_count():

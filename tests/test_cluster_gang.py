@@ -155,7 +155,7 @@ def test_silence_is_a_death():
         host.ready()
 
     with Kept(FakeLauncher(incarnation=incarnation), limits=dataclasses.replace(LIMITS, silence_s=0.3)) as kept:
-        eventually(lambda: any("has not been heard" in text for text in kept.said))
+        eventually(lambda: any("has sent nothing" in text for text in kept.said))
 
 
 def test_standstill_is_a_death():
@@ -183,7 +183,7 @@ def lone_gang():
 def test_a_controller_that_slept_blames_nobody():
     gang, _ = lone_gang()
     gang.processes[0].received_s -= 60.0
-    assert "has not been heard" in gang.fault()
+    assert "has sent nothing" in gang.fault()
     gang.excuse(60.0)
     assert gang.fault() is None
 
@@ -245,7 +245,7 @@ def test_a_gang_that_is_reported_to_leave_hands_over_first_and_another_comes():
         kept.hosts(2)[0].link.send(messages.PreemptionNotice(reason="SIGTERM"))
         kept.up(3)  # a process that leaves with notice has not come to nothing
         assert kept.events[:4] == ["up 1", ev.InstanceReported(instance=0, free=3), "down 1", "up 2"]
-        assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) was told SIGTERM"
+        assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) received SIGTERM"
         assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.said)
 
 

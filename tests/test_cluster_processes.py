@@ -44,7 +44,7 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
         run.kill()
     text = console.read_text()
     assert "rollout 1 (epoch 1) is lost" in text
-    assert re.search(r"rollout 0 \(epoch 1\) has left: preempted: process 0 \(pid \d+\) was told SIGTERM", text), text
+    assert re.search(r"rollout 0 \(epoch 1\) has left: preempted: process 0 \(pid \d+\) received SIGTERM", text), text
     assert f"trainer (epoch 1) is up, taken over: pids {trainers[0]}" in text, text
     assert "version 4 is published" in text
     books = audit(tmp_path / "run" / "journal")

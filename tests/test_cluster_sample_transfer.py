@@ -34,7 +34,7 @@ class Driver:
     def __init__(self, world, samples):
         self.world, self.samples, self.left = world, samples, set(samples)
         self.where, self.moves, self.done, self.loaded = {}, 0, {}, set()
-        self.moving = {}  # and which life of instance 1 it was then
+        self.moving = {}  # and which incarnation of instance 1 it was then
         self.incarnations, self.there = 0, False
 
     def run(self, kill_after=None):
@@ -66,7 +66,7 @@ class Driver:
                 self._move(id)
             case ev.SampleMoved(id=id, dst=dst):
                 self.moves += 1
-                lost = dst == 1 and self.moving[id] < self.incarnations  # it had left for an earlier life
+                lost = dst == 1 and self.moving[id] < self.incarnations  # it had left for an earlier incarnation
                 del self.moving[id]
                 self.where[id] = dst
                 if lost:
@@ -258,7 +258,7 @@ class Sent(list):
 
 
 def with_pages(host, heads=1):
-    """The tokens of PARCEL; every head's pages hold its number."""
+    """The tokens of REQUEST; every head's pages hold its number."""
     k = np.full((1, 2, heads, 3, 4), 1.0, ml_dtypes.bfloat16)
     k *= np.arange(host * heads, (host + 1) * heads)[:, None, None]
     return dataclasses.replace(REQUEST, kv_len=7, page_size=4, k_pages=k, v_pages=k.swapaxes(3, 4))

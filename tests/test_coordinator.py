@@ -218,7 +218,7 @@ def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
 
 
 class OneWorker(InstanceProxy):
-    """Its life begins and ends where the test says so."""
+    """Its incarnation begins and ends where the test says so."""
 
     def begin(self, worker):
         self._worker = worker
@@ -230,7 +230,7 @@ class OneWorker(InstanceProxy):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
-    """With the KV where the life that keeps it answers, else from its tokens; once either way."""
+    """With the KV where the incarnation that keeps it answers, else from its tokens; once either way."""
     source, there = Keeper(0), Keeper(1)
     source.incarnation, source.wait_s, later = 0, 0.0, []
     source.forward = lambda in_flight, dst, attempt: later.append(

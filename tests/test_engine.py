@@ -184,7 +184,7 @@ def test_errors_name_the_culprit():
 
 
 def test_tensor_parallel_instance():
-    """KV heads over two devices: the trainer's log-probs again, and a parcel goes to an instance of one device."""
+    """KV heads over two devices: the trainer's log-probs again, and a request goes to an instance of one device."""
     engine = new_engine(device=2, tensor=2, context_block=48, prefill_chunk=20, prefill_tokens=40)
     engine.load(0, weights(engine))
     for id in ids((2, 3)):

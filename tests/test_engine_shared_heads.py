@@ -32,7 +32,7 @@ def engine(request):
 
 
 def test_it_samples_what_one_device_does_also_after_a_move(engine):
-    """Both ways: a parcel carries each head once."""
+    """Both ways: a request carries each head once."""
     there, back = SampleId(3, 1), SampleId(2, 0)
     with loaded("a") as single:
         for id in [there, *ids((4, 1))]:

@@ -58,7 +58,7 @@ def test_a_damaged_record_is_set_aside_and_made_again(run, damage, capsys):
         record.write_bytes(damage)
     assert follow(Config(steps=6), workdir) == 0 and told == [2, 4, 6, 4]
     assert json.loads(record.read_text())["step"] == 4 and (workdir / "evaluations/4.json.damaged").exists()
-    assert "evaluations/4.json is damaged: it is put aside as" in capsys.readouterr().out
+    assert "evaluations/4.json is damaged: it is moved aside as" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_cannot_be_trusted_is_passed_over(run, monkeypatch):

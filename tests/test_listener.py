@@ -64,7 +64,7 @@ def test_many_that_come_at_once_are_all_let_in(door, arrived):
 
 def test_a_member_that_is_never_spoken_to_gives_up(monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.common.listener.ANSWER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(OSError, match="has not said a word"):
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(OSError, match="has not sent anything"):
         dial(f"127.0.0.1:{mute.getsockname()[1]}", b"token")
 
 

@@ -70,7 +70,7 @@ def test_a_loop_that_says_nothing_is_not_healthy(page, monkeypatch):
     assert json.loads(get(page, "/healthz")[2]) == {"status": "ok", "step": 2}
     monkeypatch.setattr(monitoring, "QUIET_S", -1.0)
     status, _, text = get(page, "/healthz")
-    assert status == 503 and json.loads(text)["status"] == "the loop has said nothing for 0 s"
+    assert status == 503 and json.loads(text)["status"] == "the loop has reported nothing for 0 s"
 
 
 def idle(page):

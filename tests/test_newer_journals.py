@@ -22,7 +22,7 @@ CONFIG = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=6)
 
 @pytest.fixture
 def killed():
-    """A run of two lives, whose journal has several segments."""
+    """A run of two incarnations, whose journal has several segments."""
     history = History(CONFIG, Shape(), every=2, keep=9)
     assert history.live(kill_fact=110) is None and history.live(kill_fact=20) is None
     assert len(history.disk.segments()) > 2

@@ -1,7 +1,8 @@
 """Journals that earlier versions wrote: each gives what the code that wrote it recovered, and a run goes on from it.
 
-tests/data/journals/FORMAT holds the segments of a run of two lives (tests/fakes/journal_world.py of that time, killed
-after 70 facts and after 23), and in expected.json what that code itself recovered from them. Format 8 is of 10b51e5.
+tests/data/journals/FORMAT holds the segments of a run of two incarnations (tests/fakes/journal_world.py of that time,
+killed after 70 facts and after 23), and in expected.json what that code itself recovered from them. Format 8 is of
+10b51e5.
 """
 
 import json

@@ -211,7 +211,7 @@ def test_a_sample_that_began_under_replaced_weights_is_set_aside_at_once():
     made = body("loaded parked scored", mode="partial", group_size=2, inflight=2.0)
     tell(made, "up 0\nstarted 0.0-1\ndone 0.0-1")
     assert made.brain.summary()["training"] and made.brain.state.unit(SampleId(1, 0)).state == "starting"
-    assert tell(made, "published 1") == []  # samples that have not begun cannot be put aside
+    assert tell(made, "published 1") == []  # samples that have not begun cannot be moved aside
     assert tell(made, "started 1.0") == ["Park ids=1.0 instance=0"]
 
 

@@ -150,4 +150,4 @@ def test_a_machine_without_a_sandbox_refuses_rewards_of_one_s_own_unless_allowed
     assert scored(opened("hostile", reward_sandbox="weak"), "fine").rewards.tolist() == [0.0]
     assert not caplog.records
     assert scored(opened("dora_jax.tasks.rewards.exact", reward_sandbox="auto"), "4").rewards.tolist() == [1.0]
-    assert "the shipped rewards run behind the weak form of walls: this machine" in caplog.text
+    assert "the shipped rewards run in the weak form of the sandbox: this machine" in caplog.text

@@ -87,7 +87,7 @@ def test_a_sandbox_that_does_not_hold_is_named(monkeypatch):
 
 def test_without_bwrap_code_rewards_are_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(programs, "lack", lambda: "bwrap is not installed (package bubblewrap)")
-    sentence = "this machine cannot wall programs in: bwrap is not installed"
+    sentence = "this machine cannot sandbox programs: bwrap is not installed"
     with pools() as open_pool:
         with pytest.raises(
             ConfigError, match=f"task.rewards: dora_jax.tasks.code.stdio runs what a model writes, and {sentence}"
@@ -115,4 +115,4 @@ except programs.SandboxError as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     reason = "unshare: No space left on device"
-    assert done.stdout == f"{reason}\nthis machine cannot wall programs in: {reason}\n"
+    assert done.stdout == f"{reason}\nthis machine cannot sandbox programs: {reason}\n"

@@ -178,7 +178,7 @@ def test_without_a_journal_a_checkpoint_without_a_manifest_is_not_used():
     assert rig.trainer.params == 2 and store.past == ["3.unproved"] and store.asked == [(2, None)]
 
 
-@pytest.mark.parametrize("kept", ["damaged", "unsealed", "put aside", "metrics", "journal"])
+@pytest.mark.parametrize("kept", ["damaged", "unsealed", "moved aside", "metrics", "journal"])
 def test_a_run_with_a_past_and_nothing_to_go_on_from_is_refused_and_nothing_is_renamed(tmp_path, monkeypatch, kept):
     store, disk = Store(), None
     monkeypatch.setattr(Sink, "file", tmp_path / "metrics.jsonl")
@@ -186,7 +186,7 @@ def test_a_run_with_a_past_and_nothing_to_go_on_from_is_refused_and_nothing_is_r
         store = Store([1, 2], bad={1: "it is bad", 2: "it is worse"})
     elif kept == "unsealed":
         store = Store([], [3])
-    elif kept == "put aside":
+    elif kept == "moved aside":
         store.past.append("3.broken")
     elif kept == "metrics":
         lines = [b"\xff", b"nonsense", b'{"step": "7"}', json.dumps({"step": 12}).encode(), b"7"]

@@ -54,7 +54,7 @@ def served(tmp_path_factory):
         yield line.split("is served at ")[1].partition("/v1")[0]
         process.terminate()
         process.communicate(timeout=60)
-    assert process.returncode == 0, "told to stop, it ends in peace"
+    assert process.returncode == 0, "asked to stop, it ends in peace"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Damage to the files of a workdir beside journal and checkpoints: found, put aside or refused in a sentence, never a
+"""Damage to the files of a workdir beside journal and checkpoints: found, moved aside or refused in a sentence, never a
 trace. What the checks compare with is what was written, not what the readers make of it."""
 
 import functools
@@ -64,7 +64,7 @@ def text_of(rows):
 
 
 def resumed(folder, data, step):
-    """(rows after a resume at this step and a write, notes, lines put aside, evaluations)."""
+    """(rows after a resume at this step and a write, notes, lines moved aside, evaluations)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "metrics.jsonl").write_bytes(data)
@@ -242,7 +242,7 @@ def test_damaged_statistics_are_set_aside_and_begin_anew(tmp_path):
         log = Timeline(tmp_path, said.append)
         finished(log, 0)
         log.close()
-        assert aside.read_bytes() == bad and "it is put aside as" in said[0], said
+        assert aside.read_bytes() == bad and "it is moved aside as" in said[0], said
         assert load(tmp_path, "a").instances[0]["samples"] == 1
         aside.unlink()
     file.write_text(json.dumps({name: fields[name] for name in ("instances", "lengths")}))  # before formats had numbers
@@ -260,7 +260,7 @@ def test_a_trace_that_is_none_is_set_aside(tmp_path, content):
     log = Timeline(tmp_path, said.append)
     finished(log, 0)
     log.close()
-    assert json.loads(file.read_text()) and "put aside as" in said[0]
+    assert json.loads(file.read_text()) and "moved aside as" in said[0]
     assert content is None or (tmp_path / "trace.json.damaged").read_bytes() == content
 
 

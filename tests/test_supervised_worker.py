@@ -197,7 +197,7 @@ def test_incarnations_that_come_to_nothing_are_counted():
 
 
 class Counted(LocalInstance):
-    """Its lives that came to nothing, in a row."""
+    """Its incarnations that came to nothing, in a row."""
 
     @property
     def losses(self):
@@ -334,7 +334,7 @@ def test_samples_go_on_while_weights_come():
     while not any(isinstance(item, ev.WeightsLoaded) and item.version == 1 for item in received):
         received.append(outbox.get(timeout=20))
     assert engine.versions == (0, 1)
-    instance.load(2, 1)  # it ends this life, as on the worker's own thread
+    instance.load(2, 1)  # it ends this incarnation, as on the worker's own thread
     while not isinstance(received[-1], ev.InstanceDown):
         received.append(outbox.get(timeout=20))
     assert "Dies: no such weights" in received[-1].reason
@@ -393,6 +393,6 @@ def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_train
     later = {group.group_id for _, group in trained_by(job.records)} - set(trained)
     assert later and suspected
     for id in suspected:
-        if id.group_id in later:  # it has begun again: on a healthy instance, or on the next life of this one
+        if id.group_id in later:  # it has begun again: on a healthy instance, or on the next incarnation of this one
             assert (done[id].instance, done[id].incarnation) != (0, 0)
     assert "begin again elsewhere" in job.said[0]

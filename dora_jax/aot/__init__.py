@@ -217,7 +217,7 @@ def _kernels(
         yield Kernel(name=one.name, runs=one.runs, flops=done, bytes=moved, floor_s=floor_s)
 
 
-# --------------------------------------------------------------- what is said
+# --------------------------------------------------------------- messages
 
 
 def report(config: Config) -> None:

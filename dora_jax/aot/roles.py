@@ -1,4 +1,4 @@
-"""What ahead-of-time compilation finds of a trainer or an instance, and what is said where it does not fit."""
+"""What ahead-of-time compilation finds of a trainer or an instance, and the message where it does not fit."""
 
 from __future__ import annotations
 

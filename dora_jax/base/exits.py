@@ -1,7 +1,7 @@
 """Exit codes, and what Ctrl-C and SIGTERM do to a program before its run begins (then runtime/common/shutdown.py takes
 over).
 
-    0 done    1 it cannot go on    2 wrong input, trying again cannot help    42 start me again: told to stop, or stuck
+    0 done    1 it cannot go on    2 wrong input, trying again cannot help    42 start me again: asked to stop, or stuck
 
 Standard library only: a program listens before it imports anything else.
 """

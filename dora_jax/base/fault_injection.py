@@ -19,7 +19,7 @@ POINTS = (
     "rollout.verifying",  # drafts are on the device, and nothing of them has come back
     "trainer.before_step",  # a batch was taken
     "trainer.in_step",  # a part of a step is trained, the next has not come
-    "trainer.after_step",  # the weights have changed, and nothing has been told
+    "trainer.after_step",  # the weights have changed, and nothing has been reported
     "trainer.after_put",  # the version can be loaded, its fact is not written
     "chips.lent",  # the trainer's devices hold an instance's weights, and the instance is not up
     "chips.returned",  # the samples of a lent instance are out, and the instance is not down

@@ -4,7 +4,7 @@ Consumes named values from the runtime; produces one JSON line a record, the sam
 line a step, and between the lines a progress line that moves whatever the run is doing.
 Laws: names are paths (`lag/max`, `rollout/tokens_per_s`); every line of metrics.jsonl is strict JSON (what is not
 finite is null); after a resume no line is later than the step resumed from, until it is written again; a damaged line
-is put aside and stops no run; a sum and a count travel together and are divided once.
+is moved aside and stops no run; a sum and a count travel together and are divided once.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Writer:
     def resume(self, step: int) -> None:
         """Drop what was written after `step`: the run goes on from there. Call before the first write.
 
-        Damaged lines are put aside: what is no record, and a later step that stands before an earlier one. A note says
-        where they are, and of which steps no record is left.
+        Damaged lines are moved aside: what is no record, and a later step that stands before an earlier one. A note
+        says where they are, and of which steps no record is left.
         """
         if self._lines:
             raise RuntimeError("Writer.resume must come before the first write")

@@ -36,7 +36,7 @@ class PatientFile:
         self._most_bytes = budget_bytes // 2
         for place in (self._path, earlier(self._path)) if budget_bytes else (self._path,):
             if place.is_dir():
-                notify(f"{place} was a folder, which is put aside as {state_files.set_aside(place)}")
+                notify(f"{place} was a folder, which is moved aside as {state_files.set_aside(place)}")
         self._waiting = b""
         self._tried_s: float | None = None  # when a write was last refused; None: writes succeed
         self._open()

@@ -5,7 +5,7 @@
                    them
 
 Consumes and produces bytes; standard library only. Laws: a state file is replaced as a whole, and damage to it is found
-before anything is taken from it; a damaged line of a log costs neither the run nor the other lines, and is put aside,
+before anything is taken from it; a damaged line of a log costs neither the run nor the other lines, and is moved aside,
 not deleted. A digit of a log that became another digit is beyond it: rows carry no checksum.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 FORMAT, CHECKSUM = "format", "checksum"  # fields of a state file, beside its own
 UNNUMBERED = 1  # the format of files from before formats had numbers: neither field, otherwise as format 2
-DAMAGED = ".damaged"  # ends the name of what is put aside
+DAMAGED = ".damaged"  # ends the name of what is moved aside
 MOST_SPANS = 8  # of line numbers that a sentence lists
 
 Row = dict[str, Any]
@@ -82,7 +82,7 @@ def read(file: Path, newest: int) -> Row:
 
 
 def replace(file: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file that is whole or as it was, also after a power cut. A folder in its place is put aside."""
+    """Write a file that is whole or as it was, also after a power cut. A folder in its place is moved aside."""
     if file.is_dir():
         set_aside(file)
     partial = file.with_name(f".{file.name}.partial")

@@ -242,7 +242,7 @@ def gap(record: Record, cfg: ModelConfig, tiny: bool) -> None:
             trainer = trainer_of(changed, cfg, harness.one_device(), masters)
             [batch] = packer(changed, trainer)(groups, 0)
             exactly = jax.default_matmul_precision("float32" if dtype == "float32" else None)
-            with exactly:  # a GPU rounds factors of f32 to 10 bits unless told
+            with exactly:  # a GPU rounds factors of f32 to 10 bits unless asked
                 forward[label] = trainer.logprobs(batch)[batch.mask]
             behavior = batch.behavior_logprobs[batch.mask]
             del trainer

@@ -206,7 +206,7 @@ def _imports(python: Path, library: str) -> bool:
 
 
 def program(module: str, *arguments: str) -> None:
-    """Runs a program of the package to its end; exits with what it said where it fails."""
+    """Runs a program of the package to its end; exits with what it printed where it fails."""
     print(f"{module} {arguments[-1]}", file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -192,7 +192,7 @@ class There:
         self.number = 0
 
     def goes_on(self, request: InFlightSample, began: float) -> tuple[float, float]:
-        """Seconds from now until the parcel is there, and from `began` until its sample has sampled there."""
+        """Seconds from now until the request is there, and from `began` until its sample has sampled there."""
         self.number += 1
         lending = time.perf_counter()
         self.end.send_bytes(CODEC.encode(lend(self.wire, key(self.number), request)))
@@ -213,7 +213,7 @@ class There:
 
     def _expect(self, word: bytes) -> None:
         if (received := self.end.recv_bytes()) != word:
-            raise RuntimeError(f"the other process said {received!r} where {word!r} was expected")
+            raise RuntimeError(f"the other process sent {received!r} where {word!r} was expected")
 
 
 def measure_there(context: int, rounds: int, model: decoder.ModelConfig) -> list[Any]:

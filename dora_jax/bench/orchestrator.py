@@ -8,13 +8,13 @@ at 30 tokens/s: at a million live samples 10,000 start and as many end in a seco
 `report_s`, and its samples as often as those of a run of that size (runtime/instances/rollout_worker.py,
 `progress_period_s`); one is lost every `mtbf_s` of instance time, and a step takes a quarter of the groups that run.
 The fleet works for `warm_s` first, without reports until the last seconds. With `aged` its first groups are found at
-any point of their lives, as those of a fleet that has worked for long: steps follow each other from the start, versions
+any point, as those of a fleet that has worked for long: steps follow each other from the start, versions
 come and go, and samples move. Without, a group ends only once its longest answer does, minutes later.
 
 Facts come together for as long as the coordinator of such a fleet waits (runtime/coordinator.py, `gather_s`). Timed is
 the CPU of the thread in `commit` and `decide`; the share is that by the virtual time that went by. Kinds of facts are
-told apart in one batch of `SAMPLED`. A snapshot is made each `snapshot_s` as a controller makes it: by a forked child
-(runtime/journal/event_log.py). `codec` adds what a controller's journal and wire do with the same facts.
+distinguished in one batch of `SAMPLED`. A snapshot is made each `snapshot_s` as a controller makes it: by a forked
+child (runtime/journal/event_log.py). `codec` adds what a controller's journal and wire do with the same facts.
 """
 
 from __future__ import annotations

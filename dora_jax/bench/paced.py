@@ -238,7 +238,7 @@ class LentPacedWorker(PacedWorker):
         self.outbox.put(ev.InstanceDown(instance=self.instance, reason="returned", incarnation=self.incarnation))
 
     def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None:
-        """What comes after the chips were given back is recorded."""
+        """What comes after the chips were returned is recorded."""
         if self._lent:
             super().receive(in_flight, src, attempt)
             return

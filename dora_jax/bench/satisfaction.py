@@ -72,7 +72,7 @@ POLL_S = 0.2
 
 
 def thanked(prompt: str, response: str, answer: dict[str, Any]) -> float:
-    """The reward: what the user said next."""
+    """The reward: what the user wrote next."""
     return float(any(message["content"] == "thanks" for message in answer["next"]))
 
 
@@ -115,7 +115,7 @@ class User:
 
 
 class Ended(RuntimeError):
-    """The endpoint has said no."""
+    """The endpoint has refused."""
 
 
 def _talk(connection: http.client.HTTPConnection, rng: random.Random, session: str) -> Talk:

@@ -48,7 +48,7 @@ AOT_HELP = (
     "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
 )
 READERS = ("evaluate", "serve")  # purposes that start from an existing workdir, and change nothing in it
-SERVED_TOKENS, SERVED_SLOTS = 1024, 16  # of --model, unless it is said: a prompt, an answer; samples at once
+SERVED_TOKENS, SERVED_SLOTS = 1024, 16  # of --model, unless given: a prompt, an answer; samples at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class ServingSection:
     port: int = field(0, "where it answers; 0: none", ge=0, le=65535)
     host: str = field("127.0.0.1", "its address; others than loopback want DORA_SERVE_TOKEN")
     name: str = field("policy", "what requests call the model; NAME@41 is its version 41")
-    train: bool = field(False, "a session is an episode: task.rewards score each answer by what the user said next")
+    train: bool = field(False, "a session is an episode: task.rewards score each answer by what the user wrote next")
     session_idle_s: float = field(60.0, "train: a session that is silent for so long has ended", gt=0)
     hold_versions: int = field(0, "older versions kept for the sessions that began with them", ge=0)
     hold_s: float = field(600.0, "so long after a newer one is published, at most; then their requests get 410", ge=0)

@@ -48,7 +48,7 @@ class Recording:
 
 
 def read(path: str | Path) -> tuple[OrchestratorConfig, dict[str, Any], Iterator[tuple[ev.Event, str]]]:
-    """(what the run was told, keywords of its Orchestrator, its events).
+    """(what configured the run, keywords of its Orchestrator, its events).
 
     Beside the last event of a batch stands the digest of all commands so far, "" beside the others.
     """
@@ -59,7 +59,7 @@ def read(path: str | Path) -> tuple[OrchestratorConfig, dict[str, Any], Iterator
 
 
 def recorded_body(path: str | Path) -> tuple[OrchestratorConfig, list[ev.InstanceUp]]:
-    """What the run was told, and the instances that came up at its start."""
+    """What configured the run, and the instances that came up at its start."""
     config, _, events = read(path)
     start = itertools.takewhile(lambda event: isinstance(event, ev.InstanceUp | ev.TimePassed), (e for e, _ in events))
     ups = [event for event in start if isinstance(event, ev.InstanceUp)]

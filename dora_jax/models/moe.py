@@ -2,7 +2,7 @@
 
     hidden -> scores -> ids (top k of scores + bias, within the best groups) -> weights (scores at those ids)
 
-`route` chooses, or is told (`forced`), which experts a token goes to; the weights always come from the gate's own
+`route` chooses, or takes from `forced`, which experts a token goes to; the weights always come from the gate's own
 scores, so that its gradient flows where the choice is replayed. COMPUTES multiply, by name:
   scan        one expert after another over all tokens: what trainers on CPUs take, where gradients of gathers cost
   blocks      tokens sorted by expert, a few of one expert's after another: what engines on CPUs take; no gradient

@@ -1,4 +1,4 @@
-"""THE table: logical axis -> mesh axis. Nothing else in the package decides where a dimension lives.
+"""THE table: logical axis -> mesh axis. Nothing else in the package decides where a dimension is placed.
 
 Consumes the logical axes that decoder.py's modules carry; produces NamedShardings for both layouts. Mesh axes:
   data     batch rows, parameters replicated

@@ -1,4 +1,4 @@
-"""Balance: which instance serves which version, which samples move or are put aside. Issues LoadWeights, Move, Park.
+"""Balance: which instance serves which version, which samples move or are parked. Issues LoadWeights, Move, Park.
 
 `rebalance` runs on triggers only and looks at every instance; the other functions look at one. An instance never
 drops weights under running samples: it starts nothing more of the version that is leaving, the samples of that end or
@@ -50,8 +50,9 @@ def plan_shares(
     resident_slots: int = 0,
 ) -> dict[Version, int]:
     """Instances for each version with demand. `need`: the least that its unfinished samples fit on; `cap`: the most
-    that it has a use for (missing: any number); `berths`: versions that all instances hold together, where some hold
-    more than one. A version without a cap is then wanted on every instance, an older one where its samples need it."""
+    that it has a use for (missing: any number); `resident_slots`: versions that all instances hold together, where some
+    hold more than one. A version without a cap is then wanted on every instance, an older one where its samples need
+    it."""
     versions = sorted(v for v, n in demand.items() if n > 0)
     resident_slots = max(resident_slots, instances)
     if resident_slots <= len(versions):
@@ -268,7 +269,7 @@ def rebalance(s: State) -> None:
     if len(demand) >= resident_slots:
         demand = {v: n for v, n in demand.items() if n > s.queue.in_environment.get(v, 0)}
     need = {v: -(-min(n, s.queue.wanting(v)) * len(instances) // slots) for v, n in demand.items()}
-    # An older version only shrinks: what it has is enough for its samples, and more would soon have to be given back.
+    # An older version only shrinks: what it has is enough for its samples, and more would soon have to be released.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
     shares = plan_shares(len(instances), _weights(s, demand), need, cap, s.decisions.spread, resident_slots)
     changes = plan_partition([_seat(h) for h in instances], shares, s.ledger.base)
@@ -280,7 +281,7 @@ def rebalance(s: State) -> None:
             if coming is not None or not instance.used:
                 s.due.emptied[instance.id] = None
     if s.decisions.mixes_versions:
-        # Mode `partial`: training samples that run under older weights are put aside, to go on under the newest
+        # Mode `partial`: training samples that run under older weights are parked, to go on under the newest
         for instance in s.fleet.instances.values():
             units = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and is_training(u.group.id)]
             _park(s, instance, units)
@@ -331,7 +332,7 @@ def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
 
 def _preempt(s: State) -> None:
     """The trainer is idle, and an older version has samples but no instance: those of the younger version that is to
-    make room are put aside instead of waited for. Older over younger only, so no two versions trade places."""
+    make room are parked instead of waited for. Older over younger only, so no two versions trade places."""
     if not s.ledger.missing:
         return
     for instance in s.fleet.instances.values():
@@ -452,7 +453,7 @@ def relieve_pressed(s: State) -> None:
 
 def _relieve(s: State, instance: Instance) -> None:
     """KV pressure: the youngest samples of an instance that runs out of pages move to another instance of their
-    version, or are put aside until pages are free. The longest stay: they are the tail that a step waits for."""
+    version, or are parked until pages are free. The longest stay: they are the tail that a step waits for."""
     if (
         instance.returning
         or not s.short_of_pages(instance)

@@ -3,9 +3,9 @@
 Only ids and counts travel here; payload (tokens, log-probs, rewards, weights) goes from stage to stage.
 A command reserves, the event that answers it commits.
 
-Events of an instance carry its life: a number that rises each time the instance comes up. Those of a sample name the
-attempt that placed it, a Start, Resume or Move (None: a journal of an older format did not); an answer names its Move
-or its wait. Facts of one life come in order; what else is late or repeated is dropped and counted.
+Events of an instance carry its incarnation: a number that rises each time the instance comes up. Those of a sample name
+the attempt that placed it, a Start, Resume or Move (None: a journal of an older format did not); an answer names its
+Move or its wait. Facts of one incarnation come in order; what else is late or repeated is dropped and counted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class InstanceDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceUnhealthy:
-    """What the instance sampled up to the end of this life, which may be long over, cannot be believed: NaN, say."""
+    """What the instance sampled up to the end of this incarnation, which may be long over, cannot be believed: NaN,
+    say."""
 
     instance: InstanceId
     reason: str
@@ -156,7 +157,7 @@ class GroupFailed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCame:
     """A client asks the endpoint of the run for one sample (see `is_served`). The answer is SampleDone, or
-    Discard: the version has retired, or a GroupFailed said that the client is gone."""
+    Discard: the version has retired, or a GroupFailed reported that the client is gone."""
 
     group_id: GroupId
     version: Version
@@ -170,7 +171,7 @@ class StepPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTrained:
-    """The trainer is done with all groups that it has, and the step lacks more. Said where its chips can be lent."""
+    """The trainer is done with all groups that it has, and the step lacks more. Sent where its chips can be lent."""
 
     base_version: Version
     groups: int  # of the step at this base, so far
@@ -270,8 +271,9 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """The instance was unhealthy up to the end of a life, which is over: nothing that it sampled until then will be
-    trained, but for `group_ids`, of which it sampled a part and which trained in the steps that made `steps`."""
+    """The instance was unhealthy up to the end of an incarnation, which is over: nothing that it sampled until then
+    will be trained, but for `group_ids`, of which it sampled a part and which trained in the steps that made
+    `steps`."""
 
     instance: InstanceId
     reason: str
@@ -361,7 +363,7 @@ class Unpause:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lend:
     """The trainer's state leaves these chips, and they decode as an instance that holds `version`, which does not
-    retire meanwhile. The answer is InstanceUp, or InstanceDown of a life that never came up."""
+    retire meanwhile. The answer is InstanceUp, or InstanceDown of an incarnation that never came up."""
 
     instance: InstanceId
     version: Version

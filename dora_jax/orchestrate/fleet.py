@@ -83,13 +83,13 @@ class Group:
         self.abandoned: str | None = None  # "failed" or "evicted" while its last samples are being cancelled
         self.ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of those which have ended
         self.begins_again = (
-            False  # one of its samples does: what is said of the whole group may be said of an earlier one
+            False  # one of its samples does: what is reported of the whole group may be of an earlier one
         )
         self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
 
 
 class Instance:
-    """One life of an instance that is up.
+    """One incarnation of an instance that is up.
 
     Its weights: STEADY -> CLEARING (it starts nothing of `leaving`, which makes room for `coming`, where it has to)
     -> LOADING (`coming` is on its way, and nothing leaves) -> STEADY. `Fleet.turn` is the only way from one to another.
@@ -129,7 +129,7 @@ class Instance:
         self.pages = pages
         self.page_size = page_size
         self.residents = residents
-        self.speed = speed  # as it said when it came up, then as measured
+        self.speed = speed  # as reported when it came up, then as measured
         self.pace = self.paced_steps = 0.0  # octaves by which it beats the fleet's line, by so many decode steps
         self.versions: list[Version] = []  # loaded
         self.phase = STEADY
@@ -138,7 +138,7 @@ class Instance:
         self.units: dict[SampleId, Unit] = {}
         self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
         self.pages_used = 0
-        self.report: InstanceReported | None = None  # that units were not told of
+        self.report: InstanceReported | None = None  # that units have not received
         self.reports = 0
         self.tokens = 0  # of all its samples, in its last report
         self.incoming = 0
@@ -175,7 +175,7 @@ class Fleet:
         self.measured = Measured(prompt_tokens, new_tokens, expected_tokens)
         self.instances: dict[InstanceId, Instance] = {}
         self.alone: dict[InstanceId, tuple[Incarnation, ...]] = {}  # the one that is up: most samples share it as `ran`
-        self.incarnations: dict[InstanceId, int] = {}  # the latest that was heard of, over or not
+        self.incarnations: dict[InstanceId, int] = {}  # the latest reported, over or not
         self.unhealthy: dict[InstanceId, int] = {}  # the latest incarnation that is not believed, nor any before it
         self.open: dict[Version, list[tuple[float, InstanceId]]] = {}  # heaps; entries may be stale
         self.holders: dict[Version, dict[InstanceId, None]] = {}  # instances that serve or load a version
@@ -192,8 +192,8 @@ class Fleet:
         return instance.pages_used + self.measured.pages(instance.page_size, tokens) <= instance.pages
 
     def reported(self, instance: Instance, event: InstanceReported) -> None:
-        """What the samples of the instance have by now. Units are told when a decision looks at them (`settle`): most
-        reports are followed by another one first."""
+        """What the samples of the instance have by now. Units are updated when a decision looks at them (`settle`):
+        most reports are followed by another one first."""
         instance.report, instance.tokens = event, sum(event.tokens)
         if 2 * len(event.tokens) > len(instance.units):  # else most of the pages are of samples that it does not list
             used = (instance.pages - event.free) * instance.page_size
@@ -260,7 +260,7 @@ class Fleet:
         self.offer(dst)
 
     def end_move(self, unit: Unit) -> Instance | None:
-        """Give back the slot reserved at the destination; returns the destination, None if that is gone."""
+        """Release the slot reserved at the destination; returns the destination, None if that is gone."""
         dst, unit.dst = unit.dst, None
         if dst is None or self.instances.get(dst.id) is not dst:
             return None

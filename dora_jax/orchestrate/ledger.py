@@ -1,4 +1,4 @@
-"""The ledger: the life of every training group, and the two tests that bound staleness.
+"""The ledger: the states of every training group, and the two tests that bound staleness.
 
 Consumes admissions and facts about groups, produces batches. It is the only place that knows the deadline rule:
 

@@ -1,4 +1,4 @@
-"""What ended samples and reports have said so far: lengths, times, and the pages that follow from them.
+"""What ended samples and reports have shown so far: lengths, times, and the pages that follow from them.
 
 A reservation is a prompt and as much of a response as samples of such a length hold at the worst moment to come. Of
 both the configuration knows bounds only, and an instance that reserved bounds would stand two thirds empty: they hold
@@ -71,7 +71,7 @@ class Line:
             self.weights = [row[-1] / row[i] for i, row in enumerate(rows)]
 
 
-# Lengths are told apart by quarters of an octave: 19 % is less than what one instance's samples scatter.
+# Lengths are distinguished by quarters of an octave: 19 % is less than what one instance's samples scatter.
 BUCKETS_AN_OCTAVE = 4
 # Answers are renewed after so many ended samples, and as rarely as a 32nd to a 64th of all that have ended says more.
 RENEWED_EVERY = 32

@@ -1,4 +1,4 @@
-"""What the orchestrator is told (`OrchestratorConfig`) and what each mode decides (`Decisions`).
+"""The configuration of the orchestrator (`OrchestratorConfig`) and what each mode decides (`Decisions`).
 
 A mode is one row of choices; the code that carries them out is the same for all eight.
 """
@@ -107,7 +107,7 @@ class OrchestratorConfig:
     eval_samples: int = 1
     kv_pressure: float = 0.03  # share of free pages below which an instance sheds samples
     updates: int = 1  # optimizer updates a step; modes that take parts take the groups of each when they are ready
-    task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not told apart
+    task_cycle: tuple[str, ...] = ()  # the task of group g is task_cycle[g % len]; empty: tasks are not distinguished
     task_ratios: tuple[tuple[str, float], ...] = ()  # (task, oversampling in units of its share of `inflight`)
     task_lead: float = (
         0.0  # steps of prompts by which a task may be ahead of another, where tasks have limits; 0: any number

@@ -3,7 +3,7 @@
 Consumes InstanceUnhealthy, of an incarnation that is up or is over; produces Quarantine, which names the groups that
 were trained with tokens of that incarnation or of an earlier one of the instance. A sample that has not ended and has
 such tokens begins again from its prompt, elsewhere and at its version; where it runs
-now, it is put aside first. A group of which such a sample has ended is given up before it is trained, and its prompt is
+now, it is parked first. A group of which such a sample has ended is given up before it is trained, and its prompt is
 issued again: no sample ends twice. Law: no Train after an InstanceUnhealthy names a group with such tokens, wherever
 its samples have moved since.
 """
@@ -75,7 +75,7 @@ def _suspect(ran: tuple[Incarnation, ...], event: ev.InstanceUnhealthy) -> bool:
 
 
 def set_aside(s: State, unit: Unit) -> None:
-    """The sample leaves its slot as soon as its instance has heard of it."""
+    """The sample leaves its slot as soon as its instance knows of it."""
     assert unit.instance is not None
     unit.state = fl.PARKING
     s.out.append(ev.Park(ids=(unit.id,), instance=unit.instance))

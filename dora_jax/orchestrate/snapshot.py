@@ -104,7 +104,7 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data["sampled_by"] = _with_incarnations(data["sampled_by"])
         kind, *steps = data["trained_by"]
         data["trained_by"] = [kind, *([version, _with_incarnations(groups)] for version, groups in steps)]
-    if data["format"] == 15:  # what are incarnations were lives
+    if data["format"] == 15:  # incarnations had another name
         fleet = dict(data["fleet"])
         data |= {"format": 16, "fleet": fleet | {"incarnations": fleet.pop("lives")}}
     return data
@@ -233,8 +233,8 @@ def _load_group(fleet: Fleet, row: list) -> Group:
 
 
 def _instance(fleet: Fleet, id: InstanceId, incarnation: int) -> Instance:
-    """Of a move under way. A life that ended before the snapshot is gone for good: a instance that is not in the fleet
-    stands for it."""
+    """The instance of a move under way. An incarnation that ended before the snapshot is gone for good: an instance
+    that is not in the fleet stands for it."""
     instance = fleet.instances.get(id)
     return (
         instance

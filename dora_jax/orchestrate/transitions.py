@@ -1,8 +1,8 @@
 """Whether a fact counts: before anything changes, and the same while a run works and when its journal is replayed.
 
 `counts(state, event)` is True for a fact that answers what the orchestrator has asked for; False for one that is late
-or said twice (of an earlier life of its instance, of an earlier attempt to place or to move, of a sample or a group
-that has ended):
+or repeated (of an earlier incarnation of its instance, of an earlier attempt to place or to move, of a sample or a
+group that has ended):
 it is dropped. A fact that no order of delivery can explain raises ImpossibleFact.
 
 Commits: what each event that counts (`counts`) changes in the state. Nothing is decided here.
@@ -44,7 +44,7 @@ def _unhealthy(s: State, event: ev.InstanceUnhealthy) -> bool:
 
 
 def _incarnations(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
-    """Said by the present life of its instance."""
+    """Reported by the present incarnation of its instance."""
     instance = s.fleet.instances.get(event.instance)
     return instance is not None and instance.incarnation == event.incarnation
 
@@ -68,7 +68,7 @@ def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
 
 
 def _of_unit(*states: str):
-    """Said by the instance that has the sample, in one of these states, of what placed it there. An end needs no
+    """Reported by the instance that has the sample, in one of these states, of what placed it there. An end needs no
     attempt: no sample has two."""
 
     def from_holder(
@@ -199,7 +199,7 @@ _COUNTS = {
 
 
 def instance_up(s: State, event: ev.InstanceUp) -> None:
-    """The end of its earlier life may be heard later, and is then late."""
+    """The end of its earlier incarnation may arrive later, and is then late."""
     if event.instance in s.fleet.instances:
         lost(s, s.fleet.instances[event.instance])
     s.fleet.incarnations[event.instance] = event.incarnation
@@ -391,7 +391,7 @@ def sample_ready(s: State, event: ev.SampleReady) -> None:
 
 
 def _runs(s: State, unit: Unit) -> None:
-    """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is put aside at
+    """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is parked at
     once."""
     assert unit.instance is not None
     unit.state = fl.RUNNING

@@ -152,7 +152,7 @@ def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:
 
 
 def known_devices(config: Config) -> int | None:
-    """How many devices there will be, as far as that can be said without starting JAX."""
+    """How many devices there will be, as far as that is known without starting JAX."""
     if config.cpu_devices:
         return config.cpu_devices
     named = chips.machine(config.slice).devices if config.slice else None

@@ -122,7 +122,7 @@ def published_copies(config: Config) -> int:
 
 
 def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLine]:
-    """Bytes that an update needs beside the state: what lives through all of it, and its largest phase."""
+    """Bytes that an update needs beside the state: what stays allocated through all of it, and its largest phase."""
     t, size, alone = config.trainer, BYTES[config.model.dtype], mesh.shards == 1
     shape = batch_layout(config, mesh)
     rows = shape.rows // (t.micro_batches * mesh.rows)  # of a device and micro-batch

@@ -61,7 +61,7 @@ def bottleneck(steps: Sequence[Row]) -> str:
     settled = steps[1:] if len(steps) > 2 else steps  # the first step compiles
     trainer, rollout = idle_shares(settled)
     if trainer is None or rollout is None:
-        return "No step has ended yet, so nothing can be said about the bottleneck."
+        return "No step has ended yet, so nothing is known about the bottleneck."
     summary = f"The trainer is idle for {trainer:.0%} of a step and rollout for {rollout:.0%}."
     if abs(trainer - rollout) <= MARGIN:
         return f"{summary} {NEITHER if max(trainer, rollout) < BUSY else BOTH}"
@@ -75,7 +75,7 @@ def progress(data: RunData) -> str:
     """How far the run has come, and when it last wrote."""
     last, wanted = (data.steps[-1]["step"] if data.steps else 0), configured(data, "steps")
     last_t = max((row["t"] for row in data.timeline), default=None)
-    when = f"; the last sign of life is of {time.strftime('%Y-%m-%d %H:%M', time.gmtime(last_t))} UTC" if last_t else ""
+    when = f"; the last row is of {time.strftime('%Y-%m-%d %H:%M', time.gmtime(last_t))} UTC" if last_t else ""
     return f"{last} of {wanted or '?'} steps are published{when}."
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 
-Meaning = tuple[str, str]  # (what it is, with its unit; where it is healthy, "" where nothing can be said)
+Meaning = tuple[str, str]  # (what it is, with its unit; where it is healthy, "" where nothing is known)
 
 WORDS = {
     "version": "one immutable set of weights; 0 is the base, each published step makes the next",

@@ -295,8 +295,8 @@ def _limits(shapes: Shapes, eos_ids: tuple[int, ...], min_new_tokens: int) -> Ca
 
 
 def _tiled(where: NamedSharding, kv: KVLayout, shapes: Shapes) -> Any:
-    """How a pool lies. Of latents in 8 bits on a TPU it is said: else XLA turns all of it round before a step writes
-    its rows, and back after."""
+    """How a pool lies. Of latents in 8 bits on a TPU it is declared: else XLA turns all of it round before a step
+    writes its rows, and back after."""
     if not (kv.rank and shapes.kv and shapes.paged and where.mesh.devices.flat[0].platform == "tpu"):
         return where
     return Format(Layout((0, 1, 2), ((8, 128), (4, 1))), where)

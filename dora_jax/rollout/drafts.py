@@ -1,6 +1,6 @@
 """Stage 2, pure: drafts of a sample's next tokens from its group's other samples. numpy only.
 
-Consumes the samples of this engine as they grow and end, and what is told of those of others; produces guesses at what
+Consumes the samples of this engine as they grow and end, and what is sent of those of others; produces guesses at what
 a sample draws next: the tokens that followed the same last tokens in a sample of the same group, itself included. Any
 version may draft. One call verifies a guess: it draws at every position with that position's own key and keeps the
 draws up to the first that differs, so the tokens are those of decoding step by step (up to near-ties between batch
@@ -89,7 +89,7 @@ class Drafter:
     def __init__(self, shapes: Shapes):
         self.verified = self.accepted = 0  # tokens of drafts that a call verified, and those of them that held
         self.tokens, self._steps, self._rows = shapes.drafts, shapes.steps, shapes.draft_rows
-        self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left or were told of
+        self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left or were sent
         self._ended = 0  # tokens of samples that have left or are elsewhere, of all groups
         self._share = TYPICAL  # of guesses that hold, over all groups
         self._unwatched = 0  # draws since the last that was compared
@@ -155,7 +155,7 @@ class Drafter:
         return (held + failed, held) if verified else (0, 0)
 
     def know(self, id: SampleId, tokens: np.ndarray) -> None:
-        """The response, so far, of a sample that another engine has: it drafts for its siblings here. Of what is told
+        """The response, so far, of a sample that another engine has: it drafts for its siblings here. Of what is sent
         of a sample again, only what follows the same tokens counts."""
         group, source = self._newest(id.group_id), -1 - id.index  # not that of the sample itself, which may come here
         known = group.sources[source].sequence if source in group.sources else tokens[:0]

@@ -162,7 +162,7 @@ class Engine:
         self.scheduler.unpin(prefix)
 
     def page(self) -> dict[str, np.ndarray]:
-        """One as parcels carry it, of the heads that this process holds; what is in it means nothing."""
+        """One as requests carry it, of the heads that this process holds; what is in it means nothing."""
         return self.device.read_pages([0])
 
     def import_(self, request: InFlightSample) -> None:
@@ -259,7 +259,7 @@ class Engine:
         plan = self.scheduler.plan()
         self._swap(plan.swaps)
         if plan.preempts:
-            self._land()  # a parcel holds all tokens whose KV it holds
+            self._land()  # a request holds all tokens whose KV it holds
         for preempt in plan.preempts:
             if self.scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
                 self.host.put(request := self._request(preempt.seq, preempt.pages, preempt.kv_len))
@@ -389,7 +389,7 @@ class Engine:
             self._step()
             copy.land()
             if seq.path is not path:
-                return None  # preempted for an older one: its parcel, or other pages, hold the KV
+                return None  # preempted for an older one: its request, or other pages, hold the KV
             copy.launch(self.scheduler.copy_room)
         copy.land()
         return copy.arrays

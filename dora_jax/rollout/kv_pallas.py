@@ -88,7 +88,7 @@ class Paged:
     # -------------------------------------------------------------- host
 
     def read(self, pool: Pool, pages_M) -> tuple[jax.Array, ...]:
-        """One array a name, [layers, M, ...], as parcels carry them."""
+        """One array a name, [layers, M, ...], as requests carry them."""
         rows = pool[0][self._of_layers(pages_M)]  # [layers, M, page_size, *row]
         if self.kv.rank:
             return (jnp.expand_dims(rows[..., : self.kv.key_dim].swapaxes(2, 3), 2),)

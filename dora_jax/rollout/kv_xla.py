@@ -129,7 +129,7 @@ class Gathered:
     # -------------------------------------------------------------- host
 
     def read(self, pool: Pool, pages_M) -> tuple[jax.Array, ...]:
-        """One array a name, [layers, pages, ...], as parcels carry them."""
+        """One array a name, [layers, pages, ...], as requests carry them."""
         return tuple(jnp.stack([x[pages_M] for x in pool[name]]) for name in self.kv.names)
 
     def write(self, pool: Pool, pages_M, *arrays: jax.Array) -> Pool:

@@ -2,14 +2,14 @@
 
 Consumes nothing but host arrays; produces nothing but host arrays: the device side is in device.py.
 An episode is a sample of several turns. It leaves its slot at the end of a turn and comes back with what its
-environment said (`observed`), whose tokens alone are prefilled.
-Laws: a parcel belongs to one version; its pages arrive bit-equal; a parcel without pages (a sample of a lost
+environment answered (`observed`), whose tokens alone are prefilled.
+Laws: a request belongs to one version; its pages arrive bit-equal; a request without pages (a sample of a lost
 instance) is prefilled again from its tokens, which costs time and, across shapes, the last bits of its log-probs.
 
 Stage 2: KV in host memory, within a budget: of samples that are preempted, parked, or wait for their environment.
 
 Consumes in-flight samples with their pages; gives each back once. No JAX.
-Laws: no more bytes than the budget are held; beyond it the KV that came first is dropped, counted and said, and its
+Laws: no more bytes than the budget are held; beyond it the KV that came first is dropped, counted and reported, and its
 tokens are prefilled again. Any thread may use it.
 """
 
@@ -155,7 +155,7 @@ def spent(request: InFlightSample, max_context: int) -> bool:
 
 
 def observed(request: InFlightSample, token_ids: np.ndarray, keep: int | None = None) -> InFlightSample:
-    """The episode with what its environment said behind its tokens.
+    """The episode with what its environment answered behind its tokens.
 
     token_ids: i32[n]. keep: how many leading tokens of prompt and response stay, with as much of their KV; None: all.
     ValueError: no token is observed or none stays, so that nothing follows the policy's turn."""

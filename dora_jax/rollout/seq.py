@@ -1,6 +1,6 @@
 """Stage 2, pure: one sample as the scheduler sees it: what it has sampled, which pages it holds, what is on its way.
 
-Consumes a parcel; plan.py changes it, engine.py appends what comes back from the device. No JAX.
+Consumes a request; plan.py changes it, engine.py appends what comes back from the device. No JAX.
 Law: what has been sampled is written once, behind what there was; nothing copies the past until the sample ends.
 
 Stage 2, pure: where a sample's text first contains a stop string. Standard library only.
@@ -12,7 +12,7 @@ string where the text of the last few tokens up to it contains one.
 
 Stage 2, pure: which experts the tokens of one running sample went to, row by row as results come back. numpy only.
 
-Consumes rows of its parcel, of the prefix nodes that hold its prompt, and of decode calls; produces the rows that
+Consumes rows of its request, of the prefix nodes that hold its prompt, and of decode calls; produces the rows that
 travel with it. A row that is there stays: a sample that is prefilled again keeps the experts that sampled its tokens.
 Of tokens whose rows did not come along, it takes those of the call that computed their KV again.
 Law: rows are contiguous from the first token on; a gap raises.
@@ -74,7 +74,7 @@ class StopStrings:
 
 class RouteLog:
     def __init__(self, shape: RouteShape, request: InFlightSample, most: int):
-        """most: rows at the end. ValueError where what the parcel carries is no route of this model."""
+        """most: rows at the end. ValueError where what the request carries is no route of this model."""
         self._id = request.id
         self._rows = np.empty((most, shape.layers, shape.per_token), shape.dtype)
         self._n = 0
@@ -104,7 +104,7 @@ class RouteLog:
 
 @dataclasses.dataclass(frozen=True)
 class Upload:
-    """Write parcel pages [start, start + len(pages)) into these pages."""
+    """Write request pages [start, start + len(pages)) into these pages."""
 
     request: InFlightSample
     start: int
@@ -277,7 +277,7 @@ class Seq:
 
     @property
     def kv_len(self) -> int:
-        """Leading positions that have KV, as far as its parcel does not hold it."""
+        """Leading positions that have KV, as far as its request does not hold it."""
         if self.slot is None or self.uploads:
             return 0
         if self.ready:

@@ -20,7 +20,7 @@ from dora_jax.types import Sample, SampleId, Version
 
 @dataclasses.dataclass(frozen=True)
 class Preempt:
-    """Read these pages to the host, then put them into seq.parcel."""
+    """Read these pages to the host, then put them into seq.request."""
 
     seq: Seq
     pages: list[int]

@@ -122,7 +122,7 @@ class Coordinator:
         self._samples.recall(payloads)
 
     def adopt(self, outstanding: Outstanding, payloads: PayloadState, now_s: float) -> None:
-        """Takes over the debts of an earlier process, before `start`."""
+        """Takes over what an earlier process left outstanding, before `start`."""
         self._samples.adopt(outstanding, payloads)
         self._skew_s = now_s - time.monotonic()
         for group in (*payloads.evaluated.values(), *payloads.scored.values()):
@@ -161,7 +161,7 @@ class Coordinator:
 
     def events(self) -> Iterator[ev.Event]:
         arrived, self._ready = self._ready, []
-        for ready in arrived:  # commands that were meant for its earlier life have been executed by now
+        for ready in arrived:  # commands that were meant for its earlier incarnation have been executed by now
             if self._episodes:
                 self._episodes.comes_up(ready.event.instance)
             for found in ready.admit():
@@ -197,7 +197,7 @@ class Coordinator:
                 for group_id in group_ids:
                     del self._samples.groups[group_id]
                 if (trainer := self._trainer) is None:
-                    raise RuntimeError("a run without a trainer was told to train")
+                    raise RuntimeError("a run without a trainer got Train")
                 trainer.post(trainer.train, group_ids, base)
             case ev.Cancel(ids=ids, instance=instance, reason=reason):
                 # forgets their groups. Instance None: the answer is given here
@@ -219,7 +219,7 @@ class Coordinator:
             case ev.Resume(ids=ids, instance=instance, version=version, attempt=attempt):
                 for sample in ids:
                     self._resume(sample, self._instances[instance], version, attempt)
-            case ev.Quarantine():  # the life in question is over already
+            case ev.Quarantine():  # the incarnation in question is over already
                 self._tell(command)
             case ev.Retire(version=version):
                 self._weights.drop(version)
@@ -332,7 +332,7 @@ class Coordinator:
                 self._ready.append(item)
             case ev.InstanceDown(
                 instance=instance, incarnation=incarnation
-            ):  # also of one that fell before it was heard to be ready
+            ):  # also of one that fell before it was reported as ready
                 self._ready = [
                     r for r in self._ready if r.event.instance != instance or r.event.incarnation > incarnation
                 ]

@@ -7,9 +7,9 @@
                                                    EpisodeFailed -> GroupFailed
 
 Consumes answers of an environment pool and in-flight samples; produces events and payload records for the coordinator,
-on whose thread all of it runs. Laws: what is observed is recorded before it is told; an episode of an earlier process
-goes on from its recorded tokens where its environment replays to the same observations, else it begins again; a failure
-is never a reward.
+on whose thread all of it runs. Laws: what is observed is recorded before it is reported; an episode of an earlier
+process goes on from its recorded tokens where its environment replays to the same observations, else it begins again; a
+failure is never a reward.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Episodes:
         self._environments.open(id, prompt)
 
     def comes_up(self, instance: InstanceId) -> None:
-        """What was to start in an earlier life of the instance is told to start again."""
+        """What was to start in an earlier incarnation of the instance is started again."""
         for id, waits in list(self._opening.items()):
             if not isinstance(waits, int) and waits[0].instance == instance:
                 del self._opening[id]

@@ -37,7 +37,7 @@ PERIOD_S = 5.0  # between two looks for a new checkpoint
 def evaluate(config: Config, workdir: Path, step: int | None = None) -> int:
     """avg@k and pass@k of one checkpoint on the held-out prompts; None: of the newest that verifies.
 
-    For a process of its own: it is ended where it is told to stop and does not end in time.
+    For a process of its own: it is ended where it is asked to stop and does not end in time.
     """
     config = settled(config)
     version = pick(workdir / "checkpoints", step)
@@ -50,7 +50,7 @@ def follow(config: Config, workdir: Path, period_s: float = PERIOD_S) -> int:
     """Evaluates each checkpoint that has no record, oldest first, and those to come, until the run's last step has one.
 
     A checkpoint that the run deletes before its turn is passed over, as is one that cannot be trusted. A damaged record
-    is put aside and made again.
+    is moved aside and made again.
     """
     last, config = config.steps, settled(config)
     changed: set[Version] = set()  # passed over: these are not the params that the run saved
@@ -110,14 +110,14 @@ def evaluate_one(config: Config, workdir: Path, version: Version) -> None:
 
 
 def _recorded(workdir: Path, step: Version) -> bool:
-    """Whether a checkpoint has its record. One that is damaged is put aside."""
+    """Whether a checkpoint has its record. One that is damaged is moved aside."""
     file = workdir / FOLDER / f"{step}.json"
     if not file.exists():
         return False
     rows = state_files.read_lines(file.read_bytes(), is_record).rows if file.is_file() else []
     if [row["step"] for _, row in rows] == [step]:
         return True
-    print(f"{file} is damaged: it is put aside as {state_files.set_aside(file)}", flush=True)
+    print(f"{file} is damaged: it is moved aside as {state_files.set_aside(file)}", flush=True)
     return False
 
 

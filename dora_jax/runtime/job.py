@@ -154,7 +154,7 @@ class RunStorage:
             self.exports.finish(self.steps)
 
     def behind(self, world: Coordinator) -> JournaledWorld | None:
-        """Puts the journal in front of `world`, which takes over the debts of a killed process."""
+        """Puts the journal in front of `world`, which takes over what a killed process left outstanding."""
         begun = self.begun
         world.recall(begun.payloads)
         if begun.outstanding is not None:
@@ -256,7 +256,7 @@ def _train(
                 side, journal, begun, config.checkpoint.every, config.steps, config.journal.keep_all, mirror, exports
             )
             if mirror:
-                mirror.settle()  # what the resume has put aside goes from the store before anything new is told
+                mirror.settle()  # what the resume has moved aside goes from the store before anything new is reported
             with contextlib.closing(exports) if exports else contextlib.nullcontext():
                 halt, log = run_stages(parts, backend, writer, begun.orchestrator, guard, backing, endpoint)
                 backing.save_last(log)

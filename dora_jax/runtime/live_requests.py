@@ -71,7 +71,7 @@ class LiveRequests:
     def __init__(self, prompts: Prompts, outbox: queue.SimpleQueue[Any], orchestrator: Orchestrator):
         self._prompts, self._outbox, self._orchestrator = prompts, outbox, orchestrator
         self._asked: dict[GroupId, Prompt] = {}  # requests that have not ended
-        self._known: set[Version] = set()  # that the desk has heard of
+        self._known: set[Version] = set()  # that the desk knows of
         self._attempts = itertools.count(1)
 
     def prompt_at(self, group_id: GroupId) -> Prompt:

@@ -212,7 +212,7 @@ class LiveSessions:
                 self._leave(seat)
 
     def record(self, record: object) -> None:
-        """Listener of the world's payload records: a turn that ended at a limit of the engine is told too."""
+        """Listener of the world's payload records: a turn that ended at a limit of the engine is reported too."""
         if isinstance(record, Finished) and (promise := self._orphans.pop(record.sample.id, None)):
             sample = record.sample
             n = _turn_length(sample.mask)
@@ -248,7 +248,7 @@ class LiveSessions:
         }
 
     def over(self) -> None:
-        """The run has ended: clients that wait are told, and no seat is free any more."""
+        """The run has ended: clients that wait get an error, and no seat is free any more."""
         with self._lock:
             for id in list(self._seats):
                 self._forget(id)

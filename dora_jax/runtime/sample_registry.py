@@ -26,9 +26,9 @@ from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Branch, GroupId, InstanceId, Observed, Prompt, Sample, SampleId, Version
 
-MOST_TOKENS = 2**16  # of a sample, that instances are told of its siblings: 256 KiB
+MOST_TOKENS = 2**16  # of a sample, that instances receive of its siblings: 256 KiB
 
-_Place = tuple[InstanceId, int]  # a life of an instance
+_Place = tuple[InstanceId, int]  # an incarnation of an instance
 
 
 @dataclasses.dataclass
@@ -233,12 +233,12 @@ def _without(mask: np.ndarray, shared: int) -> np.ndarray:
 
 
 class Siblings:
-    """Which instance runs a sample of which group, and what it is told of the group's other samples.
+    """Which instance runs a sample of which group, and what it receives of the group's other samples.
 
     A group's samples are often on several instances, and drafts are made of the siblings that an engine knows
-    (rollout/drafts.py). Instances that still run samples of the group are told the tokens of those that have ended,
+    (rollout/drafts.py). Instances that still run samples of the group receive the tokens of those that have ended,
     and, where a sample comes to an instance that ran none of its group, also those that running siblings elsewhere have
-    in the journal. Laws: what is said of a sample is bounded (MOST_TOKENS); what is not told, told twice or comes late
+    in the journal. Laws: what is reported of a sample is bounded (MOST_TOKENS); what is lost, repeated or late
     changes speed alone."""
 
     def __init__(self, instances: Mapping[InstanceId, RolloutWorker], samples: SampleRegistry):

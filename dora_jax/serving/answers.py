@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LINGER_S = 120.0  # an answer whose client is gone waits so long for the retry: clients back off for seconds
 PARKED_BYTES = 1 << 30  # of KV in host memory; beyond it the oldest answer without a client is forgotten
-MAX_SAMPLES = 4096  # of all answers at once; more are told to come again
+MAX_SAMPLES = 4096  # of all answers at once; more are refused (429)
 SEEDED = 1 << 29  # groups of requests with a seed begin here; the others lie below
 
 
@@ -45,7 +45,7 @@ def requested(group_id: GroupId, prompt_ids: Sequence[int], max_tokens: int) -> 
 
 
 class Fleet(Protocol):
-    """The engines. Every call returns at once; what comes of it is told to the `Listener`."""
+    """The engines. Every call returns at once; what comes of it goes to the `Listener`."""
 
     def start(
         self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
@@ -95,7 +95,7 @@ class _Choice:
     def __init__(self, answer: Answer, index: int, id: SampleId, prompt: tuple[int, ...], decode: Callable[..., str]):
         ask = answer.ask
         self.answer, self.index, self.id, self.prompt = answer, index, id, prompt
-        self.n = 0  # tokens told
+        self.n = 0  # tokens sent
         self.finish: str | None = None
         self.in_flight: InFlightSample | None = None  # it is out of its engine
         self._text = Detokenizer(lambda ids: decode(ids, keep_special=ask.keep_special), prompt)

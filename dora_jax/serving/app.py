@@ -1,7 +1,7 @@
 """The routes: what a client of the OpenAI dialect asks, and how the answer reaches it.
 
 Laws: a client that goes away leaves its answer at once; a client that waits hears something every `pulse_s` (a comment
-in a stream, a blank before JSON), so that no read time-out ends a long answer; a status of 200 is said only once the
+in a stream, a blank before JSON), so that no read time-out ends a long answer; a status of 200 is sent only once the
 answer has begun, and a broken answer ends its connection in the middle, never as an answer.
 """
 
@@ -189,7 +189,7 @@ class _Answering(Response):
         self._begin, self._reply_of = begin, reply_of
         self._reader: Reader | None = None
         self._began_s = time.monotonic()
-        self._started = False  # the status is said
+        self._started = False  # the status is sent
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

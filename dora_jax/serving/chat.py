@@ -55,7 +55,7 @@ class StopText:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """(what may be told now, whether a stop string is complete: then nothing follows)."""
+        """(what may be sent now, whether a stop string is complete: then nothing follows)."""
         self._held += text
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:

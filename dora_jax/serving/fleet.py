@@ -66,7 +66,7 @@ class LocalFleet:
         self._background: set[asyncio.Future[Any]] = set()
 
     def attach(self, listener: Listener, on_change: Callable[[], None]) -> None:
-        """From inside the loop. told: called when the residents have changed, or an engine has died."""
+        """From inside the loop. on_change: called when the residents have changed, or an engine has died."""
         self._loop, self._listener, self._on_change = asyncio.get_running_loop(), listener, on_change
 
     def start_engines(self) -> None:

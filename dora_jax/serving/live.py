@@ -220,7 +220,7 @@ class LiveFleet:
             self._answers.refused(id, Refused(503, f"the fleet could not go on with it: {reason}"))
 
     def _agrees(self, id: SampleId, sample: _Sample, start: int, out_ids: np.ndarray) -> bool:
-        """Whether tokens that come again are those that were told; the others are remembered."""
+        """Whether tokens that come again are those that were sent; the others are remembered."""
         again = out_ids[: max(0, len(sample.sent) - start)].tolist()
         if sample.sent[start : start + len(again)] != again:
             del self._samples[id]

@@ -1,4 +1,4 @@
-"""A request's JSON -> what is sampled (`Ask`) and how the answer is told (`Form`). Pure.
+"""A request's JSON -> what is sampled (`Ask`) and how the answer is sent (`Form`). Pure.
 
 Laws: a parameter that the engine cannot honour is refused by name, never dropped; equal `Ask`s mean the same work.
 """
@@ -122,7 +122,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Form:
-    """How it is told."""
+    """How the answer is sent."""
 
     stream: bool = False
     include_usage: bool = False

@@ -179,7 +179,7 @@ class Host:
         sampling = self._vf.SamplingConfig(**self._sampling)
         self._context = self._vf.ModelContext(model=NAME, client=client, sampling=sampling)
         self._tasks = list(self._env.taskset)
-        self._serving = self._env.serving()  # held for the life of the process
+        self._serving = self._env.serving()  # held as long as the process
         await self._serving.__aenter__()
 
     # ------------------------------------------------------------ the route

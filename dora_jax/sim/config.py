@@ -1,4 +1,4 @@
-"""What a simulation is told: an ml_collections ConfigDict at the edge, these frozen dataclasses inside.
+"""The configuration of a simulation: an ml_collections ConfigDict at the edge, these frozen dataclasses inside.
 
 A config file reads
     from dora_jax.sim import config

@@ -70,7 +70,7 @@ class Decoding:
             self._plain = [a + b for a, b in zip(self._plain, took, strict=True)]
 
     def measured(self) -> dict[str, Any]:
-        """For InstanceReported; what it says is not said again."""
+        """For InstanceReported; what it reports is not reported again."""
         (sampled, busy_s, row_s), drafted = self._plain, self._drafted
         self._plain, self._drafted = [0.0] * 3, [0.0] * 5
         fields: dict[str, Any] = {"sampled": round(sampled), "busy_s": busy_s, "row_s": row_s}

@@ -76,7 +76,7 @@ class Job:
         self.mixed = False  # its tokens are of more than one version
         self.join = 0.0  # tick of its instance at which it joined
         self.stop = math.inf  # tick at which its turn ends
-        self.arrival = ""  # how it entered: Start, Resume, ...; told when it decodes
+        self.arrival = ""  # how it entered: Start, Resume, ...; reported when it decodes
 
     @property
     def response(self) -> int:
@@ -249,7 +249,7 @@ class Instance:
         self._held += job.tokens
 
     def answered(self, job: Job) -> None:
-        """Prefill what the environment said behind the KV that is still here."""
+        """Prefill what the environment answered behind the KV that is still here."""
         del self._waiting[job.id]  # its KV stays held
         job.observe()
         job.arrival = ""

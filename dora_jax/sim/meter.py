@@ -261,6 +261,6 @@ class Trace:
                 self._rows.arrow("group", group, (ROLLOUT, done[1], done[0] - 1 / MICRO), (TRAINER, 0, now))
 
     def save(self, path: str) -> None:
-        """Write what has been told; slices in progress end with the last thing that happened."""
+        """Write what has been recorded; slices in progress end with the last thing that happened."""
         self._rows.end(self._now)
         Path(path).write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))

@@ -38,7 +38,7 @@ class Differs(RuntimeError):
 def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> Replay:
     """Feed a recording to a new orchestrator and compare every command; `Differs` names the first difference.
 
-    `warmup`, `rundown`: steps left out of the averages at the start, and at the end, where a run lives on its stock."""
+    `warmup`, `rundown`: steps left out of the averages at the start, and at the end, where a run uses up its stock."""
     config, start, events = read(path)
     brain, digest = Orchestrator(config, **start), hashlib.blake2b(digest_size=8)
     watch = _Watch(warmup, rundown)

@@ -65,7 +65,7 @@ class Workload:
         if section.distribution == "journal":
             self._recorded, self._untrainable = recorded_work(section.path)
 
-    @functools.lru_cache(maxsize=KEPT)  # noqa: B019 (a workload lives as long as its simulation)
+    @functools.lru_cache(maxsize=KEPT)  # noqa: B019 (a workload is kept as long as its simulation)
     def prompt_tokens(self, group: GroupId) -> int:
         group = issued_first_as(group)
         section = self._task(group).section
@@ -112,7 +112,7 @@ class Workload:
         group = issued_first_as(group)
         return uniform(self._seed, FAILED, group) < self._task(group).section.failed_share
 
-    @functools.lru_cache(maxsize=KEPT)  # noqa: B019 (a workload lives as long as its simulation)
+    @functools.lru_cache(maxsize=KEPT)  # noqa: B019 (a workload is kept as long as its simulation)
     def _of_siblings(self, group: GroupId) -> float:
         return normal(self._seed, LENGTH, group, -1)
 

@@ -285,7 +285,8 @@ class SimWorld:
         self._schedule(instance)
 
     def _ask(self, instance: Instance, job: Job) -> None:
-        """The environment answers the turn that has stopped after a while, and the sample goes on with what it said.
+        """The environment answers the turn that has stopped after a while, and the sample goes on with what it
+        answered.
 
         A sample that waits holds no slot, and its KV is in host memory until a Resume brings it back. With hold_slots
         nobody hears of the wait: the sample keeps slot and KV where it is, as in an engine that knows no waiting.
@@ -419,7 +420,7 @@ class SimWorld:
             self._ends(instance, instance.clear(), "lost")
 
     def _ends(self, instance: Instance, jobs: list[Job], reason: str) -> None:
-        """A life is over; `jobs` are its samples."""
+        """An incarnation is over; `jobs` are its samples."""
         self._away.update((job.id, job) for job in jobs)
         instance.wakeup += 1
         del self._instances[instance.id]

@@ -14,7 +14,7 @@
     code.py              rewards that run a response's program on tests; the Python tool, alone and as an environment
     environment.py       the Protocol of what answers a policy of several turns
     environments/        EnvironmentPool: environments in processes of their own, and those that are shipped
-    sandbox/             processes of ours behind walls: a model's program, rewards, chat templates
+    sandbox/             sandboxed processes of ours: a model's program, rewards, chat templates
 
 Laws: training and held-out prompts never share a uid; an error or a time-out is never a reward.
 This file stays light, because the reward workers import the package: no JAX, no numpy, nothing eager.

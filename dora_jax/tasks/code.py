@@ -46,7 +46,7 @@ def program_of(response: str) -> str:
 
 
 def python_tool(program: str, stdin: str = "", limits: programs.Limits = programs.DEFAULT_LIMITS) -> str:
-    """What a model is told of its program: its output, and in a last line how it ended if that was not well.
+    """What a model gets of its program: its output, and in a last line how it ended if that was not well.
 
     Waits for the program: `asyncio.to_thread` for an environment of many episodes. SandboxError is the machine's fault.
     """

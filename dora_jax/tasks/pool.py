@@ -234,14 +234,15 @@ class ScorerPool:
 
 
 def form_of_sandbox(section: TaskSection) -> str:
-    """The form (sandbox.py) of these rewards' walls; ConfigError where the machine lacks what the section asks for."""
+    """The form (sandbox.py) of these rewards' sandbox; ConfigError where the machine lacks what the section asks
+    for."""
     if section.reward_sandbox == sandbox.WEAK:
         return sandbox.WEAK
     try:
         return sandbox.full()
     except sandbox.NoSandbox as error:
         if section.reward_sandbox == "auto" and all(path.startswith(SHIPPED) for path in section.rewards):
-            _log.warning("the shipped rewards run behind the weak form of walls: %s", error)
+            _log.warning("the shipped rewards run in the weak form of the sandbox: %s", error)
             return sandbox.WEAK
         raise ConfigError(
             f'task.reward_sandbox: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '

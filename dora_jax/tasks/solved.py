@@ -52,7 +52,7 @@ def read(text: str) -> Solved | None:
 
 
 def among(text: str, terms: Sequence[str]) -> Solved | None:
-    """The rule of a run whose reward has these terms; None: nothing is said of what counts. ValueError names the
+    """The rule of a run whose reward has these terms; None: nothing defines what counts. ValueError names the
     terms."""
     rule = read(text)
     if rule is None:

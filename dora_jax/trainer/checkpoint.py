@@ -5,9 +5,10 @@
 
 Laws: a step whose manifest does not verify is never the latest (Orbax itself lists empty folders and saves that failed
 in the background); a manifest is written by the process that saved the step, or after a restore whose digests are those
-of the save (`adopt`); a save that fails is said, cleared away and survived; nothing is deleted before something newer
-has verified; no parameter that is not finite is ever saved; what `save` was given is what comes back, though the next
-training step donates those buffers; a restore may use another mesh, and another dtype only where that is asked for.
+of the save (`adopt`); a save that fails is reported, cleared away and survived; nothing is deleted before something
+newer has verified; no parameter that is not finite is ever saved; what `save` was given is what comes back, though the
+next training step donates those buffers; a restore may use another mesh, and another dtype only where that is asked
+for.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ NOISE = (
 )
 logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
 STEP_METADATA = "_CHECKPOINT_METADATA"  # a file of Orbax, in every step that it has completed
-UNPROVED = "unproved"  # in the name of a folder put aside: it lacks its manifest, and no digests vouch for it
+UNPROVED = "unproved"  # in the name of a folder moved aside: it lacks its manifest, and no digests vouch for it
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
 # The writes of a save that has failed find their event loop closed.
 never_print(lambda error: isinstance(error, RuntimeError) and str(error) == "Event loop is closed")
@@ -88,7 +89,7 @@ class Checkpoints:
 
     `put(folder)`: each process of the trainer has a folder of its own, and its part of a step is as good as saved once
     this has taken it to where it meets the others; what it gives is `part`, with the newest step. `adopts`: the caller
-    looks at the `unsealed` steps; else they are put aside.
+    looks at the `unsealed` steps; else they are moved aside.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Checkpoints:
         if self._seals:
             tidy(self._dir, notify)
             for step in [] if adopts else unsealed(self._dir):
-                notify(f"checkpoint {step} has no manifest and is put aside")
+                notify(f"checkpoint {step} has no manifest and is moved aside")
                 set_aside(self._dir / str(step), UNPROVED)
         self._manager = _own_manager(self._dir) if put else _manager(self._dir)
         self.part: tuple[int, Files] | None = None
@@ -121,7 +122,7 @@ class Checkpoints:
     def save(
         self, step: int, params: Any, opt_state: Any, rl_state: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> bool:
-        """Starts a save; the buffers are free again on return. False: it could not be started, which was said."""
+        """Starts a save; the buffers are free again on return. False: it could not be started, which was reported."""
         self._settle()
         if not self._finite(params):
             raise ValueError(f"version {step} has parameters that are not finite: it is not saved")
@@ -157,7 +158,7 @@ class Checkpoints:
         self._floor = version
 
     def poll(self) -> None:
-        """Cheap; call it every step, so that a finished save gets its manifest and a failed one is heard of."""
+        """Cheap; call it every step, so that a finished save gets its manifest and a failed one is reported."""
         if self._saving is not None and not self._manager.is_saving_in_progress():
             self._seal()
         if self._sealing is not None and self._sealing[1].done():
@@ -191,7 +192,7 @@ class Checkpoints:
     def undo_after(self, version: int) -> None:
         """Steps that a fallback has undone make room for those that will be made again."""
         for step in [step for step in steps(self._dir) if step > version]:
-            self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
+            self._notify(f"checkpoint {step} is later than what can be recovered and is moved aside")
             self.set_aside(step, "undone")
 
     def set_aside(self, step: int, why: str) -> None:
@@ -213,7 +214,7 @@ class Checkpoints:
             raise
 
     def close(self) -> None:
-        """What fails now has been said; `wait` first where that must not be."""
+        """What fails now has been reported; `wait` first where that must not be."""
         try:
             self._settle()
         finally:
@@ -422,15 +423,15 @@ def tidy(directory: Path, notify: Callable[[str], None]) -> None:
                 notify(f"{path.name} is empty, no checkpoint, and is removed")
                 shutil.rmtree(path)
             elif not (all((path / item).is_dir() for item in ITEMS) and (path / STEP_METADATA).is_file()):
-                notify(f"{path.name} is no complete checkpoint and is put aside")
+                notify(f"{path.name} is no complete checkpoint and is moved aside")
                 set_aside(path, "broken")
         elif (fault := verify(directory, int(path.name))) is not None:
-            notify(f"checkpoint {path.name} cannot be trusted and is put aside: {fault}")
+            notify(f"checkpoint {path.name} cannot be trusted and is moved aside: {fault}")
             set_aside(path, "broken")
 
 
 def aside(directory: str | os.PathLike) -> list[str]:
-    """Names of the folders of steps that were put aside."""
+    """Names of the folders of steps that were moved aside."""
     return sorted(path.name for path in Path(directory).glob("*") if re.fullmatch(r"\d+\.[a-z]+\d*", path.name))
 
 
@@ -481,7 +482,7 @@ def _own_manager(directory: Path) -> ocp.CheckpointManager:
         create=False,
         multiprocessing_options=alone,
         preservation_policy=preservation_policy.PreserveAll(),
-        # made beside the save, folders are said to be there under a name that all processes of a world share
+        # made beside the save, folders are reported to be there under a name that all processes of a world share
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
     return _Manager(

@@ -1,7 +1,7 @@
 """Stage 5, train: correction of the engine-trainer gap and of staleness. Pure; plain arrays in and out.
 
-d = l_old - l_mu: what the trainer says of a token under the step's starting weights, less what the engine said when it
-sampled it. Laws: no gradient flows through a correction; a rejection shrinks the mask but never the denominators
+d = l_old - l_mu: what the trainer says of a token under the step's starting weights, less what the engine returned when
+it sampled it. Laws: no gradient flows through a correction; a rejection shrinks the mask but never the denominators
 (`loss.token_weights` was computed before it); what lies under the mask reaches nothing.
 """
 

@@ -58,7 +58,7 @@ def decays(params: Any) -> Any:
 def state_shardings(
     tx: optax.GradientTransformation, params: Any, specs: Any, replicated: Any, memory: str = "device"
 ) -> Any:
-    """Shardings of tx's state: what mirrors a parameter lives on its shards, in `memory` (device, host)."""
+    """Shardings of tx's state: what mirrors a parameter lies on its shards, in `memory` (device, host)."""
     if memory == "host":
         need_host_memory(replicated.mesh, "optimizer_memory")
         specs = jax.tree.map(lambda spec: spec.with_memory_kind(HOST), specs)

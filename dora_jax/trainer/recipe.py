@@ -89,7 +89,7 @@ class Recipe:
         return decoder.copied(params, self.model.dtype)
 
     def shardings(self) -> TrainState:
-        """Where the state lives between updates."""
+        """Where the state lies between updates."""
         mesh, memory = self.model.mesh, self.section.optimizer_memory
         specs, whole = self.specs, NamedSharding(mesh, PartitionSpec())
         opt = {"policy": optim.state_shardings(self.tx, self.abstract_masters(), specs, whole, memory)}

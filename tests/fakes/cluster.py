@@ -23,7 +23,7 @@ def eventually(done, timeout_s=10.0):
 
 
 class FakeHost:
-    """One process: says Hello, then `answer`s calls; `life(host)` replaces that."""
+    """One process: says Hello, then `answer`s calls; `incarnation(host)` replaces that."""
 
     def __init__(self, ticket, token, worker, answer, incarnation):
         self.done = threading.Event()

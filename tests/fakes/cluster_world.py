@@ -114,7 +114,7 @@ class Oracles(FakeLauncher):
         super().__init__(incarnation=self.live_as_rollout)
         self.place = None  # where gangs that are left alone look for another controller
         self.engines = {}  # (gang, epoch) -> engines by rank
-        self.imported = []  # parcels, by any engine
+        self.imported = []  # requests, by any engine
         self._partial_s, self._porter = partial_s, porter
         self.weights, self._length, self._turns = None, length, {}
         self._lock = threading.Lock()

@@ -1,8 +1,8 @@
 """The orchestrator's virtual-time world, behind a journal, killed wherever a test wants and begun again.
 
-A life is one process: a body, a journal on a log that survives, checkpoints that survive. A sample's tokens are a hash
-of (version, id, position), a version's weights a hash of its parent's and of the batch: so what a replay gives can be
-compared with what was published.
+An incarnation is one process: a body, a journal on a log that survives, checkpoints that survive. A sample's tokens are
+a hash of (version, id, position), a version's weights a hash of its parent's and of the batch: so what a replay gives
+can be compared with what was published.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def learned(weights: int, groups) -> int:
 
 
 class Body(World):
-    """The fake stages of one life, behind the seam of `orchestrate.loop.World`."""
+    """The fake stages of one incarnation, behind the seam of `orchestrate.loop.World`."""
 
     def __init__(self, config, shape, orchestrator, weights, trained):
         super().__init__(config, shape, orchestrator)
@@ -140,9 +140,9 @@ class Body(World):
         self.payload: dict[int, ScoredGroup] = {}
         self.samples: dict[int, dict[int, Sample]] = {}
         self.weights = weights  # version -> hash
-        self.batches = trained  # base -> groups, over all lives
+        self.batches = trained  # base -> groups, over all incarnations
         self.reported: dict[SampleId, int] = {}
-        self.handed: list[tuple[SampleId, int]] = []  # samples that an engine of this life was given, from which token
+        self.handed: list[tuple[SampleId, int]] = []  # what an engine of this incarnation was given, from which token
 
     def listen(self, listener):
         self.listeners.append(listener)
@@ -244,10 +244,10 @@ class Body(World):
         super().do_retire(command)
         del self.weights[command.version]
 
-    # ------------------------------------------------------------ a new life
+    # ------------------------------------------------------------ a new incarnation
 
     def adopt(self, recovered: Recovered) -> None:
-        """What the last life owed."""
+        """What the last incarnation owed."""
         state, payloads, outstanding = recovered.orchestrator.state, recovered.payloads, recovered.outstanding
         self.first_version = self.published = recovered.base
         self.retired = set(range(min(outstanding.versions, default=recovered.base)))
@@ -277,7 +277,7 @@ class Body(World):
 
 
 class History:
-    """Everything that survives a kill, and what an outsider saw over all lives."""
+    """Everything that survives a kill, and what an outsider saw over all incarnations."""
 
     def __init__(self, config, shape, every=1, keep=2):
         self.config, self.shape = config, shape
@@ -336,7 +336,7 @@ class History:
         return body
 
     def arm(self, body, world, kill_fact, kill_command):
-        """Counts facts and commands of this life; what an engine is given must never be finished."""
+        """Counts facts and commands of this incarnation; what an engine is given must never be finished."""
         body.commands = 0
         execute = body.execute
 

@@ -1,4 +1,4 @@
-"""A run in one process behind a journal, over several lives: a life is killed at any event."""
+"""A run in one process behind a journal, over several incarnations: an incarnation is killed at any event."""
 
 import queue
 import time
@@ -61,7 +61,7 @@ class Run:
     """One workdir over several processes."""
 
     def __init__(self, folder, mode="dora", eval_every=2, environments=None, **options):
-        """environments: makes those of a life; the samples are then episodes."""
+        """environments: makes those of an incarnation; the samples are then episodes."""
         self.folder, self.environments = folder, environments
         self.config = OrchestratorConfig(
             mode=mode,
@@ -78,7 +78,7 @@ class Run:
         self.checkpoints = {0: 1}
         self.finished, self.trained, self.evaluated, self.known = [], {}, [], set()
         self.went_on = 0
-        self.recorded = {}  # sample -> version, of those that the journal knew when the newest life began
+        self.recorded = {}  # sample -> version, of those that the journal knew when the newest incarnation began
         self.weights = {}
 
     def incarnation(self, kill_at=None, log=None, guard=None, kill_when=lambda state: False):

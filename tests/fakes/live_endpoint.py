@@ -49,13 +49,13 @@ class Run:
             options |= {"environments": sessions, "users": SessionPrompts(Tokenizer(), SECTION.max_new_tokens)}
         self._steps = threading.Semaphore(0)
 
-        class Told(Trainer):
+        class Sampled(Trainer):
             def step(trainer, batch):
                 assert self._steps.acquire(timeout=PATIENCE_S)
                 return super().step(batch)
 
         self.brain, self._world, self._ups, _ = make(
-            length=length, trainer=Told, requests=self._requests, **{"instances": 1, "residents": 3} | options
+            length=length, trainer=Sampled, requests=self._requests, **{"instances": 1, "residents": 3} | options
         )
 
     def _requests(self, *parts):

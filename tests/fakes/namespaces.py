@@ -108,7 +108,7 @@ class Hosts:
 
 
 def enter(space):
-    """This process lives in that namespace from now on."""
+    """This process is in that namespace from now on."""
     with open(f"/run/netns/{space}") as handle:
         if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns {space}")

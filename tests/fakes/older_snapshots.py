@@ -61,7 +61,7 @@ def _without_returning(values):
 
 
 def before_requests(data):
-    """Of format 11, from one of format 15 (as JSON) that has heard of no request and lent no chips."""
+    """Of format 11, from one of format 15 (as JSON) that knows of no request and lent no chips."""
     data = before_lending(data)
     queue = {name: value for name, value in data["queue"].items() if name != "untrained_unfinished"}
     queue["evaluation_unfinished"] = data["queue"]["untrained_unfinished"]

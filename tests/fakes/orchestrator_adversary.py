@@ -1,10 +1,10 @@
 """A body without time that is out to confuse the orchestrator: it keeps what a body owes, in the worst order.
 
-Each source (a life of an instance, its supervisor, the scorer, the trainer, the clock) says its facts in order; between
-sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with commands
-and facts on their way; a life that is over goes on being heard. Samples wait for environments, which answer when they
-like. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from a
-snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Faults stop after `calm_after`
+Each source (an incarnation of an instance, its supervisor, the scorer, the trainer, the clock) says its facts in order;
+between sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with
+commands and facts on their way; an incarnation that is over goes on being heard. Samples wait for environments, which
+answer when they like. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from
+a snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Faults stop after `calm_after`
 moves, so that a run that can end does.
 
     python -m tests.fakes.orchestrator_adversary 5000        so many configurations, one after the other

@@ -129,7 +129,8 @@ class OtherSources:
             request.dst.said.append(ev.SampleMoved(**way))
 
     def post(self, instance: int, command: object) -> None:
-        """To the life that the orchestrator means, or to nobody: it hears of a life before it sends it anything."""
+        """To the incarnation that the orchestrator means, or to nobody: it hears of an incarnation before it sends it
+        anything."""
         incarnation = self.known(instance)
         if incarnation is not None:
             incarnation.inbox.append(command)
@@ -139,7 +140,7 @@ class OtherSources:
             self.move_failed(self.says["supervisor", instance], command)
 
     def known(self, instance: int) -> InstanceIncarnation | None:
-        """The life that the orchestrator has heard of, while it lasts."""
+        """The incarnation that the orchestrator knows of, while it lasts."""
         incarnation, host = self.incarnations.get(instance), self.brain.state.fleet.instances.get(instance)
         return (
             incarnation

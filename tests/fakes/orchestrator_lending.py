@@ -6,7 +6,7 @@ from typing import Any
 
 from dora_jax.orchestrate import events as ev
 
-STILLBORN = 0.2  # of the lives that were asked for: they end before they come up
+STILLBORN = 0.2  # of the incarnations that were asked for: they end before they come up
 
 
 class Chips:

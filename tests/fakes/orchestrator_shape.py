@@ -10,7 +10,8 @@ from dora_jax.types import SampleId
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The body: sizes, speeds and faults. Shares are probabilities of one sample, group, move or instance-life."""
+    """The body: sizes, speeds and faults. Shares are probabilities of one sample, group, move or
+    instance-incarnation."""
 
     instances: tuple[tuple[int, float, int], ...] = ((4, 1.0, 1),)  # slots, speed, residents
     pages: int = 64

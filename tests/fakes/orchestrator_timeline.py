@@ -1,4 +1,4 @@
-"""One life of an instance, and a sample between two, as the orchestrator's adversary keeps them."""
+"""One incarnation of an instance, and a sample between two, as the orchestrator's adversary keeps them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dora_jax.types import SampleId
 
 @dataclasses.dataclass
 class InFlightSample:
-    """A sample on its way between two lives."""
+    """A sample on its way between two incarnations."""
 
     id: SampleId
     version: int
@@ -21,7 +21,7 @@ class InFlightSample:
 
 
 class InstanceIncarnation:
-    """One life of an instance: what it runs, what it was told and what it has said, in order."""
+    """One incarnation of an instance: what it runs, what it received and what it has reported, in order."""
 
     def __init__(self, instance: int, number: int, slots: int, residents: int):
         self.instance, self.number, self.slots, self.residents = instance, number, slots, residents

@@ -4,12 +4,12 @@
     [--config=configs/quickstart.py:tiny]
                                [--workdir=DIR] [--at_once=2] [--fresh]
 
-Every life is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds that a
-Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts an
-interpreter for each life, which is what the start-up time of a whole job is. Each named fault point
-(dora_jax/base/fault_injection.py) kills one life at its first or second pass; the random kills come up to LIFE_S after
-a life has begun to take facts. A run that reaches its end before all kills are spent is audited, and the next run
-begins. At the end every run is left alone until it is done. One row a run:
+Every incarnation is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds
+that a Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts
+an interpreter for each incarnation, which is what the start-up time of a whole job is. Each named fault point
+(dora_jax/base/fault_injection.py) kills one incarnation at its first or second pass; the random kills come up to RUN_S
+after an incarnation has begun to take facts. A run that reaches its end before all kills are spent is audited, and the
+next run begins. At the end every run is left alone until it is done. One row a run:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 and one SIGTERM per run, with the time until the process is gone and its exit code (42).
 """
@@ -38,10 +38,10 @@ from dora_jax.cli import flags
 from dora_jax.runtime.journal.journal_audit import audit
 
 RANDOM = "at random"
-RUN_S = 3.0  # a random kill comes within so long after the journal's segment of this life
-START_S = 900.0  # a life that has not begun by then is an error
+RUN_S = 3.0  # a random kill comes within so long after the journal's segment of this incarnation
+START_S = 900.0  # an incarnation that has not begun by then is an error
 STEPS = 24
-PRELOADED = ("dora_jax.runtime.job", "reasoning_gym", "tensorboardX")  # what a life imports before it begins
+PRELOADED = ("dora_jax.runtime.job", "reasoning_gym", "tensorboardX")  # what an incarnation imports before it begins
 OVERRIDES = (  # segments are kept, so that the audit sees the first fact; checkpoints often, so that their points are met
     f"--config.steps={STEPS}",
     "--config.checkpoint.every=3",
@@ -77,7 +77,7 @@ class Forked:
         ends = time.monotonic() + timeout
         while (code := self.returncode) is None:
             if time.monotonic() > ends:
-                raise subprocess.TimeoutExpired("a life", timeout)
+                raise subprocess.TimeoutExpired("an incarnation", timeout)
             time.sleep(0.01)
         return code
 
@@ -104,7 +104,7 @@ class ChaosRun:
 
     folder: Path
     config: str
-    fresh: bool = False  # an interpreter for each life
+    fresh: bool = False  # an interpreter for each incarnation
     overrides: tuple[str, ...] = OVERRIDES
     incarnations: int = 0
     kills: int = 0
@@ -132,13 +132,13 @@ class ChaosRun:
         return len(list((self.folder / "journal").glob("*.log")))
 
     def wait_for_facts(self, process: subprocess.Popen | Forked, before: int) -> bool:
-        """Until this life has its own segment; False where it ended first."""
+        """Until this incarnation has its own segment; False where it ended first."""
         began = time.monotonic()
         while self.segments() == before:
             if process.poll() is not None:
                 return False
             if time.monotonic() - began > START_S:
-                raise RuntimeError(f"a life has not begun within {START_S:.0f} s: {self.tail()}")
+                raise RuntimeError(f"an incarnation has not begun within {START_S:.0f} s: {self.tail()}")
             time.sleep(0.02)
         self.start_s.append(time.monotonic() - began)
         return True
@@ -146,7 +146,7 @@ class ChaosRun:
     def tail(self) -> str:
         return (self.folder / "console.log").read_text()[-8000:]
 
-    # ------------------------------------------------------------ lives
+    # ------------------------------------------------------------ incarnations
 
     def run_with_kill_after(self, delay_s: float) -> bool:
         """True where the run reached its end first."""
@@ -183,7 +183,7 @@ class ChaosRun:
             self.kills += 1
             return False
         if code != 0:
-            raise RuntimeError(f"a life ended with exit code {code}: {self.tail()}")
+            raise RuntimeError(f"an incarnation ended with exit code {code}: {self.tail()}")
         return True
 
     def _code(self, process: subprocess.Popen | Forked) -> int:
@@ -201,7 +201,7 @@ def main() -> None:
     draw.shuffle(kills)
     prepare(args.workdir)
     print(f"{len(kills)} kills: {args.kills} at random, one at each of {len(points)} points")
-    print(f"{'run':>3} {'lives':>5} {'kills':>5} {'stop s':>6} {'code':>4} {'start s':>7}  books", flush=True)
+    print(f"{'run':>3} {'starts':>6} {'kills':>5} {'stop s':>6} {'code':>4} {'start s':>7}  books", flush=True)
     numbers, runs = itertools.count(), []
 
     def work() -> None:
@@ -213,7 +213,7 @@ def main() -> None:
             future.result()
     starts = sorted(s for run in runs for s in run.start_s)
     print(
-        f"{len(runs)} runs, {sum(run.incarnations for run in runs)} lives, {sum(run.kills for run in runs)} kills, of which "
+        f"{len(runs)} runs, {sum(run.incarnations for run in runs)} incarnations, {sum(run.kills for run in runs)} kills, of which "
         f"{sum(len(run.points) for run in runs)} at {len({p for run in runs for p in run.points})} points; a start "
         f"takes {starts[len(starts) // 2]:.1f} s (median), up to {starts[-1]:.1f} s"
     )
@@ -221,10 +221,10 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """For lives that work below `folder`: they share what they compile, so that a restart costs seconds."""
+    """For incarnations that work below `folder`: they share what they compile, so that a restart costs seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("DORA_COMPILE_CACHE", str(folder / "cache"))
-    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # it tells what killed lives have left open
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # it tells what killed incarnations have left open
     multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
@@ -241,7 +241,7 @@ def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Ra
         what, passes = kills.pop()
         spent = run.kills
         ended = run.run_with_kill_after(draw.uniform(0, RUN_S)) if what is RANDOM else run.run_with_fault(what, passes)
-        if run.kills == spent:  # a point once more in a life that follows another
+        if run.kills == spent:  # a point once more in an incarnation that follows another
             kills += [(RANDOM, 0)] if what is RANDOM else [(what, 1), (RANDOM, 0)]
         elif what is not RANDOM:
             run.points.append(what)
@@ -253,7 +253,7 @@ def _one_run(number: int, kills: list, args: argparse.Namespace, draw: random.Ra
     run.ok = books.ok and books.epochs == 1 and books.weights == STEPS and code in (None, RETRY, 0)
     starts = f"{sorted(run.start_s)[len(run.start_s) // 2]:.1f}" if run.start_s else "-"
     print(
-        f"{number:>3} {run.incarnations:>5} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  "
+        f"{number:>3} {run.incarnations:>6} {run.kills:>5} {stop_s:>6.1f} {code if code is not None else '-':>4} {starts:>7}  "
         f"{books}",
         flush=True,
     )

@@ -1,7 +1,7 @@
 """A run of many processes on this machine, watched by what its console says. The programs of this folder strike at it.
 
 Consumes a configuration, its overrides and a workdir, which is emptied first; produces the processes that are up, by
-id, and at the end the books of the whole run. Law: however the page ends, the run is told to stop and waited for.
+id, and at the end the books of the whole run. Law: however the page ends, the run is asked to stop and waited for.
 """
 
 from __future__ import annotations

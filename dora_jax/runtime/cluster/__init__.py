@@ -10,7 +10,7 @@
 Reading order: messages, connection, launch_process, gang, gang_supervisor, process_main, rollout_role, worker_roles,
 remote_rollout, remote_trainer, lent_gang, lent_role, checkpoint_shards, backend. Laws: two roles never share a
 jax.distributed world; the first death ends its gang at once, and the next gang gets a new epoch; nothing of an earlier
-epoch is heard; gangs outlive a controller that is killed, and the next controller takes them over (run_registry.py,
+epoch is accepted; gangs outlive a controller that is killed, and the next controller takes them over (run_registry.py,
 connection.py, step_cache.py); instances come and go during a run, and with notice they lose no token; only
 launch_ray.py imports Ray.
 """

@@ -5,7 +5,7 @@
 
 Consumes scratch folders in which a chunk of an array is a file; produces URL/checkpoints/STEP, which a run in one
 process reads too. Laws: a step in a bucket gets its manifest last, from the controller, when every process of one gang
-has said what it put, and the bucket lists all of it; a step without is none, and is swept when a run begins; arrays
+has reported what it put, and the bucket lists all of it; a step without is none, and is swept when a run begins; arrays
 never come to the controller but to be checked.
 """
 
@@ -63,7 +63,7 @@ class StepFolder:
         manifest.write(self._folder / str(step))
 
     def aside(self) -> list[str]:
-        """Names of the folders of steps that were put aside."""
+        """Names of the folders of steps that were moved aside."""
         return checkpoint.aside(self._folder)
 
     def fault(self, step: Version) -> str | None:
@@ -83,7 +83,7 @@ class StepFolder:
 
 
 class StepBucket:
-    """As StepFolder, in a bucket. A step that is put aside is deleted."""
+    """As StepFolder, in a bucket. A step that is moved aside is deleted."""
 
     def __init__(self, url: str):
         self._store = Objects(url)

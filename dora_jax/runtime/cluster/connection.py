@@ -5,7 +5,7 @@
 `RecordConnection` carries records of messages.py over an authenticated connection (runtime/common/listener.py), many
 records a frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after
 that one is killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
-`HeartbeatSender` tells the controller every second that the process lives, and how far it is.
+`HeartbeatSender` tells the controller every second that the process is alive, and how far it is.
 
 Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called
 once.
@@ -143,7 +143,7 @@ class ControllerConnection:
         self._hello: Hello | None = None
         self._place = ""
         self._patience_s = 0.0
-        self.alone = False  # nobody listens: what could be said is of an earlier controller's time
+        self.alone = False  # nobody listens: what could be sent is of an earlier controller's time
         self._link = self._linked(address)
 
     @property
@@ -166,7 +166,7 @@ class ControllerConnection:
             self._link.send(record)
 
     def rejoin(self) -> None:
-        """Sends to the controller that said Rejoin from now on."""
+        """Sends to the controller that sent Rejoin from now on."""
         self.alone = False
 
     def part(self) -> None:
@@ -190,7 +190,7 @@ class ControllerConnection:
         return link
 
     def _lost(self, link: RecordConnection, reason: str) -> None:
-        if not self._patience_s or self.alone:  # the second: it said Hello, and is not wanted
+        if not self._patience_s or self.alone:  # the second: it sent Hello, and is not wanted
             return self._end()
         self.alone = True
         threading.Thread(target=self._look, name="uplink", daemon=True).start()

@@ -3,10 +3,10 @@
     start -> every Hello -> Begin to each -> every Ready -> up ... first death, silence or standstill -> down
     found -> every Hello -> Rejoin to each -> every Ready -> up ... notice -> HandOver -> HandOverDone -> down
 
-Consumes what its processes send; produces facts for `heard`, answers for `call`. Laws: the first sign of death ends the
-whole gang, because a jax.distributed world without one member only hangs; `down` comes after everything that was heard
-of this epoch, and nothing comes after it; all processes answer a call, or none; a process that leaves with notice hands
-its samples over first; a gang that an earlier controller has left is taken over whole, or ended.
+Consumes what its processes send; produces facts for `on_message`, answers for `call`. Laws: the first sign of death
+ends the whole gang, because a jax.distributed world without one member only hangs; `down` comes after everything that
+was received of this epoch, and nothing comes after it; all processes answer a call, or none; a process that leaves with
+notice hands its samples over first; a gang that an earlier controller has left is taken over whole, or ended.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GangDied(Exception):
 
 
 class CallRefused(Exception):
-    """A process could not do what a call asked; it lives on."""
+    """A process could not do what a call asked; it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class Gang:
         return self._ranks[0].waited_s if self._ranks else 0.0
 
     def seat(self, begin: Callable[[int, str, str], Begin]) -> None:
-        """`begin(rank, coordinator, leader)`: what each process is told once all have come."""
+        """`begin(rank, coordinator, leader)`: what each process receives once all have come."""
         with self.lock:
             self._begin = begin
             self._seat_if_complete()
@@ -267,7 +267,7 @@ class Gang:
             return f"it has not handed over within {LEAVE_S:.0f} s"
         for process in self._joined:
             if now - process.received_s > limits.silence_s:
-                return f"{self._who(process)} has not been heard for {limits.silence_s:.0f} s"
+                return f"{self._who(process)} has sent nothing for {limits.silence_s:.0f} s"
             if self.ready.is_set() and now - process.moved_s > limits.stall_s:
                 return f"{self._who(process)} has work and has not moved for {limits.stall_s:.0f} s"
         return None
@@ -319,7 +319,7 @@ class Gang:
                     self.final = final
                     self.die(f"{self._who(process)}: {error}")
                 case PreemptionNotice(reason=reason):
-                    self.leave(f"preempted: {self._who(process)} was told {reason}")
+                    self.leave(f"preempted: {self._who(process)} received {reason}")
                 case HandOverDone(hosts=hosts):
                     self._left += 1
                     if self._left == hosts:

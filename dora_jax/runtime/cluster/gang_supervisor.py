@@ -20,7 +20,7 @@ from dora_jax.runtime.cluster.launch_process import Launcher, StartedGang, Ticke
 from dora_jax.runtime.cluster.messages import Begin
 
 LOOK_S = 0.1  # how often a supervisor looks after its gang
-ROOM_S = 20.0  # a gang that has no place by then is said to wait
+ROOM_S = 20.0  # a gang that has no place by then is reported as waiting
 
 
 class GangSupervisor:

@@ -1,7 +1,7 @@
 """Gangs as actors of a Ray cluster: Ray chooses machines, starts processes, sees them die. Nothing else knows Ray.
 
 A gang with a slice type gets a whole TPU slice, one actor a host; without one it gets a CPU of any machine per process.
-Laws: nothing is restarted by Ray (its retries run a call twice); a gang goes only where every host of the slice lives
+Laws: nothing is restarted by Ray (its retries run a call twice); a gang goes only where every host of the slice is up
 and stays, because Ray itself would wait for ever for the rest of a broken one; what actors say to the controller is not
 Ray's; in a cluster that outlives the controller so do gangs, under the name RUN/GANG/EPOCH, and leave it by themselves.
 """
@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray._private.state import state  # nodes that are about to go are told nowhere else
+from ray._private.state import state  # nodes that are about to go are reported nowhere else
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -184,7 +184,7 @@ class RayGang:
         return "an actor returned"
 
     def notice(self) -> str | None:
-        """That a machine of it is about to go, in a few words: `ray start --block` was told SIGTERM, say."""
+        """That a machine of it is about to go, in a few words: `ray start --block` received SIGTERM, say."""
         if self._actors and time.monotonic() - self._looked_s > LOOK_S:
             self._looked_s = time.monotonic()
             if self._nodes & state.get_draining_nodes().keys():

@@ -1,12 +1,13 @@
-"""An instance of the trainer's gang, as the controller sees it: it has a life only while the trainer's devices are
+"""An instance of the trainer's gang, as the controller sees it: it is up only while the trainer's devices are
 lent.
 
     Lend -> LendDevices to the trainer's gang -> its processes join as a gang of this instance -> the version is loaded
     -> InstanceUp ... Return -> HandOver -> samples out, the state back -> InstanceDown
 
 `LentRemoteInstance` is a RemoteInstance whose gangs begin when they are asked for. Laws: every Lend is answered by
-InstanceUp or InstanceDown, every Return by InstanceDown; a life is never begun again by itself, and lives that come to
-nothing are counted; a life ends with the trainer's gang, and with its controller: no other controller takes it over.
+InstanceUp or InstanceDown, every Return by InstanceDown; an incarnation is never begun again by itself, and
+incarnations that come to nothing are counted; an incarnation ends with the trainer's gang, and with its controller: no
+other controller takes it over.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LentProcesses:
         """As ChildProcesses.notice."""
 
     def kill(self) -> None:
-        """Their part in this life ends with its connections."""
+        """Their part in this incarnation ends with its connections."""
 
 
 @dataclasses.dataclass
@@ -86,14 +87,14 @@ class LentLauncher:
 
 
 class LentSupervisor(GangSupervisor):
-    """One life for each `lend`. After so many lives in a row that began and were lost as may come to nothing, no other
-    begins: each may have cost the trainer its gang."""
+    """One incarnation for each `lend`. After so many incarnations in a row that began and were lost as may come to
+    nothing, no other begins: each may have cost the trainer its gang."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._begun = False  # the present life
-        self._lost = 0  # lives in a row
+        self._begun = False  # the present incarnation
+        self._lost = 0  # incarnations in a row
 
     def lend(self) -> None:
         self._asked.put(None)
@@ -131,7 +132,7 @@ class LentSupervisor(GangSupervisor):
         ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
         try:
             if self._lost > self._limits.restarts:
-                raise RunError(f"{self._lost} lives in a row were lost")
+                raise RunError(f"{self._lost} incarnations in a row were lost")
             started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
         except RunError as error:
             gang.die(str(error))
@@ -145,8 +146,8 @@ class LentRemoteInstance(RemoteInstance):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._version: Version = 0  # that the next life begins with
-        self._coming: GangWorker | None = None  # the life that loads it
+        self._version: Version = 0  # that the next incarnation begins with
+        self._coming: GangWorker | None = None  # the incarnation that loads it
         self._home = IdleTimer()
         self._home.__enter__()
 

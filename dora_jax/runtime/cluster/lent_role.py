@@ -3,10 +3,10 @@
     LendDevices -> the state leaves the devices -> Hello -> Begin -> Ready -> RolloutRole ... HandOver -> samples out
     -> weights and pages gone -> the state is back -> HandOverDone
 
-A life of the instance has a connection and a thread of its own, and ends with either. Consumes LendDevices; produces
-what a RolloutRole does. Laws: the trainer computes nothing before `come_home` returns; the engine is compiled once;
-where the controller is lost, the life ends and the trainer's role goes on; whatever goes wrong in a life ends the
-process.
+An incarnation of the instance has a connection and a thread of its own, and ends with either. Consumes LendDevices;
+produces what a RolloutRole does. Laws: the trainer computes nothing before `reload` returns; the engine is compiled
+once; where the controller is lost, the incarnation ends and the trainer's role goes on; whatever goes wrong in an
+incarnation ends the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stays:
 
 
 class LentConnection(ControllerConnection):
-    """Where it is lost the life ends; the process does not."""
+    """Where it is lost the incarnation ends; the process does not."""
 
     def __init__(self, address: str, token: bytes):
         super().__init__(address, token, lambda: self.inbox.put(messages.HandOver()))
@@ -69,20 +69,20 @@ class LentRole:
         self._free()
 
     def lend(self, call: messages.LendDevices) -> None:
-        """Begins a life of the instance, if this process is one of those that the call names."""
+        """Begins an incarnation of the instance, if this process is one of those that the call names."""
         if call.first <= self._rank < call.first + call.hosts:
             self.reload()
             self._thread = threading.Thread(target=self._live, args=(call,), name=call.gang, daemon=True)
             self._thread.start()
 
     def reload(self) -> None:
-        """Returns when no life has the devices, and the state is on them."""
+        """Returns when no incarnation has the devices, and the state is on them."""
         if self._thread is not None:
             self._thread.join()
         self._state.reload()
 
     def leave(self) -> int:
-        """The process is about to end: a life hands its samples over. Returns how many processes do so."""
+        """The process is about to end: an incarnation hands its samples over. Returns how many processes do so."""
         if (worker := self._worker) is not None:
             worker.inbox.put(messages.HandOver())
         self.reload()

@@ -7,7 +7,7 @@ weight_messages.py                   between the controller and every process: h
 StartSample, UseWeights, ...         to the first process of a rollout gang, which shares them as TickCommands
 events, Finished, ...                back from the first process of a rollout gang
 MoveStarted, FetchKV, ...            between the controller and every process: how the KV of a sample travels
-Heartbeat                            from every process: it lives, and how far it is
+Heartbeat                            from every process: it is alive, and how far it is
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Begin:
     hosts: int
     coordinator: str  # of the gang's first process
     leader: str
-    epoch: int = 0  # of the gang, and the life of its instance
+    epoch: int = 0  # of the gang, and the incarnation of its instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +370,7 @@ class HandedOverShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOverDone:
-    """The process has handed everything over; the controller has heard it by now."""
+    """The process has handed everything over; the controller has it by now."""
 
     hosts: int  # that say it
 

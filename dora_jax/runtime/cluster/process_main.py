@@ -1,5 +1,5 @@
-"""One process of a gang: `python -m dora_jax.runtime.cluster.process_main`, started by a launcher, told everything
-else.
+"""One process of a gang: `python -m dora_jax.runtime.cluster.process_main`, started by a launcher, which sends it
+everything else.
 
     Hello -> Begin -> [world, model, compile] -> Ready -> calls and posts, until the controller is gone
 

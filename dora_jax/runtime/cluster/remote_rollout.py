@@ -1,9 +1,9 @@
 """A rollout gang as the coordinator sees it: an instance worker whose work is done elsewhere.
 
-`RemoteInstance` is an InstanceProxy whose lives are gangs; `GangWorker` is the worker of one life: it turns commands
-into
+`RemoteInstance` is an InstanceProxy whose incarnations are gangs; `GangWorker` is the worker of one incarnation: it
+turns commands into
 messages to the gang, and the messages of the gang's processes into outbox items. Laws: commands reach a gang only after
-the orchestrator has heard that it is there, so none meant for an earlier epoch does; weights are used only once every
+the orchestrator knows that it is there, so none meant for an earlier epoch does; weights are used only once every
 process of the gang holds them, as is the KV of a sample that comes: where one process cannot fetch its shard, all of
 them make it again from the tokens.
 """
@@ -37,7 +37,7 @@ NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departed:
-    """A sample that has left a gang for another one: what each of its processes said of its own shard, by rank."""
+    """A sample that has left a gang for another one: what each of its processes reported of its own shard, by rank."""
 
     shards: Sequence[messages.MoveStarted]
     source: Gang
@@ -73,7 +73,7 @@ class _Staging:
     take_in: Callable[[int], messages.FinishMove | messages.ResumeSample]  # by the number of the KV, or 0: without it
     departed: Departed | None = None  # None: the controller offers the KV
     answers: dict[int, str] = field(default_factory=dict)  # by process: what went wrong; empty: nothing
-    later: list[messages.CancelSample] = field(default_factory=list)  # what the gang is told once the sample is in
+    later: list[messages.CancelSample] = field(default_factory=list)  # what the gang receives once the sample is in
 
     def release(self) -> None:
         if self.departed is not None:
@@ -81,7 +81,7 @@ class _Staging:
 
 
 class GangWorker(CalledHere):
-    """The worker of one gang. The main thread calls the commands, the gang's connections call `heard`."""
+    """The worker of one gang. The main thread calls the commands, the gang's connections call `on_message`."""
 
     def __init__(self, owner: RemoteInstance, gang: Gang, publisher: WeightPublisher, notify: Notify):
         self.incarnation = gang.epoch
@@ -241,7 +241,7 @@ class GangWorker(CalledHere):
 
 
 class RemoteInstance(InstanceProxy[GangWorker]):
-    """Called by the main thread, but for `_heard`, `_up` and `_gang_down` (the gang's connections, and its
+    """Called by the main thread, but for `_on_message`, `_up` and `_gang_down` (the gang's connections, and its
     supervisor)."""
 
     def __init__(
@@ -296,7 +296,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
                     worker.on_message(item)
 
     def _unhealthy(self, worker: GangWorker, reason: str) -> None:
-        """Nothing of this life is heard from now on."""
+        """Nothing of this incarnation is accepted from now on."""
         with self._lock:
             self._outbox.put(
                 ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)

@@ -205,7 +205,7 @@ class RemoteTrainer:
             self.gang = None
             gang = self._ups.get()
             if isinstance(gang, RunError):
-                self._ups.put(gang)  # the next caller is told too
+                self._ups.put(gang)  # the next caller gets the error too
                 raise gang
             try:
                 self._bring(gang)
@@ -364,7 +364,7 @@ class RemoteCheckpoints:
 
     def undo_after(self, version: Version) -> None:
         for step in [step for step in self.steps() if step > version]:
-            self._notify(f"checkpoint {step} is later than what can be recovered and is put aside")
+            self._notify(f"checkpoint {step} is later than what can be recovered and is moved aside")
             self._stored.set_aside(step, "undone")
 
     def restore(self, step: Version, params: Tree, opt_state: Tree, digests: Digests | None = None) -> Restored:

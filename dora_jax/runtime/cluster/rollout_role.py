@@ -62,7 +62,7 @@ def open_rollout(
 
 
 class InstanceParts:
-    """What the lives of an instance have in this process: its engine, which is compiled, and the wires."""
+    """What the incarnations of an instance have in this process: its engine, which is compiled, and the wires."""
 
     def __init__(self, config: Config, own: Sequence[jax.Device], begin: Begin, link: ControllerConnection):
         """own: the devices of the instance, of all its processes."""
@@ -93,7 +93,7 @@ class InstanceParts:
         turns: Leader | Follower,
         free: Callable[[], None] = lambda: None,
     ) -> RolloutRole:
-        """Of one life. free: see RolloutRole."""
+        """Of one incarnation. free: see RolloutRole."""
         rollout = self._config.rollout
         return RolloutRole(
             begin,
@@ -136,7 +136,7 @@ class RolloutRole:
         free: Callable[[], None] = lambda: None,
     ):
         """alike: neighbouring processes that hold the same KV heads. free: what is done when all samples are out,
-        before it is said that they are."""
+        before they are reported as such."""
         self._engine, self._status, self._turns, self._weights, self._kv = engine, status, turns, weights, kv
         self._transfers = TransferThreads(weights, link, kv=kv)
         self._link = link

@@ -3,8 +3,8 @@
     WORKDIR/controller.json      token, address, build, {gang: [epoch, pids]}; in a folder only its owner may read it
 
 Consumes what the keepers start and end; produces what an earlier controller has left. Laws: it is always whole, and a
-damaged one is refused; no gang runs that is not in it, unless the storage refuses, which is said and stops nobody; a
-run that ends itself removes it, so a process that finds none ends too.
+damaged one is refused; no gang runs that is not in it, unless the storage refuses, which is reported and stops nobody;
+a run that ends itself removes it, so a process that finds none ends too.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from dora_jax.types import InstanceId, Sample, SampleId, Version
 
 GRACE_S = 5.0  # the KV of a sample that waits longer is sooner made again
 MAX_KV_BYTES = 3 * MAX_FRAME_BYTES // 4  # of one record: more would end the link, and with it all that still waits
-UNHEARD_S = 5.0  # what was said so long before a controller's end may not be in its journal
+UNHEARD_S = 5.0  # what was sent so long before a controller's end may not be in its journal
 
 
 class ResultSender:
@@ -51,7 +51,7 @@ class ResultSender:
         self._link, self._host, self._hosts, self._alike = link, host, hosts, alike
         self._whole = hosts == 1  # of a sample's pages; a part is of no use elsewhere without the others
         self._pages: dict[SampleId, InFlightSample] = {}  # of samples that have left, and may come back
-        self._finished: collections.deque[tuple[float, Sample]] = collections.deque()  # that may not have been heard
+        self._finished: collections.deque[tuple[float, Sample]] = collections.deque()  # that may not have arrived
         self._recalled: list[HandedOver | FinishedUnheard] | None = None
 
     def put(self, item: Any) -> None:
@@ -79,7 +79,7 @@ class ResultSender:
                 self._finished.popleft()
         if self._recalled is None:
             self._link.send(item)
-        elif isinstance(item, Waiting):  # what waits for its environment is told again once it goes on
+        elif isinstance(item, Waiting):  # what waits for its environment is reported again once it goes on
             self._recalled.append(HandedOver(in_flight=item.in_flight))
         elif isinstance(item, HandedOver):
             self._recalled.append(item)

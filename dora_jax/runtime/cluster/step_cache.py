@@ -1,6 +1,6 @@
 """What a process of the trainer has made, for a new controller that asks for all steps since a checkpoint again.
 
-    doubt -> RestoreCheckpoint(5) -> TrainGroups, FinishStep(5) -> TrainGroups, FinishStep(6) -> TrainGroups ...
+    distrust -> RestoreCheckpoint(5) -> TrainGroups, FinishStep(5) -> TrainGroups, FinishStep(6) -> TrainGroups ...
 
 Consumes calls and their answers; gives the same answers to the same calls without touching the weights, and of the
 groups of a call those that are new. Law: a step, or its beginning, is recalled only where the very same groups are

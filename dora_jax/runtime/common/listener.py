@@ -1,7 +1,7 @@
 """Where a process of a run listens: one port, and only what knows the token of the run is let in.
 
-Consumes connections from anywhere; produces authenticated ones, for `welcome`. Laws: nothing that a stranger sends is
-decoded; a stranger has ANSWER_S to answer the challenge, however slowly its bytes come; so many strangers are heard at
+Consumes connections from anywhere; produces authenticated ones, for `welcome`. Laws: nothing that an unverified peer
+sends is decoded; it has ANSWER_S to answer the challenge, however slowly its bytes come; so many of them are served at
 a time, and where more come the oldest give way: what they hold of this process is bounded, and members of the run come
 through between them. The bytes are not encrypted: the port belongs on loopback or on the private network of the run.
 """
@@ -20,7 +20,7 @@ from multiprocessing import AuthenticationError, connection
 CALLERS = 1024  # that come at once; a connection for which the kernel has no room may wait for ever
 MAX_UNVERIFIED = 128  # at a time; two file numbers and a thread each
 ANSWER_S = 10.0  # for either side to show that it knows the token
-YIELD_S = 0.5  # a stranger that is older than this gives way where there are too many
+YIELD_S = 0.5  # an unverified peer that is older than this gives way where there are too many
 LOOK_S = 0.1
 
 
@@ -58,10 +58,10 @@ class Listener:
                     continue
                 with self._lock:
                     self._unverified[raw] = time.monotonic()
-                threading.Thread(target=self._let_in, args=(raw,), name="doorkeeper", daemon=True).start()
+                threading.Thread(target=self._let_in, args=(raw,), name="listener", daemon=True).start()
 
     def _room(self) -> bool:
-        """Turns away strangers whose time is over."""
+        """Turns away unverified peers whose time is over."""
         with self._lock:
             patience_s = ANSWER_S if len(self._unverified) < MAX_UNVERIFIED else YIELD_S
             for raw, since_s in tuple(self._unverified.items()):
@@ -103,7 +103,7 @@ def dial(address: str, token: bytes, patience_s: float | None = None) -> connect
             connection.deliver_challenge(end, token)
         except BlockingIOError:
             end.close()
-            raise TimeoutError(f"{address} has not said a word within {patience_s:.1f} s") from None
+            raise TimeoutError(f"{address} has not sent anything within {patience_s:.1f} s") from None
         except AssertionError as error:  # what Python 3.11 says of a first word that it does not know
             end.close()
             raise AuthenticationError(f"{address} is no process of a run: {error}") from error

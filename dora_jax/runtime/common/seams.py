@@ -6,8 +6,8 @@
 
 World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world (orchestrate/core.py)
 Backend         LocalBackend; cluster.backend.ClusterBackend
-RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, whose lives end and begin again
-RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
+RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, that may crash and restart; each start is a
+new incarnation RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
 PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around one
 CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
@@ -192,10 +192,10 @@ class CheckpointStore(Protocol):
         """Takes a checkpoint off the list; `why` is in the name of the folder that keeps it."""
 
     def aside(self) -> list[str]:
-        """Names of the checkpoints that were put aside, now or earlier."""
+        """Names of the checkpoints that were moved aside, now or earlier."""
 
     def undo_after(self, version: Version) -> None:
-        """Puts aside the checkpoints of later versions."""
+        """Moves aside the checkpoints of later versions."""
 
     def restore(self, step: Version, params: Tree, opt_state: Tree, digests: Digests | None = None) -> Restored:
         """What `PolicyTrainer.load` takes. UnusableCheckpoint: it cannot be read, or has other digests; nothing
@@ -265,12 +265,12 @@ class StageWorker(PostedWorker, Protocol):
 
 
 class SampleWorker(PostedWorker, Protocol):
-    """An instance, or one life of it. A command of the orchestrator is one post; every one but `load` names one
+    """An instance, or one incarnation of it. A command of the orchestrator is one post; every one but `load` names one
     sample."""
 
     @property
     def incarnation(self) -> int:
-        """The latest life of the instance."""
+        """The latest incarnation of the instance."""
 
     def load(self, version: Version, drop: Version | None) -> None: ...
 
@@ -314,7 +314,7 @@ class RolloutWorker(StageWorker, SampleWorker, Protocol):
         """The devices are the trainer's again: samples are handed over. The answer is InstanceDown."""
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
-        """What the instance sampled up to the end of this life is not believed: it ends, unless it has, and the
+        """What the instance sampled up to the end of this incarnation is not believed: it ends, unless it has, and the
         instance is reported as unhealthy."""
 
 

@@ -1,4 +1,4 @@
-"""How a run ends when it is told to, or when nothing moves any more: in time, with a reason and an exit code
+"""How a run ends when it is asked to, or when nothing moves any more: in time, with a reason and an exit code
 (exits.py).
 
 Consumes signals and facts; raises `Stop` between two batches of facts, so that nothing is cut in half. Laws: 14 s after
@@ -24,7 +24,7 @@ from dora_jax.orchestrate.core import World
 
 GRACE_S = 13.0  # spot machines give 15 s between the notice and the end; freeing what a process holds takes some of it
 HUNG_S = 60.0  # the main thread itself stands still so much longer than the limit
-STAGE_END_S = 30.0  # a stage that is told to end is waited for so long
+STAGE_END_S = 30.0  # a stage that is asked to end is waited for so long
 
 never_print(
     lambda error: isinstance(error, Stop)
@@ -68,7 +68,7 @@ class Guard:
         return 0.0 if self._owner else STAGE_END_S
 
     def look(self) -> None:
-        """Raises Stop where the run was told to end, or where nothing has moved for the limit."""
+        """Raises Stop where the run was asked to end, or where nothing has moved for the limit."""
         self.looping = True
         self._looked_s = now = time.monotonic()
         if self._signal:

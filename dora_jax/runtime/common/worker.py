@@ -58,15 +58,15 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedUnheard:
-    """A sample that finished while no controller listened. It is told once the orchestrator resumes it."""
+    """A sample that finished while no controller listened. It is reported once the orchestrator resumes it."""
 
     sample: Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReady:
-    """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is heard, and gives the
-    samples that it has from before."""
+    """An instance elsewhere is there; `admit` lets commands reach it, from the moment that this is received, and gives
+    the samples that it has from before."""
 
     event: ev.InstanceUp
     admit: Callable[[], Sequence[HandedOver | FinishedUnheard]]

@@ -1,15 +1,15 @@
-"""A rollout instance whose lives end and begin again, as the coordinator sees it; the same for one here and one
-elsewhere.
+"""A rollout instance that may crash and restart; each start is a new incarnation, as the coordinator sees it; the same
+for one here and one elsewhere.
 
-    commands (main thread) -> InstanceProxy -> the worker of its present life -> InstanceProxy -> outbox
+    commands (main thread) -> InstanceProxy -> the worker of its present incarnation -> InstanceProxy -> outbox
 
 `InstanceProxy` is a RolloutWorker (seams.py). It consumes the commands of the coordinator and hands each to the worker
-of the present life; it puts that worker's items into the coordinator's outbox, `InstanceDown` where a life ends and
-`InstanceReady` where the next one begins. LocalInstance (supervised_worker.py) makes lives of engines in this process,
-RemoteInstance (cluster/remote_rollout.py) of gangs.
+of the present incarnation; it puts that worker's items into the coordinator's outbox, `InstanceDown` where an
+incarnation ends and `InstanceReady` where the next one begins. LocalInstance (supervised_worker.py) starts engines in
+this process, RemoteInstance (cluster/remote_rollout.py) of gangs.
 
-Laws: nothing of a life is heard after its InstanceDown; the answers that the life still owed come right behind it;
-commands reach a life only once the orchestrator has heard of it.
+Laws: nothing of an incarnation is accepted after its InstanceDown; the answers that the incarnation still owed come
+right behind it; commands reach an incarnation only once the orchestrator knows of it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ NOT_FINITE = "its log-probs are not finite"
 
 
 class IncarnationWorker(SampleWorker, Protocol):
-    """The worker of one life: an engine's thread here, or the messages to a gang. `move` takes the Destination of the
-    move, `forward` the ForwardTarget of the episode."""
+    """The worker of one incarnation: an engine's thread here, or the messages to a gang. `move` takes the Destination
+    of the move, `forward` the ForwardTarget of the episode."""
 
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
-        """in_flight: what `move` of the source's life gave to the Destination."""
+        """in_flight: what `move` of the source's incarnation gave to the Destination."""
 
 
 AnyWorker = TypeVar("AnyWorker", bound=IncarnationWorker)
@@ -54,7 +54,8 @@ class _Leaving(Generic[AnyWorker]):
 
 
 class InstanceProxy(CalledHere, Generic[AnyWorker]):
-    """Called by the main thread, but for `heard`, `left` and `take`, which the threads of lives call too."""
+    """Called by the main thread, but for `on_message`, `left` and `take`, which the threads of incarnations call
+    too."""
 
     def __init__(self, up: ev.InstanceUp, outbox: Outbox):
         self.instance = up.instance
@@ -65,9 +66,9 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
         self._worker: AnyWorker | None = None  # that the orchestrator knows of, or will
         self._incarnation = up.incarnation
         self._leaving: dict[SampleId, _Leaving[AnyWorker]] = {}
-        self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed to this life and not yet in; the answer then
+        self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over and not yet in; the answer then
         self._forwarding: dict[SampleId, Callable[[], None]] = {}  # on their way out; how each goes on without its KV
-        self._waited_s = 0.0  # of earlier lives
+        self._waited_s = 0.0  # of earlier incarnations
 
     # ---------------------------------------------------------- as a worker
 
@@ -84,7 +85,8 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
     def state(self) -> str:
         return worker.state if (worker := self._worker) else f"{self.role} is down"
 
-    # A command to a life that is over reaches nothing: InstanceDown is on its way, and gives back what was asked for.
+    # A command to an incarnation that is over reaches nothing: InstanceDown is on its way, and reports what was
+    # outstanding.
 
     def load(self, version: Version, drop: Version | None) -> None:
         if worker := self._worker:
@@ -116,7 +118,7 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
             worker.post(worker.forward, in_flight, ForwardTarget(self, dst), attempt)
 
     def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
-        """It is out of this life's engine, unless the life was over before."""
+        """It is out of this incarnation's engine, unless the incarnation was over before."""
         with self._lock:
             if self._forwarding.pop(in_flight.id, None) is None:
                 return
@@ -154,10 +156,10 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
                 return
         self._outbox.put(failed)
 
-    # ----------------------------------------------- what lives say and do
+    # ----------------------------------------------- what incarnations send and do
 
     def on_message(self, worker: AnyWorker, item: Any) -> None:
-        """An outbox item of this life."""
+        """An outbox item of this incarnation."""
         with self._lock:
             if self._worker is not worker:
                 return
@@ -169,12 +171,14 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
             self._outbox.put(item)
 
     def left(self, worker: AnyWorker, id: SampleId) -> bool:
-        """The sample is out of this life's engine; False: the life is over, and the move has been answered."""
+        """The sample is out of this incarnation's engine; False: the incarnation is over, and the move has been
+        answered."""
         with self._lock:
             return self._worker is worker and self._leaving.pop(id, None) is not None
 
     def take(self, worker: AnyWorker | None, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
-        """A sample from another instance, meant for this life. False: that life is over; the recorded tokens go on."""
+        """A sample from another instance, meant for this incarnation. False: that incarnation is over; the recorded
+        tokens go on."""
         moved = ev.SampleMoved(id=id, src=src, dst=self.instance, attempt=attempt)
         with self._lock:
             if worker is not None and self._worker is worker:
@@ -184,17 +188,17 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
         self._outbox.put(moved)
         return False
 
-    # -------------------------------------------------- of those that make lives
+    # -------------------------------------------------- for those that start incarnations
 
     def _ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
-        """The next life has begun; `admit` follows when the coordinator hears of it."""
+        """The next incarnation has begun; `admit` follows when the coordinator hears of it."""
         self._incarnation = worker.incarnation
         self._outbox.put(
             InstanceReady(event=dataclasses.replace(self._event, incarnation=worker.incarnation), admit=admit)
         )
 
     def _down(self, worker: AnyWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
-        """Ends this life, or one (None) that the orchestrator never heard of. The lock is held. last: of its
+        """Ends this incarnation, or one (None) that the orchestrator never knew of. The lock is held. last: of its
         samples."""
         if worker is not None:
             self._waited_s += worker.wait_s
@@ -213,7 +217,7 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
 
 @dataclass
 class ForwardTarget(CalledHere, Generic[AnyWorker]):
-    """Where an episode goes on, as the life that has its KV sees it."""
+    """Where an episode goes on, as the incarnation that has its KV sees it."""
 
     src: InstanceProxy[AnyWorker]
     dst: InstanceProxy[AnyWorker]
@@ -223,7 +227,7 @@ class ForwardTarget(CalledHere, Generic[AnyWorker]):
 
 
 class Destination(CalledHere, Generic[AnyWorker]):
-    """The destination of a move, as the life that gives the sample away sees it."""
+    """The destination of a move, as the incarnation that gives the sample away sees it."""
 
     def __init__(
         self, src: InstanceProxy[AnyWorker], source: AnyWorker, dst: InstanceProxy[AnyWorker], worker: AnyWorker | None
@@ -236,13 +240,13 @@ class Destination(CalledHere, Generic[AnyWorker]):
         self.deliver(in_flight.id, in_flight, src, attempt)
 
     def deliver(self, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
-        """False: the sample does not arrive as it left: one of the two lives is over."""
+        """False: the sample does not arrive as it left: one of the two incarnations is over."""
         return self._src.left(self._source, id) and self._dst.take(self.worker, id, in_flight, src, attempt)
 
 
 def garbage_in(item: Any, vocab_size: int | None = None) -> str | None:
-    """What is wrong with the sampled tokens of a record; None: nothing, or it carries none. What an environment said is
-    not looked at: it is no instance's fault. vocab_size: None where it is not known."""
+    """What is wrong with the sampled tokens of a record; None: nothing, or it carries none. What an environment
+    answered is not looked at: it is no instance's fault. vocab_size: None where it is not known."""
     match item:
         case Finished(sample=sample):
             found = _fault(sample.out_ids, sample.logprobs, sample.mask, vocab_size)
@@ -255,7 +259,7 @@ def garbage_in(item: Any, vocab_size: int | None = None) -> str | None:
 
 
 def _fault(out_ids: np.ndarray, logprobs: np.ndarray, mask: np.ndarray | None, vocab_size: int | None) -> str | None:
-    """mask: bool[U], False where an environment said the token; None: all of them were sampled."""
+    """mask: bool[U], False where an environment wrote the token; None: all of them were sampled."""
     if len(out_ids) != len(logprobs):
         return f"{len(out_ids)} tokens have {len(logprobs)} log-probs"
     if mask is not None:

@@ -1,11 +1,11 @@
-"""An instance of the trainer's devices: it has a life only while they are lent.
+"""An instance of the trainer's devices: it is up only while they are lent.
 
-`LentInstance` is a LocalInstance that begins no life by itself. Lend begins one: the engine, which keeps its
+`LentInstance` is a LocalInstance that never starts by itself. Lend begins one: the engine, which keeps its
 programs, takes the weights of the version that is named. Return ends it: its samples leave with their KV, and the
 weights go. The trainer's state stays on its devices, which then hold the memory of both sides, or is in host memory
 meanwhile (LentState), as `trainer.lent_memory` says; the pages of the KV go with the weights then. Laws: every
-Lend is answered by InstanceUp or InstanceDown, and every Return by InstanceDown; a life that dies gives the devices
-back.
+Lend is answered by InstanceUp or InstanceDown, and every Return by InstanceDown; an incarnation that dies gives the
+devices back.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class LentInstance(LocalInstance):
         super().__init__(up, engine, *args)
         self._memory = memory
         self._worker = None
-        self._ended: LocalWorker | None = None  # the life before
-        self._spare: RolloutEngine | None = engine  # None: the engine of the life that died is made again
+        self._ended: LocalWorker | None = None  # the incarnation before
+        self._spare: RolloutEngine | None = engine  # None: the engine of the incarnation that died is made again
         self._making = threading.Lock()
-        self._home_s = 0.0  # at home before its lives, summed
-        self._home_since: float | None = time.monotonic()  # None: it has a life
+        self._home_s = 0.0  # at home before its incarnations, summed
+        self._home_since: float | None = time.monotonic()  # None: it is up
 
     def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
         self._wrap, self._weights = wrap, weights
@@ -123,7 +123,7 @@ class LentInstance(LocalInstance):
             worker.post(self._return, worker)
 
     def free(self) -> None:
-        """Gives the devices to the trainer: no life is on them."""
+        """Gives the devices to the trainer: no incarnation uses them."""
         if self._memory is None:
             return
         try:
@@ -172,7 +172,7 @@ class LentInstance(LocalInstance):
         return worker
 
     def _return(self, worker: LocalWorker) -> None:
-        """On the life's own thread."""
+        """On the incarnation's own thread."""
         worker.hand_over()
         for version in worker.engine.versions:
             worker.engine.drop(version)
@@ -199,7 +199,7 @@ class LentInstance(LocalInstance):
         super()._over(worker, reason, error, unhealthy)
 
     def _begin_again(self, ended: LocalWorker, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
-        """Only the engine: the next Lend begins a life."""
+        """Only the engine: the next Lend begins an incarnation."""
         with self._making:
             ended.stop()
             del ended.engine

@@ -100,7 +100,7 @@ class _Decoding:
 
 
 class EngineWorker(Worker):
-    """One life of one engine: starts, ticks, moves and loads on its own thread.
+    """One incarnation of one engine: starts, ticks, moves and loads on its own thread.
 
     `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
 
@@ -231,7 +231,7 @@ class EngineWorker(Worker):
         raise NotImplementedError(f"{self.role} has devices of its own")
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
-        """It has no other life: the run ends."""
+        """It has no other incarnation: the run ends."""
         self.outbox.put(Crashed(role=self.role, error=RuntimeError(reason)))
 
     @property

@@ -1,8 +1,8 @@
 """A rollout instance of this process that may die, hang or return garbage: it leaves the pool, and may come back.
 
-`LocalInstance` is an InstanceProxy whose lives are an engine and its thread each. Laws: a sample that is not a sample
-(log-probs that are no numbers, tokens that are no tokens) ends the life that made it and is never told, and the
-instance is said to be unhealthy; lives that come to nothing are counted; where no instance is left, the run ends with
+`LocalInstance` is an InstanceProxy whose incarnations are an engine and its thread each. Laws: a malformed sample
+(non-finite log-probs, out-of-vocabulary ids) is dropped, the incarnation that produced it ends, and the instance is
+reported as unhealthy; incarnations that come to nothing are counted; where no instance is left, the run ends with
 the last error.
 """
 
@@ -22,13 +22,13 @@ from dora_jax.runtime.instances.instance_proxy import InstanceProxy, garbage_in
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.types import InstanceId, Version
 
-MAX_LOSSES = 3  # lives in a row that finished no sample and no turn, after which an instance stays away
-LOOKS = 8  # at a life, in the time after which it counts as hung
+MAX_LOSSES = 3  # incarnations in a row that finished no sample and no turn, after which an instance stays away
+LOOKS = 8  # at an incarnation, in the time after which it counts as hung
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """What a life is made of, and when it is over."""
+    """What an incarnation is made of, and when it is over."""
 
     new_engine: Callable[[], RolloutEngine] | None  # None: an instance that is lost stays away
     vocab_size: int
@@ -59,12 +59,12 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         self._partial_s = partial_s
         self._worker = self._new_worker(engine)
         self._losses = self._suspicions = 0
-        self._tokens = 0  # of earlier lives
+        self._tokens = 0  # of earlier incarnations
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
-        """Before `start`: `wrap(engine)` stands for the engine of every life, `weights` for the store."""
+        """Before `start`: `wrap(engine)` stands for the engine of every incarnation, `weights` for the store."""
         self._wrap, self._weights = wrap, weights
         self._worker = self._new_worker(self.engine)
 
@@ -89,7 +89,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
 
     @property
     def worker(self) -> LocalWorker | None:
-        """The worker of the present life; None: the instance is lost."""
+        """The worker of the present incarnation; None: the instance is lost."""
         return self._worker
 
     @property
@@ -97,12 +97,12 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         return self._tokens + (worker.tokens if (worker := self._worker) else 0)
 
     def lose(self, reason: str) -> None:
-        """Ends the present life, whatever it does."""
+        """Ends the present incarnation, whatever it does."""
         if worker := self._worker:
             self._over(worker, reason, RuntimeError(reason))
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
-        """After MAX_LOSSES doubts the instance stays away: it is not its weights alone."""
+        """After MAX_LOSSES suspicions the instance stays away: it is not its weights alone."""
         self._suspicions += 1
         if (present := self._worker) is not None and present.incarnation == incarnation:
             self._over(present, reason, RuntimeError(reason), unhealthy=True)
@@ -127,7 +127,8 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         return LocalWorker(self, self._wrap(engine), self._weights, self._partial_s, self._incarnation)
 
     def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:
-        """The life has ended, or is treated so; another one may begin. unhealthy: what it sampled is not believed."""
+        """The incarnation has ended, or is treated so; another one may begin. unhealthy: what it sampled is not
+        believed."""
         with self._lock:
             if unhealthy:
                 self._outbox.put(
@@ -246,7 +247,7 @@ class LocalWorker(EngineWorker):
 
 
 class _WorkerOutbox:
-    """The outbox of a life."""
+    """The outbox of an incarnation."""
 
     def __init__(self, owner: LocalInstance, worker: LocalWorker):
         self._owner, self._worker = owner, worker

@@ -89,7 +89,7 @@ class EventLog:
     @property
     def holds(self) -> bool:
         """Whether records wait for their batch and must not be acknowledged yet. False while the store refuses: the
-        alarm has said so, and the run goes on without it."""
+        alarm has reported so, and the run goes on without it."""
         return bool(self._buffer) and not self._log.lasting and self._degraded_since is None
 
     def segments(self) -> list[int]:

@@ -4,10 +4,11 @@
 
 Consumes the facts and payload records of any `World` that tells listeners; produces the same facts. Laws: a sample, a
 group or a step that the orchestrator knows of is written, which no death of a process undoes; the groups of a step are
-on the disk before the step is told, and so is any fact after journal.sync_s, so that no power cut undoes more than can
-be made again, a step bit for bit; a replay decides where the run decided; soft facts (progress, pages, time) wait for
-the next write, because losing the last of them costs nothing; a segment begins between two batches of facts. On object
-storage a batch is what was reported in journal.sync_s, and no fact is told before the object that holds it is there.
+on the disk before the step is reported, and so is any fact after journal.sync_s, so that no power cut undoes more than
+can be made again, a step bit for bit; a replay decides where the run decided; soft facts (progress, pages, time) wait
+for the next write, because losing the last of them costs nothing; a segment begins between two batches of facts. On
+object storage a batch is what was reported in journal.sync_s, and no fact is reported before the object that holds it
+is there.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class JournaledWorld:
         self._payload: dict[SampleId | GroupId, Sample | ScoredGroup] = {}
         self._digests: dict[Version, tuple[int, int]] = {}  # of a version's params and of the copy that travels
         self._entries: list[Entry] = []
-        self._held: collections.deque[list[Entry]] = collections.deque()  # batches that were appended, not told
+        self._held: collections.deque[list[Entry]] = collections.deque()  # batches that were appended, not reported
         self._committed_s = time.monotonic()
         self._rotate_due = True
         self._rotation_base = 0  # at which the segment on its way begins
@@ -179,7 +180,7 @@ class JournaledWorld:
                 return self._payload.pop(id, None)
             case ev.GroupScored(group_id=group_id):
                 return self._payload.pop(group_id, None)
-            case ev.StepPublished(version=version) if version in self._digests:  # else it is said twice
+            case ev.StepPublished(version=version) if version in self._digests:  # else it is a repetition
                 digest, copy = self._digests.pop(version)
                 return Published(epoch=self._epoch, digest=digest, copy=copy)
         return None

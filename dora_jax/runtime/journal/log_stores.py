@@ -106,7 +106,7 @@ class FileLogStore:
         point("journal.after_segment")
 
     def append(self, data: bytes) -> None:
-        """Adds to the last segment, behind the bytes that a failed sync has left in doubt. OSError: nothing was
+        """Adds to the last segment, behind the bytes that a failed sync has left unproved. OSError: nothing was
         added."""
         if self._doubtful:
             # after a failed sync the kernel may have forgotten pages that it could not write
@@ -126,7 +126,7 @@ class FileLogStore:
         self._recent.append(data)
 
     def sync(self) -> None:
-        """Makes durable what had been appended; may run beside `append`. OSError: it is in doubt."""
+        """Makes durable what had been appended; may run beside `append`. OSError: it is unproved."""
         if self._doubtful:
             raise OSError("what was written before is not on the disk")
         covered = len(self._recent)

@@ -82,7 +82,7 @@ class PayloadState:
         return None
 
     def follow(self, command: ev.Command) -> None:
-        """A sample that is told to start has no tokens: one that began on an instance in quarantine begins again. A
+        """A sample that starts has no tokens: one that began on an instance in quarantine begins again. A
         group that is discarded has nothing."""
         match command:
             case ev.Start(ids=ids):

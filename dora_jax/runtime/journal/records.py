@@ -70,7 +70,7 @@ SAMPLED, OBSERVED, REWRITTEN = "sampled", "observed", "rewritten"  # kinds of a 
 class Partial:
     """Tokens [start, start + len) of a running sample, and the rows of its table from `row` on.
 
-    kind: "sampled", or "observed": an environment said them. "rewritten": they are observed and begin a new branch, in
+    kind: "sampled", or "observed": an environment wrote them. "rewritten": they are observed and begin a new branch, in
     the place of those from `start` on."""
 
     id: SampleId

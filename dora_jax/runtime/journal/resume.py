@@ -47,7 +47,7 @@ class Begun:
 
 
 def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> EventLog | None:
-    """The event log of a workdir; None: `section.on` is False. Then an earlier journal is put aside, because it would
+    """The event log of a workdir; None: `section.on` is False. Then an earlier journal is moved aside, because it would
     not know what this run does. ConfigError: the journal cannot be opened."""
     folder = workdir / "journal"
     if url := workdir_mirror.url_of(workdir):
@@ -112,7 +112,7 @@ def begin(
 
 class _Starts:
     """The checkpoints that a run may start from. Each is read when it is asked for, and what proves good is kept for
-    the trainer; those that do not are put aside once the run has another start."""
+    the trainer; those that do not are moved aside once the run has another start."""
 
     def __init__(self, checkpoints: CheckpointStore, trainer: PolicyTrainer, writer: Writer):
         self.faults: dict[Version, str] = {}  # checkpoint -> why it cannot be used
@@ -172,7 +172,7 @@ class _Starts:
         for step in self._checkpoints.unsealed():
             if step not in self.faults:
                 self._writer.note(
-                    f"checkpoint {step} has no manifest, and no journal says what was saved: it is put aside"
+                    f"checkpoint {step} has no manifest, and no journal says what was saved: it is moved aside"
                 )
             self._checkpoints.set_aside(step, UNPROVED)
         return restored.rl_state if restored is not None else {}
@@ -192,7 +192,7 @@ def _refuse_lost(
         for step in checkpoints.unsealed()
         if step not in starts.faults
     ]
-    lost += [f"checkpoints/{name} was put aside" for name in checkpoints.aside()]
+    lost += [f"checkpoints/{name} was moved aside" for name in checkpoints.aside()]
     if journal is not None and journal.segments():
         lost.append(fault or "its journal cannot be read")
     if reached := _reached(metrics):

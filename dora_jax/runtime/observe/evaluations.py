@@ -22,8 +22,8 @@ Metrics = dict[str, float]
 
 
 class Evaluations:
-    """`state`: the orchestrator's, as it is before the end of a told group reaches it; `told` gets (version,
-    metrics)."""
+    """`state`: the orchestrator's, as it is before the end of an evaluated group reaches it; `on_evaluated` gets
+    (version, metrics)."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Evaluations:
 
 
 def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool = False) -> Metrics:
-    """The record of one version: eval/reward/mean and /std, eval/reward/term/NAME; where it is said what counts as
+    """The record of one version: eval/reward/mean and /std, eval/reward/term/NAME; where it is defined what counts as
     solved, eval/accuracy (avg@k) and eval/pass_at_k of k samples a prompt, and _low and _high of both: the 95 %
     interval.
 

@@ -220,7 +220,7 @@ class RunLog:
     def close(self) -> None:
         self._samples.close()
 
-    # ---------------------------------------------------------- what is told
+    # ---------------------------------------------------------- console
 
     def record(self, record: Any) -> None:
         """Listener of the world's payload records."""

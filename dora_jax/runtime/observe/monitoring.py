@@ -98,7 +98,7 @@ class RunFacts:
     def __init__(self) -> None:
         self._numbers: dict[str, float] = {}
         self._facts: dict[str, float] = {}
-        self._last_beat_s: float | None = None  # when the loop last said something; None: it has not begun
+        self._last_beat_s: float | None = None  # when the loop last reported; None: it has not begun
         self.gauges = prometheus.Gauges(lambda: self._facts | self._numbers)
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
@@ -112,7 +112,7 @@ class RunFacts:
         """What /healthz answers."""
         quiet_s = 0.0 if self._last_beat_s is None else time.monotonic() - self._last_beat_s
         stuck = quiet_s > QUIET_S
-        body = {"status": f"the loop has said nothing for {quiet_s:.0f} s" if stuck else "ok"}
+        body = {"status": f"the loop has reported nothing for {quiet_s:.0f} s" if stuck else "ok"}
         status = HTTPStatus.SERVICE_UNAVAILABLE if stuck else HTTPStatus.OK
         return status, body | {"step": self._numbers.get("step", 0)}
 
@@ -248,7 +248,7 @@ class WandbRun:
         self._run.log({"step": step} | {name: value for name, value in scalars.items() if value is not None})
 
     def status(self, facts: Mapping[str, Any]) -> None:
-        """Only what is in metrics.jsonl is told."""
+        """Only what is in metrics.jsonl is exported."""
 
     def close(self) -> None:
         self._run.finish()

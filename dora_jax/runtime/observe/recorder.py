@@ -171,8 +171,8 @@ class Recorder:
     # ------------------------------------------------------------ private
 
     def _left_at(self, id: SampleId, src: InstanceId, now: float) -> None:
-        """Samples leave an instance one after the other, to another or to be put aside: each costs what it adds behind
-        the one before. The first goes on decoding until the present tick is over, which costs it nothing."""
+        """Samples leave an instance one after the other, to another or to be moved aside: each costs what it adds
+        behind the one before. The first goes on decoding until the present tick is over, which costs it nothing."""
         since, before = self._asked.pop(("move", id), None), self._left.get(src, 0.0)
         if since is not None:
             self.took["move" if before > since else "first move"].append(now - max(since, before))

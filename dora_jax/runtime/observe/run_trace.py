@@ -92,7 +92,7 @@ class RunTrace:
 
 def _reopened(path: Path, notify: Callable[[str], None]) -> bool:
     """Take the end of the array away, and an event that a crash cut short. False: there is no event before that, and
-    what stood there is put aside."""
+    what stood there is moved aside."""
     if not path.is_file():
         return False
     with path.open("r+b") as file:
@@ -107,5 +107,5 @@ def _reopened(path: Path, notify: Callable[[str], None]) -> bool:
             file.truncate(size - len(tail) + len(kept))
             return True
     if size:
-        notify(f"{path} holds no event; it is put aside as {state_files.set_aside(path)}")
+        notify(f"{path} holds no event; it is moved aside as {state_files.set_aside(path)}")
     return False

@@ -13,7 +13,7 @@
 Consumes the loop's events and commands, and finished samples; produces these files. Law: the files stay small however
 long the run and however many its instances: ROWS samples of time for each doubling of the run's length, fewer where
 there are more than INSTANCES instances; rows of steps and loads add up, so the first two have a budget and leave what
-is older in timeline.1.jsonl and trace.1.json, and drop what is older still. A damaged instances.json is put aside.
+is older in timeline.1.jsonl and trace.1.json, and drop what is older still. A damaged instances.json is moved aside.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Timeline:
         self._trace.row(stamped)
 
     def _read_summary(self) -> None:
-        """Read the statistics of the run's earlier processes. Where they are damaged they are put aside, and the
+        """Read the statistics of the run's earlier processes. Where they are damaged they are moved aside, and the
         statistics begin anew."""
         if not self._summary_path.exists():
             return
@@ -185,7 +185,7 @@ class Timeline:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             place = state_files.set_aside(self._summary_path)
             what = error if isinstance(error, state_files.StateError) else f"{self._summary_path} is damaged"
-            self._notify(f"{what}; it is put aside as {place}, and statistics of instances begin anew")
+            self._notify(f"{what}; it is moved aside as {place}, and statistics of instances begin anew")
 
     def _write_summary(self) -> None:
         summary = {"instances": self._instances, "lengths": self._lengths}

@@ -1,11 +1,11 @@
 """Whether the log-probs of an instance agree with the trainer's, at the same version.
 
-    StepDone -> the gaps that the step's trainer has measured (sample_gaps.py) -> `doubt` of an instance
+    StepDone -> the gaps that the step's trainer has measured (sample_gaps.py) -> `mark_unhealthy` of an instance
 
 An instance with damaged weights, or with a kernel that computes something else, samples from another policy than it
-says. Consumes gaps and the facts of samples; produces doubts, which become InstanceUnhealthy. Laws: a sample that more
-than one instance ran says nothing of either; where no instance agrees with the trainer, none is blamed; an incarnation
-that is over is judged as long as a group that it sampled waits to be trained. Rounding in
+says. Consumes gaps and the facts of samples; produces suspicions, which become InstanceUnhealthy. Laws: a sample that
+more than one instance ran says nothing of either; where no instance agrees with the trainer, none is blamed; an
+incarnation that is over is judged as long as a group that it sampled waits to be trained. Rounding in
 bfloat16 moves a mean gap by 0.02 nats at most, and a single token does not move a mean over ENOUGH_TOKENS far.
 """
 
@@ -35,7 +35,7 @@ class Agreement:
         """limit: nats a token; the mean of an instance's newest tokens may not exceed it."""
         self._limit, self._seen, self._notify = limit, seen, notify
         self._instances: Mapping[InstanceId, RolloutWorker] = {worker.instance: worker for worker in instances}
-        self._ran: dict[GroupId, dict[int, Incarnation | None]] = {}  # None: more than one life ran the sample
+        self._ran: dict[GroupId, dict[int, Incarnation | None]] = {}  # None: more than one incarnation ran the sample
         self._newest: dict[Incarnation, collections.deque[SampleGap]] = collections.defaultdict(collections.deque)
         self._blamed: set[Incarnation] = set()
         self._warned = False

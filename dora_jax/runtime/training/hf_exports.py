@@ -2,8 +2,8 @@
 
 Consumes the steps that are saved; starts `python -m dora_jax.export_hf` for each that is due, one at a time, in a
 process of its own, so that neither the step nor the memory of the devices is touched. Laws: a folder is there whole or
-not at all; an export that fails is said, and the run goes on; a rerun makes what is missing of the steps that are still
-kept.
+not at all; an export that fails is reported, and the run goes on; a rerun makes what is missing of the steps that are
+still kept.
 """
 
 from __future__ import annotations

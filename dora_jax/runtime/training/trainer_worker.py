@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class TrainerWorker(Worker):
     """Takes the named groups, checks the staleness bound (None: the mode has none), makes one step, publishes it.
 
-    probe: see MismatchProbe. come_home: see TrainerSide.
+    probe: see MismatchProbe. reload: see TrainerSide.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StreamingTrainerWorker(TrainerWorker):
         reload: Callable[[], None] = lambda: None,
         says_parts: bool = False,
     ):
-        """says_parts: PartTrained is said when the trainer waits for another part."""
+        """says_parts: PartTrained is sent when the trainer waits for another part."""
         super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe, reload)
         self._groups_per_step = groups_per_step
         self._says_parts = says_parts

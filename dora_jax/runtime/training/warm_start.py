@@ -47,7 +47,7 @@ from dora_jax.trainer import checkpoint, optim
 from dora_jax.trainer.model import layers_of
 
 LOGITS_BYTES = 64 * 2**20  # alive at once on a device
-STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves, and a signal is heard
+STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves, and a signal is handled
 SAVE_PERIOD_S = 60.0  # a kill costs at most so much of it
 
 
@@ -179,7 +179,7 @@ class _Kept:
         self._save(state)
 
     def keep(self, state: WarmStartState) -> None:
-        """Returns when it is on the disk, or why it is not has been said."""
+        """Returns when it is on the disk, or why it is not has been reported."""
         self._save(state)
         self._close()
 

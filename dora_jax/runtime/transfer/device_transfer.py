@@ -2,12 +2,12 @@
 
     sender    give(key, pieces) -> Manifest           offers arrays, shard by shard; the control plane carries it
     receiver  take(manifests, wanted, key) -> arrays  checks them against `wanted` and `key`, then reads to a deadline
-    sender    release(key)                            once the receiver has said that it holds them, or never will
+    sender    release(key)                            once the receiver has confirmed that it holds them, or never will
 
 Consumes and produces NumPy arrays, bit for bit; the owner of an array brings it from its devices to the host. Laws: a
 receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
 deadline, on both sides; a shard whose checksum is not the one that was offered is read again, then refused; the port
-serves only processes that know the token of the run (listener.py), so that bytes of a stranger end the stranger's
+serves only processes that know the token of the run (listener.py), so that bytes of an unverified peer end its
 connection and nothing else. `jax.experimental.transfer` is not used: it has no authentication, and a few bytes of
 garbage on one of its ports abort the process.
 """

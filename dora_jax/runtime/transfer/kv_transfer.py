@@ -2,7 +2,8 @@
 
     sender    lend(wire, key, in_flight) -> Lent              travels over the control plane
     receiver  fetch(wire, lent, layout) -> InFlightSample  is what `Engine.import_` takes
-    sender    release(key)                                 once the receiver has said that it has them, or never will
+    sender    release(key)                                 once the receiver has confirmed that it has them, or never
+    will
 
 Each process of an instance lends the heads that it holds to the process of the same number, which holds the same heads.
 Consumes and produces `rollout.migrate.InFlightSample`. Laws: pages arrive bit-equal, or not at all: another version,

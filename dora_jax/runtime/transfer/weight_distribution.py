@@ -132,7 +132,7 @@ class WeightDistribution:
                 self._worlds[fact.world] = _Endpoint(fact.epoch, fact.hosts, fact.trainer)
                 for world in self._worlds.values():
                     for failed in world.wanted.values():
-                        failed.pop(fact.world, None)  # an earlier life of this world failed, not this one
+                        failed.pop(fact.world, None)  # an earlier incarnation of this world failed, not this one
             case WorldDown(world=name, epoch=epoch):
                 if name in self._worlds and self._worlds[name].epoch == epoch:
                     yield from self._down(name)
@@ -234,7 +234,7 @@ class WeightDistribution:
 
     def _offered(self, transfer: _Transfer, answers: list[Offered]) -> Iterator[Command]:
         timeout_s = deadline_s(transfer.bytes)
-        self._enter(transfer, Staged, timeout_s + GRACE_S)  # a process that lives reports its own timeout before
+        self._enter(transfer, Staged, timeout_s + GRACE_S)  # a process that is alive reports its own timeout before
         yield Pull(
             world=transfer.key.receiver,
             key=transfer.key,

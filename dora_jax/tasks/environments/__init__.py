@@ -68,7 +68,7 @@ class Episode:
     def __init__(self, prompt: Prompt, conversation: Conversation | None):
         self.prompt = prompt
         self.conversation = (
-            conversation  # None: an earlier controller has heard its turns, and a replay tells them again
+            conversation  # None: an earlier controller has observed its turns, and a replay tells them again
         )
         self.messages: list[Message] = []  # of the policy
         self.turns: list[tuple[int, int]] = []  # where they stand among `tokens`

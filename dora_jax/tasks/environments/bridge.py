@@ -26,7 +26,7 @@ SLOTS = re.compile("\ue000([0-9]+)\ue001")
 
 @dataclasses.dataclass
 class Conversation:
-    """An episode as far as it is told."""
+    """An episode so far."""
 
     messages: list[Message]  # empty where there is no chat template
     text: str  # of its tokens up to the policy's last turn
@@ -47,14 +47,14 @@ class Bridge:
         return Conversation(messages, prompt.text)
 
     def message(self, turn: np.ndarray) -> Message:
-        """What the policy said: i32[n] -> a message."""
+        """What the policy wrote: i32[n] -> a message."""
         return {"role": "assistant", "content": self._tokenizer.decode(turn)}
 
     def observe(
         self, conversation: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
         """(i32[n] that follow, how many of `tokens` stay: None for all). tokens: the prompt and all that followed;
-        turn: the policy's last message, at their end; empty before its first. `told` goes on to behind what is
+        turn: the policy's last message, at their end; empty before its first. `conversation` goes on to behind what is
         observed."""
         if self._around is not None:
             return self._plain(observed), None
@@ -129,7 +129,7 @@ class TokenBridge:
         return Conversation([], "")
 
     def message(self, turn: np.ndarray, logprobs: np.ndarray, version: Version) -> Message:
-        """i32[n], f32[n] -> what the environment is told."""
+        """i32[n], f32[n] -> what the environment receives."""
         return {
             "role": "assistant",
             "token_ids": turn.tolist(),

@@ -14,7 +14,7 @@ from dora_jax.tasks.environment import EpisodePrompt, Message
 OPERATION = re.compile(r"(-?\d{1,9}) ([-+*]) (-?\d{1,9})")
 ANSWER = re.compile(r"#### (-?\d{1,18})$")
 RESULT = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-UNREADABLE = "?"  # said of a message that is neither
+UNREADABLE = "?"  # the answer to a message that is neither
 
 
 SIGNED = re.compile(r"([-+*]) (-?\d+)")

@@ -3,7 +3,7 @@
     sender:   questions -> process          receiver:   process -> asker.answered; a process that is dead or hangs -> a
               new one
 
-Law: what was asked and not answered when a process went is told to `asker.died`, once the next process is there.
+Law: what was asked and not answered when a process went is reported to `asker.died`, once the next process is there.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_
     "lost"
     {"id", "close"}                        -> nothing
 
-messages: all that the policy has said, the last of them not yet answered. observed: what each answered, from the first
-one that this object has not answered before; the opening comes before all. An object that is not there, or that is
-asked for again, is made by the messages, where its environment replays; else the episode is lost.
+messages: all that the policy has written, the last of them not yet answered. observed: what each answered, from the
+first one that this object has not answered before; the opening comes before all. An object that is not there, or that
+is asked for again, is made by the messages, where its environment replays; else the episode is lost.
 Laws: one event loop and no thread; an answer within step_timeout_s; what an environment raises ends its episode alone.
 """
 
@@ -68,7 +68,7 @@ class Server:
                 self._take(json.loads(await reader.readexactly(size)), writer)
 
     def _take(self, request: calls.Request, writer: asyncio.StreamWriter) -> None:
-        """A question takes the place of an earlier one about the same episode, whose object may have heard that one."""
+        """A question takes the place of an earlier one about the same episode, whose object may have got that one."""
         id = tuple(request["id"])
         earlier = self._asked.pop(id, None)
         if request.get("close") or earlier is not None:
@@ -90,7 +90,7 @@ class Server:
             reply |= {"error": f"no answer within environment.step_timeout_s = {self._step_s:g} s", "kind": "deadline"}
         except EnvironmentError as error:
             reply |= {"error": str(error), "kind": "error", "retryable": error.retryable}
-        except Exception as error:  # whatever a user's code raises; told in a sentence
+        except Exception as error:  # whatever a user's code raises; reported in a sentence
             reply |= {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
         if "error" in reply or "lost" in reply or reply["done"]:
             await self._close(self._sessions.pop(id, None))
@@ -155,7 +155,7 @@ def speaks_tokens(kind: type[Environment]) -> bool:
 
 
 def keywords(kind: type[Environment], setup: calls.Request) -> dict[str, Any]:
-    """Of the constructor; Refused: observations that are token ids have no text that noise could spoil."""
+    """Of the constructor; Refused: observations that are token ids have no text that noise could change."""
     if not speaks_tokens(kind):
         return setup["params"]
     if noise := [name for name in NOISE if setup["noise"][name]]:

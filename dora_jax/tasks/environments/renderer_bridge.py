@@ -46,7 +46,7 @@ class RendererBridge:
         return Conversation(list(self._messages_at(prompt.group_id)), prompt.text)
 
     def message(self, turn: np.ndarray) -> Message:
-        """What the policy said, with reasoning_content and tool_calls where there are some."""
+        """What the policy wrote, with reasoning_content and tool_calls where there are some."""
         parsed = self._renderer.parse_response(turn.tolist())
         answer: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:

@@ -1,9 +1,10 @@
-"""Programs behind walls: a clean environment, no view of other processes, and no descendant outlives its program.
+"""Sandboxed programs: a clean environment, no view of other processes, and no descendant outlives its program.
 
     caller -- leash (a pipe) --> supervisor (supervisor.py) --> the program and its descendants
 
-`start` returns at once; the supervisor sets the walls up, starts the program, waits for it or for the end of the leash,
-kills what is left and exits as the program did. The end of the leash is also how the death of the caller arrives.
+`start` returns at once; the supervisor sets the sandbox up, starts the program, waits for it or for the end of the
+leash, kills what is left and exits as the program did. The end of the leash is also how the death of the caller
+arrives.
 
     form        other processes                        its own descendants end          needs
     namespaces  are not there: /proc shows its own     by the kernel, all at once       user namespaces
@@ -13,7 +14,7 @@ kills what is left and exits as the program did. The end of the leash is also ho
 Every form: only the descriptors and variables that the caller names, no controlling terminal, no privileges by set-uid
 programs, limited memory. The first two give up every capability as well. None of them hides files or the network: they
 are for code of the user's and of ours, and programs.py, which builds on them, is for code that a model writes.
-Laws: imports the standard library only; a form is what was asked for or NoWalls, never another.
+Laws: imports the standard library only; a form is what was asked for or NoSandbox, never another.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def start(
 
 @functools.cache
 def full() -> str:
-    """The form of full walls that this machine has, tried out once; NoWalls says what each of them lacks."""
+    """The form of the full sandbox that this machine has, tried out once; NoSandbox says what each of them lacks."""
     lacks = []
     for form in FULL:
         reason = lack_of(form)
@@ -131,7 +132,7 @@ def full() -> str:
 
 
 def best() -> str:
-    """The strongest form of this machine: for what needs no walls."""
+    """The strongest form of this machine: for what needs no sandbox."""
     try:
         return full()
     except NoSandbox:

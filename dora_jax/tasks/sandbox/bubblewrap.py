@@ -1,4 +1,5 @@
-"""The walls around a model's program, set up by the process that becomes it: a runner's child (program_server.py).
+"""The sandbox of a model's program (bubblewrap), set up by the process that becomes it: a runner's child
+(program_server.py).
 
 In the order in which they go up (`become_bwrap`):
 
@@ -49,7 +50,7 @@ PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 SECCOMP_FD, STATUS_FD, STARTED_FD = 3, 4, 5
-START = f'echo >&{STARTED_FD}; exec {STARTED_FD}>&-; exec "$@"'  # behind all walls: says so, becomes the program
+START = f'echo >&{STARTED_FD}; exec {STARTED_FD}>&-; exec "$@"'  # inside the sandbox: reports it, becomes the program
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -112,7 +113,7 @@ def _take_fresh_ids() -> None:
         os.setgroups([])
         os.setresgid(fresh, fresh, fresh)
         os.setresuid(fresh, fresh, fresh)
-    except PermissionError:  # a root without the right to; what its walls then lack is found by programs.lack()
+    except PermissionError:  # a root without the right to; what its sandbox then lacks is found by programs.lack()
         return
     prctl(PR_SET_DUMPABLE, 1)  # our /proc/self/uid_map is ours again
 

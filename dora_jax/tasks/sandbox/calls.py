@@ -50,7 +50,7 @@ class NoAnswer(Exception):
 
 
 class Refused(NoAnswer):
-    """The code was asked and said no: it raised, or cannot be loaded. Its process may be asked again."""
+    """The code was asked and refused: it raised, or cannot be loaded. Its process may be asked again."""
 
 
 # ---------------------------------------------------------------- the caller's side
@@ -73,11 +73,11 @@ class Process:
         """python: another interpreter than this one, with packages of its own."""
         self._module = module
         self._setup = setup
-        self._form = form  # of its walls: see sandbox.py
+        self._form = form  # of its sandbox: see sandbox.py
         self._variables = tuple(variables)
         self._memory_bytes = memory_bytes
         self._python = python
-        self._runs_programs = runs_programs  # it may call programs.run, whatever its own walls
+        self._runs_programs = runs_programs  # it may call programs.run, whatever its own sandbox
         self._walled: sandbox.Walled | None = None
         self._server: programs.Server | None = None
         self._sock: socket.socket | None = None

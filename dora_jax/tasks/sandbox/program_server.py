@@ -36,7 +36,7 @@ MOST = {  # whatever a client asks for; a client may be code that reads what a m
     "processes": 256,
 }
 MAX_REQUEST_BYTES = 64 * 2**20
-START_TIMEOUT_S = 20.0  # for the walls, on a machine that may be busy; no time of the program
+START_TIMEOUT_S = 20.0  # for the sandbox, on a machine that may be busy; no time of the program
 MEMORY_PERIOD_S = 0.05  # between two looks at what all processes of a program hold
 PIPE_BYTES = 2**16
 
@@ -188,8 +188,8 @@ class _Runner:
         if "error" in outcome:
             return {"error": outcome["error"]}
         if self._started_s == math.inf:
-            waited = f"its walls were not up within {START_TIMEOUT_S:.0f} s"
-            return {"error": waited if self._ended_by else (stderr.strip().splitlines() or ["bwrap said nothing"])[-1]}
+            waited = f"its sandbox was not up within {START_TIMEOUT_S:.0f} s"
+            return {"error": waited if self._ended_by else (stderr.strip().splitlines() or ["bwrap ended"])[-1]}
         if code is not None and code > 128:
             code = 128 - code  # bwrap reports signals as a shell does
         if not self._ended_by and code == -signal.SIGXCPU:

@@ -1,11 +1,12 @@
-"""Programs that a model wrote, run behind the strongest walls that a machine has: for rewards and tools.
+"""Programs that a model wrote, run in the strongest sandbox that a machine has: for rewards and tools.
 
-    run(program, stdin) --> the sandbox server (program_server.py; bubblewrap.py says what the walls are) --> Ran
+    run(program, stdin) --> the sandbox server (program_server.py; bubblewrap.py says how they are confined) --> Ran
 
-The server is outside the walls of a reward worker, because what it needs (another user id, namespaces) is what those
-walls take away; a worker reaches it by a descriptor that VARIABLE names. A process without one starts a server of its
-own. Laws: what the program does is a Ran; what the machine does wrong is SandboxError, and never a Ran. `lack` tries
-every wall with a program that attacks it; where one does not hold, `check` refuses, and nothing weaker runs.
+The server is outside the sandbox of a reward worker, because what it needs (another user id, namespaces) is what that
+sandbox takes away; a worker reaches it by a descriptor that VARIABLE names. A process without one starts a server of
+its own. Laws: what the program does is a Ran; what the machine does wrong is SandboxError, and never a Ran. `lack`
+tries each part of the sandbox with a program that attacks it; where one does not hold, `check` refuses, and nothing
+weaker runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Limits:
     """Each is above 0 and at most what program_server.MOST allows; SandboxError for others."""
 
     cpu_s: float = 5.0  # of each process, rounded up to whole seconds
-    wall_s: float = 10.0  # from the first instruction on: the walls' own time does not count
+    wall_s: float = 10.0  # from the first instruction on: the sandbox's own time does not count
     memory_bytes: int = 512 * MIB  # of each process' addresses, and of what all of them hold
     files_bytes: int = 16 * MIB  # in /tmp, which is memory too
     output_bytes: int = MIB  # stdout and stderr together
@@ -65,7 +66,7 @@ class Server:
         with theirs:
             self._walled = sandbox.start(
                 [sys.executable, "-P", "-S", "-m", module, str(theirs.fileno())],
-                form=sandbox.WEAK,  # our own code; its programs have walls of their own
+                form=sandbox.WEAK,  # our own code; its programs have a sandbox of their own
                 env={"PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONDONTWRITEBYTECODE": "1"},
                 pass_fds=(theirs.fileno(),),
             )
@@ -90,14 +91,14 @@ def run(program: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Ran:
 
 
 def check() -> None:
-    """Raises NoWalls with the reason where this machine cannot wall programs in."""
+    """Raises NoSandbox with the reason where this machine cannot sandbox programs."""
     if reason := lack():
-        raise sandbox.NoSandbox(f"this machine cannot wall programs in: {reason}")
+        raise sandbox.NoSandbox(f"this machine cannot sandbox programs: {reason}")
 
 
 @functools.cache
 def lack() -> str:
-    """ "" where every wall stands against a program that tries it, else which one does not."""
+    """ "" where every part of the sandbox holds against a program that tries it, else which one does not."""
     server = Server()
     try:
         ran = server.run(_TRY_SANDBOX, limits=Limits(processes=PROBE_PROCESSES, files_bytes=PROBE_FILES_BYTES))
@@ -107,7 +108,7 @@ def lack() -> str:
         server.end()
     if ran.ended_by or ran.exit_code:
         last = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.exit_code}"]
-        return f"the program that tries the walls ended by {ran.ended_by or 'itself'}: {last[0]}"
+        return f"the program that tries the sandbox ended by {ran.ended_by or 'itself'}: {last[0]}"
     return ran.stdout.strip()
 
 

@@ -1,7 +1,7 @@
 """Stage 1: texts from a user's regular expression or a folder's chat template, with a time limit.
 
 Consumes what a user wrote: expressions and templates that raise, never end, or ask for all memory. They run in a
-process that may be killed (render_worker.py), behind the best walls of the machine; it starts with the first question.
+process that may be killed (render_worker.py), in the best sandbox of the machine; it starts with the first question.
 Laws: text is a pure function of the request; a failure is one sentence within RENDER_S.
 """
 

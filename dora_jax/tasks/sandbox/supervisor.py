@@ -1,4 +1,4 @@
-"""The supervisor of a program behind walls: `python supervisor.py SPEC`, started by sandbox.py, which says what the
+"""The supervisor of a sandboxed program: `python supervisor.py SPEC`, started by sandbox.py, which says what the
 forms are.
 
 Consumes {"form", "leash", "fds", "memory_bytes", "argv"}; ends when the program ends, when the leash ends, or on
@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 
 STRIKES_S = 3.0  # it kills for so long
 STRIKE_PERIOD_S = 0.002
-SETUP_FAILED = 125  # exit code where the walls cannot be set up
+SETUP_FAILED = 125  # exit code where the sandbox cannot be set up
 
 
 class _Supervisor:
-    """Starts the program behind its walls, waits, and leaves nothing of it behind."""
+    """Starts the program behind its sandbox, waits, and leaves nothing of it behind."""
 
     def __init__(self, spec: dict[str, Any]):
         self._spec = spec
@@ -188,7 +188,7 @@ def _confined() -> bool:
 
 def _strike_domain() -> None:
     if not _confined():
-        raise RuntimeError("sandbox: Landlock no longer holds signals back")  # -1 would reach strangers
+        raise RuntimeError("sandbox: Landlock no longer holds signals back")  # -1 would reach other processes
     try:
         os.kill(-1, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
