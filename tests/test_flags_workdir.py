@@ -102,6 +102,16 @@ def test_the_workdir_remembers_its_config(workspace):
     )
 
 
+def test_a_dry_run_checks_the_workdir_that_is_named_and_no_other(workspace):
+    other = ("--config=c.py", "--dry_run", "--config.rollout.temperature=0.5")
+    assert not parse(*other).workdir.exists()
+    flags.record(parse("--config=c.py"))
+    begin(str(parse("--config=c.py").workdir))
+    assert parse(*other).config.rollout.temperature == 0.5
+    (problem,) = refusal(*other, f"--workdir={parse('--config=c.py').workdir}")
+    assert "belongs to another config, which differs in rollout.temperature" in problem
+
+
 def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
     flags.record(parse("--config=c.py", "--workdir=w"))
     saved = saved_config()

@@ -150,7 +150,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         downloads=downloads,
         begin_anew=flag_values.begin_anew,
     )
-    return _check(asked, purpose)
+    return _check(asked, purpose, owns=bool(flag_values.workdir) or not flag_values.dry_run)
 
 
 def describe(asked: CommandLine) -> str:
@@ -230,8 +230,9 @@ def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Pa
 # ---------------------------------------------------------------- private
 
 
-def _check(asked: CommandLine, purpose: str) -> CommandLine:
-    """The command line with the model in its plan; ConfigError lists what files and machine say against this run."""
+def _check(asked: CommandLine, purpose: str, owns: bool = True) -> CommandLine:
+    """The command line with the model in its plan; ConfigError lists what files, machine and, where the run `owns` it,
+    the workdir say against this run."""
     config = asked.config
     problems = validate.model_problems(config) if purpose == "train" else []
     if not problems and (purpose == "train" or asked.dry_run):
@@ -244,7 +245,7 @@ def _check(asked: CommandLine, purpose: str) -> CommandLine:
     problems = problems or _machine(asked, purpose)
     if not asked.dry_run:
         problems += validate.missing_paths(config, purpose, asked.downloads)
-    if problems := [*problems, *workdirs.conflicts(asked.workdir, config)]:
+    if problems := [*problems, *(workdirs.conflicts(asked.workdir, config) if owns else ())]:
         raise ConfigError(problems)
     return asked
 
