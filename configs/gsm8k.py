@@ -1,5 +1,5 @@
 # python -m dora_jax.train --config=configs/gsm8k.py --config.model.path=models/Qwen3-0.6B --workdir=runs/gsm8k_qwen3
-"""GSM8K: grade-school word problems, from the rows that the recipe of the README makes of the hub's files.
+"""GSM8K: grade-school word problems, from the rows that a recipe makes of the hub's files (dora_jax/tasks/README.md).
 
 The last number of a response is compared with the answer. Argument: SIZE,SLICE as of configs/qwen3.py; without it any
 chat model, with answers of up to 640 tokens. The curve of this recipe is not measured.

@@ -1,4 +1,4 @@
-"""The notebook of dora_jax/README.md runs, cell by cell, in an interpreter whose program is no file, as a kernel's is
+"""The notebook of dora_jax/tasks/README.md runs, cell by cell, in an interpreter whose program is no file, as a kernel's is
 not."""
 
 import json
@@ -35,9 +35,9 @@ for source in json.load(sys.stdin):
 
 
 def cells():
-    text = (ROOT / "dora_jax/README.md").read_text()
+    text = (ROOT / "dora_jax/tasks/README.md").read_text()
     page = text[text.index("## In a notebook") :]
-    found = re.findall(r"^```python\n(.*?)^```$", page[: page.index("## Where to add")], re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```python\n(.*?)^```$", page[: page.index("## A recipe")], re.MULTILINE | re.DOTALL)
     return [cell.replace('{"steps": 2, "rollout.max_new_tokens": 32}', SMALLER.replace("\n", "")) for cell in found]
 
 

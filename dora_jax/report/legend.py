@@ -169,7 +169,7 @@ def page() -> str:
     head = (
         "# What a run shows\n\n"
         "`python -m dora_jax.report --workdir=DIR` writes one HTML page, `python -m dora_jax.top --workdir=DIR` shows "
-        "a run live; both read what the run writes into its workdir (README, \"Try it\"), also from a bucket. This "
+        "a run live; both read [the workdir](../runtime/README.md#the-workdir), also from a bucket. This "
         "page is made of `legend.py`; `python tests/test_legend.py` writes it anew.\n\n"
         "`samples.jsonl` and `timeline.jsonl` keep within `monitor.log_bytes`; what is older is read from "
         "`samples.1.jsonl` and `timeline.1.jsonl`, and the page says so, for what was before that is gone. A damaged "
