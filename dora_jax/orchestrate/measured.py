@@ -155,30 +155,20 @@ class DraftGain:
                 return self.plain_s[octave] / self.took_s[octave]
         return 1.0
 
-    def facts(self) -> dict[str, float]:
-        """For a person; nothing where no token was guessed."""
-        return {"acceptance": self.acceptance, "gain": self.gain(1)} if self.guesses else {}
-
-    def guessed(self, guesses: int, held: int) -> None:
-        self.guesses, self.held = DRAFTS_KEPT * self.guesses + guesses, DRAFTS_KEPT * self.held + held
-
     def drafted(self, rows: float, tokens: int, plain_s: float, took_s: float) -> None:
         """Ticks in which a call verified drafts. plain_s, took_s: of each of the rows, summed."""
         octave = _octave(rows)
         if octave < OCTAVES:
             self.tokens[octave] += tokens
             self.saved_s += plain_s - took_s
-            self._add(octave, plain_s, took_s)
+            self.plain_s[octave] = DRAFTS_KEPT * self.plain_s[octave] + plain_s
+            self.took_s[octave] = DRAFTS_KEPT * self.took_s[octave] + took_s
 
     def decoded(self, rows: float, took_s: float) -> None:
         """Ticks without drafts: where these come and go, the rows gain less."""
         octave = _octave(rows)
         if octave < OCTAVES and self.tokens[octave]:
-            self._add(octave, took_s, took_s)
-
-    def _add(self, octave: int, plain_s: float, took_s: float) -> None:
-        self.plain_s[octave] = DRAFTS_KEPT * self.plain_s[octave] + plain_s
-        self.took_s[octave] = DRAFTS_KEPT * self.took_s[octave] + took_s
+            self.drafted(rows, 0, took_s, took_s)
 
 
 def _octave(rows: float) -> int:
@@ -226,7 +216,8 @@ class Measured:
         self.finished_s += elapsed_s
         if self.lengths.observe(tokens) and self.lengths.ended >= LENGTHS_KNOWN:
             self.new_tokens = self.lengths.held(0)
-            self._forget_pages()
+            self.fresh_pages.clear()
+            self.outgrown_pages.clear()
 
     def left(self, tokens: int) -> float:
         """Tokens that a sample which has `tokens` is expected to add."""
@@ -246,27 +237,23 @@ class Measured:
         before = self.prompt_tokens
         self.prompt_tokens += REPORT_SHARE * (beside - before)
         if int(self.prompt_tokens) != int(before):
-            self._forget_pages()
-
-    def _forget_pages(self) -> None:
-        self.fresh_pages.clear()
-        self.outgrown_pages.clear()
+            self.fresh_pages.clear()
+            self.outgrown_pages.clear()
 
     def pages(self, page_size: int, tokens: int = 0) -> int:
         """To reserve for a sample that has `tokens`; of a started page, for all of it."""
         if not tokens:
             pages = self.fresh_pages.get(page_size)
             if pages is None:
-                pages = self.fresh_pages[page_size] = self._pages(page_size, 0)
+                most = int(self.prompt_tokens) + self.response_tokens()
+                pages = self.fresh_pages[page_size] = -(-most // page_size)
             return pages
         key = page_size, -(-tokens // page_size)
         pages = self.outgrown_pages.get(key)
         if pages is None:
-            pages = self.outgrown_pages[key] = self._pages(page_size, key[1] * page_size)
+            most = int(self.prompt_tokens) + self.response_tokens(key[1] * page_size)
+            pages = self.outgrown_pages[key] = -(-most // page_size)
         return pages
-
-    def _pages(self, page_size: int, tokens: int) -> int:
-        return -(-(int(self.prompt_tokens) + self.response_tokens(tokens)) // page_size)
 
     def response_tokens(self, tokens: int = 0) -> int:
         """To reserve for the response of a sample that has `tokens`."""
