@@ -235,9 +235,9 @@ class TimePassed:
 
 InstanceFact = InstanceUp | InstanceDown | InstanceUnhealthy | WeightsLoaded | InstanceReported
 AttemptFact = SampleStarted | SampleDone | SampleParked | SampleResumed | SampleWaiting  # by the instance that has it
-SampleFact = AttemptFact | SampleCancelled | SampleMoved | MoveFailed | SampleReady
+AnswerFact = SampleCancelled | SampleMoved | MoveFailed | SampleReady
 ProgressFact = GroupScored | GroupFailed | RequestCame | StepPublished | PartTrained | TimePassed
-Event = InstanceFact | SampleFact | ProgressFact
+Event = InstanceFact | AttemptFact | AnswerFact | ProgressFact
 
 # -------------------------------------------------------------- commands
 

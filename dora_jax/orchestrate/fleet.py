@@ -38,34 +38,29 @@ CANCELLING = "cancelling"
 ENDED = "ended"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Unit:
     """One unfinished sample."""
 
-    __slots__ = (
-        "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "home", "id", "instance", "moved_s", "pages",
-        "placed", "ran", "restarts", "started", "state", "tokens", "version", "waits_s",
-    )  # fmt: skip
-
-    def __init__(self, group: Group, index: int):
-        self.group = group
-        self.id = SampleId(group.id, index)
-        self.version: Version = group.version  # of its weights now: the group's, except in mode `partial`
-        self.state = PENDING
-        self.started = False  # SampleStarted has come, so that SampleDone or SampleCancelled must
-        self.tokens = 0
-        self.pages = 0  # reserved where it is
-        self.instance: InstanceId | None = None
-        self.ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of it
-        self.restarts = False  # one of them is in quarantine: it begins again from its prompt
-        self.home: InstanceId | None = None  # has kept its KV while it waited
-        self.dst: Instance | None = None  # while MOVING
-        self.dst_pages = 0
-        self.placed = 0  # the attempt that brought it where it is, or was before it waited
-        self.attempt = 0  # of its present move
-        self.failed_moves = 0
-        self.began_s = 0.0  # when it started, put off by the time for which it waited
-        self.waits_s = 0.0  # when it began to wait
-        self.moved_s = 0.0  # when its present move was asked for
+    group: Group
+    id: SampleId
+    version: Version  # of its weights now: the group's, except in mode `partial`
+    state: str = PENDING
+    started: bool = False  # SampleStarted has come, so that SampleDone or SampleCancelled must
+    tokens: int = 0
+    pages: int = 0  # reserved where it is
+    instance: InstanceId | None = None
+    ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of it
+    restarts: bool = False  # one of them is in quarantine: it begins again from its prompt
+    home: InstanceId | None = None  # has kept its KV while it waited
+    dst: Instance | None = None  # while MOVING
+    dst_pages: int = 0
+    placed: int = 0  # the attempt that brought it where it is, or was before it waited
+    attempt: int = 0  # of its present move
+    failed_moves: int = 0
+    began_s: float = 0.0  # when it started, put off by the time for which it waited
+    waits_s: float = 0.0  # when it began to wait
+    moved_s: float = 0.0  # when its present move was asked for
 
 
 class Group:
@@ -82,7 +77,7 @@ class Group:
         self.begins_again = (
             False  # one of its samples does: what is reported of the whole group may be of an earlier one
         )
-        self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
+        self.units: list[Unit | None] = [Unit(self, SampleId(group_id, i), version) for i in range(samples)]
 
 
 @dataclass(slots=True, eq=False, repr=False)

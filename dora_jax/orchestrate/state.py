@@ -29,6 +29,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
@@ -94,12 +95,13 @@ class Roles:
         self.asked_s.pop(id, None)
 
 
+@dataclass
 class Queue:
-    def __init__(self):
-        self.lines: dict[Version, tuple[deque[Unit], ...]] = {}  # with recorded tokens, requests, evaluation, training
-        self.unfinished: dict[Version, int] = {}  # every sample that has not ended, wherever it is
-        self.untrained_unfinished: dict[Version, int] = {}  # those of evaluation, and requests
-        self.in_environment: dict[Version, int] = {}  # of the unfinished, those that wait for their environment
+    # with recorded tokens, requests, evaluation, training
+    lines: dict[Version, tuple[deque[Unit], ...]] = field(default_factory=dict)
+    unfinished: dict[Version, int] = field(default_factory=dict)  # every sample that has not ended, wherever it is
+    untrained_unfinished: dict[Version, int] = field(default_factory=dict)  # those of evaluation, and requests
+    in_environment: dict[Version, int] = field(default_factory=dict)  # of the unfinished, that wait for theirs
 
     @property
     def training_unfinished(self) -> int:
@@ -183,17 +185,16 @@ RATE_GROUPS = 64
 PLACEMENTS = 1 << 32
 
 
+@dataclass(slots=True)
 class Due:
-    __slots__ = ("drained", "emptied", "pressed", "rebalance", "received", "versions_to_fill")
     CONFIGURED = ("received", "pressed")  # empty between two batches, when a snapshot is taken
 
-    def __init__(self) -> None:
-        self.received: dict[type, int] = {}  # facts of this batch by kind
-        self.pressed: dict[InstanceId, None] = {}  # instances that report in this batch that they run out of pages
-        self.rebalance = False  # at every instance
-        self.versions_to_fill: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
-        self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
-        self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
+    drained: dict[Version, int] = field(default_factory=dict)  # slots freed since its moves were last planned
+    emptied: dict[InstanceId, None] = field(default_factory=dict)  # instances that may take other weights now
+    pressed: dict[InstanceId, None] = field(default_factory=dict)  # instances that report now that pages run out
+    rebalance: bool = False  # at every instance
+    received: dict[type, int] = field(default_factory=dict)  # facts of this batch by kind
+    versions_to_fill: dict[Version, None] = field(default_factory=dict)  # whose queue or free slots have changed
 
 
 class State:

@@ -66,9 +66,30 @@ _REPORTED_IN: dict[type, tuple[str, ...]] = {
 }
 
 
-def _sample_counts(s: State, event: ev.SampleFact) -> bool:
+def _attempt_counts(s: State, event: ev.AttemptFact) -> bool:
     """What the instance that has the sample reports counts where it is of what placed the sample there. An end needs
     no attempt: no sample has two."""
+    group = s.groups.get(event.id.group_id)
+    unit = None if group is None else group.units[event.id.index]
+    if unit is None or unit.instance != event.instance:
+        return False
+    if (
+        unit.instance is None
+    ):  # of a sample that waits there is no instance to say its end; it may be given up meanwhile
+        return unit.state in (fl.WAITING, fl.CANCELLING)
+    if unit.state not in _REPORTED_IN[type(event)]:
+        return False
+    if not isinstance(event, ev.SampleDone) and event.attempt not in (None, unit.placed):
+        return False
+    instance = s.fleet.instances.get(unit.instance)
+    if instance is None or instance.incarnation != event.incarnation:
+        return False
+    if isinstance(event, ev.SampleStarted) and unit.version != event.version:
+        raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {unit.version}")
+    return True
+
+
+def _answer_counts(s: State, event: ev.AnswerFact) -> bool:
     unit = s.unit(event.id)
     match event:
         case ev.SampleCancelled():
@@ -82,20 +103,6 @@ def _sample_counts(s: State, event: ev.SampleFact) -> bool:
                 return False
             # It only grows: where no wait is named, fewer tokens than the sample waits with answer an earlier one
             return event.tokens >= unit.tokens or not event.tokens
-        case ev.SampleDone(instance=None):
-            # Of a sample that waits there is no instance to say it; its group may have been given up meanwhile
-            return unit is not None and unit.instance is None and unit.state in (fl.WAITING, fl.CANCELLING)
-    kind = type(event)
-    if unit is None or unit.instance is None or unit.instance != event.instance or unit.state not in _REPORTED_IN[kind]:
-        return False
-    if not isinstance(event, ev.SampleDone) and event.attempt not in (None, unit.placed):
-        return False
-    instance = s.fleet.instances.get(unit.instance)
-    if instance is None or instance.incarnation != event.incarnation:
-        return False
-    if isinstance(event, ev.SampleStarted) and unit.version != event.version:
-        raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {unit.version}")
-    return True
 
 
 def _progress_counts(s: State, event: ev.ProgressFact) -> bool:
@@ -391,15 +398,15 @@ FACTS: dict[type, tuple[Callable[..., bool], Callable[..., None]]] = {
     ev.WeightsLoaded: (_instance_counts, weights_loaded),
     ev.InstanceReported: (_instance_counts, instance_reported),
     ev.TimePassed: (_progress_counts, time_passed),
-    ev.SampleStarted: (_sample_counts, sample_runs),
-    ev.SampleDone: (_sample_counts, sample_done),
-    ev.SampleCancelled: (_sample_counts, sample_cancelled),
-    ev.SampleMoved: (_sample_counts, sample_moved),
-    ev.MoveFailed: (_sample_counts, sample_moved),
-    ev.SampleParked: (_sample_counts, sample_left),
-    ev.SampleResumed: (_sample_counts, sample_runs),
-    ev.SampleWaiting: (_sample_counts, sample_left),
-    ev.SampleReady: (_sample_counts, sample_ready),
+    ev.SampleStarted: (_attempt_counts, sample_runs),
+    ev.SampleDone: (_attempt_counts, sample_done),
+    ev.SampleCancelled: (_answer_counts, sample_cancelled),
+    ev.SampleMoved: (_answer_counts, sample_moved),
+    ev.MoveFailed: (_answer_counts, sample_moved),
+    ev.SampleParked: (_attempt_counts, sample_left),
+    ev.SampleResumed: (_attempt_counts, sample_runs),
+    ev.SampleWaiting: (_attempt_counts, sample_left),
+    ev.SampleReady: (_answer_counts, sample_ready),
     ev.GroupScored: (_progress_counts, group_scored),
     ev.GroupFailed: (_progress_counts, group_failed),
     ev.RequestCame: (_progress_counts, request_came),
