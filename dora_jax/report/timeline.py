@@ -93,7 +93,16 @@ def bars(rows: list[Row]) -> dict[str, Any]:
         "moves": moves[:: len(moves) // SHOWN_MOVES + 1],
         "restarts": restarts[1:],
         "steps": steps,
-        "usage": {i: _usage(lane) for i, lane in lanes.items()},
+        "usage": {
+            i: Usage(
+                up_s=sum(b - a for a, b, fill, _ in lane.bars if fill != DOWN) / 1e3,
+                idle_s=sum(b - a for a, b, fill, _ in lane.bars if fill == 0) / 1e3,
+                loading_s=sum(b - a for a, b, fill, _ in lane.bars if fill == LOADING) / 1e3,
+                longest_idle_s=max((b - a for a, b, fill, _ in lane.bars if fill == 0), default=0) / 1e3,
+                deaths=lane.deaths,
+            )
+            for i, lane in lanes.items()
+        },
     }
 
 
@@ -124,14 +133,3 @@ def _instances(row: Row, now: int, lanes: dict[InstanceId, _Lane]) -> None:
                     lane.turn(now, max(1, min(LEVELS, round(LEVELS * samples / lane.slots))), versions)
                 else:
                     lane.turn(now, LOADING if lane.loading else 0, [])
-
-
-def _usage(lane: _Lane) -> Usage:
-
-    return Usage(
-        up_s=sum(b - a for a, b, fill, _ in lane.bars if fill != DOWN) / 1e3,
-        idle_s=sum(b - a for a, b, of, _ in lane.bars if of == 0) / 1e3,
-        loading_s=sum(b - a for a, b, of, _ in lane.bars if of == LOADING) / 1e3,
-        longest_idle_s=max((b - a for a, b, fill, _ in lane.bars if fill == 0), default=0) / 1e3,
-        deaths=lane.deaths,
-    )
