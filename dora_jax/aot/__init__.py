@@ -87,8 +87,17 @@ def compile_roles(
             if one.name.split()[0] in only:
                 compiled.append(_compile(one, config, name, place))
                 done(compiled[-1])
-        found.append(_role(config, name, place, held, compiled))
-    for role in [*found, *_shared(config, found)]:
+        held = {what: size * place.cores for what, size in held.items()}
+        copies = memory.published_copies(config)
+        held |= {f"{copies} published versions": copies * one.output_bytes for one in compiled if one.name == PUBLISH}
+        found.append(dataclasses.replace(place.role(name), held=held, programs=tuple(compiled)))
+    both = []
+    apart = len(found) < 2 or config.cluster.launcher
+    if not apart and devices.plan(len(slice_devices(config.slice)), config).shared:
+        trainer, instance = found
+        together, every = trainer.held | instance.held, trainer.programs + instance.programs
+        both = [dataclasses.replace(trainer, name="trainer and instance", held=together, programs=every)]
+    for role in [*found, *both]:
         if role.chip_bytes > role.chip.hbm_bytes:
             raise refusal(config, role, role.chip_bytes)
     return found
@@ -150,25 +159,6 @@ def _instance(
         base, adapters = map(_held, calls.abstract_params)
         held = {"base weights": base, versions: adapters}
     return programs, held | {"the incoming one": _held(at(published, calls.param_shardings)), "KV pool": pool}
-
-
-def _role(config: Config, name: str, place: SlicePlacement, held: dict[str, float], compiled: list[Compiled]) -> Role:
-    held = {what: size * place.cores for what, size in held.items()}
-    copies = memory.published_copies(config)
-    held |= {f"{copies} published versions": copies * one.output_bytes for one in compiled if one.name == PUBLISH}
-    return dataclasses.replace(place.role(name), held=held, programs=tuple(compiled))
-
-
-def _shared(config: Config, found: list[Role]) -> Iterator[Role]:
-    """Trainer and instance together, where they share chips."""
-    apart = len(found) < 2 or config.cluster.launcher
-    if not apart and devices.plan(len(slice_devices(config.slice)), config).shared:
-        yield dataclasses.replace(
-            found[0],
-            name="trainer and instance",
-            held=found[0].held | found[1].held,
-            programs=found[0].programs + found[1].programs,
-        )
 
 
 def _held(tree: Any) -> float:
