@@ -23,8 +23,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from dora_jax.costs import Costs, Hardware
-from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.costs import Costs
 from dora_jax.sim.drafts import DecodeTimes, Decoding, DraftSection
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
@@ -351,11 +350,3 @@ class Instance:
             self._entering.append(job)
             self._held += job.tokens - job.cached
             self._prefill_left_s += self._costs.prefill_s(job.tokens - job.cached, job.cached)
-
-
-def came_up(hardware: Hardware, instance: Instance, pages: int, versions: tuple[Version, ...]) -> InstanceUp:
-    """The fact that an instance is there; it holds `versions` already."""
-    return InstanceUp(
-        instance=instance.id, slots=hardware.slots, pages=pages, page_size=hardware.page_size,
-        residents=hardware.residents, versions=versions, incarnation=instance.incarnation,
-    )  # fmt: skip

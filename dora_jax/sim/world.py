@@ -406,7 +406,11 @@ class SimWorld:
         self._instances[id] = instance
         self.meter.up(self.now, id)
         self._network.loaded(id, *versions)
-        self._notify(inst.came_up(self._config.hardware, instance, self.costs.pages, versions))
+        up = ev.InstanceUp(
+            instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
+            residents=hardware.residents, versions=versions, incarnation=instance.incarnation,
+        )  # fmt: skip
+        self._notify(up)
         fault = self._config.fault
         if fault.mtbf_s:
             uptime_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._incarnations[id]))
