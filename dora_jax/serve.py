@@ -21,6 +21,23 @@ from dora_jax.cli import flags
 from dora_jax.config import Config, ConfigError
 
 
+def define_flags() -> None:
+    absl_flags.DEFINE_string("model", "", "a Hugging Face folder to serve, in place of --workdir")
+    absl_flags.DEFINE_integer("step", None, "checkpoint to serve; default: the newest, then those that follow")
+    absl_flags.DEFINE_string("host", "127.0.0.1", "address to listen at; others than loopback want DORA_SERVE_TOKEN")
+    absl_flags.DEFINE_integer("port", 8000, "0: any that is free", lower_bound=0, upper_bound=65535)
+    absl_flags.DEFINE_string("name", "policy", "what requests call the model; NAME@41 is its version 41")
+    absl_flags.DEFINE_float(
+        "session_idle_s", 600.0, "a session without a request for so long no longer keeps its version", lower_bound=0.0
+    )
+    absl_flags.DEFINE_float(
+        "keepalive_s",
+        10.0,
+        "a client that waits hears something so often, against time-outs on its way",
+        lower_bound=0.1,
+    )
+
+
 def main(config: Config, workdir: Path) -> int:
     values = absl_flags.FLAGS
     if values.model and values.step is not None:
@@ -40,18 +57,5 @@ def main(config: Config, workdir: Path) -> int:
 
 
 if __name__ == "__main__":
-    absl_flags.DEFINE_string("model", "", "a Hugging Face folder to serve, in place of --workdir")
-    absl_flags.DEFINE_integer("step", None, "checkpoint to serve; default: the newest, then those that follow")
-    absl_flags.DEFINE_string("host", "127.0.0.1", "address to listen at; others than loopback want DORA_SERVE_TOKEN")
-    absl_flags.DEFINE_integer("port", 8000, "0: any that is free", lower_bound=0, upper_bound=65535)
-    absl_flags.DEFINE_string("name", "policy", "what requests call the model; NAME@41 is its version 41")
-    absl_flags.DEFINE_float(
-        "session_idle_s", 600.0, "a session without a request for so long no longer keeps its version", lower_bound=0.0
-    )
-    absl_flags.DEFINE_float(
-        "keepalive_s",
-        10.0,
-        "a client that waits hears something so often, against time-outs on its way",
-        lower_bound=0.1,
-    )
+    define_flags()
     flags.run(main, purpose="serve")

@@ -323,16 +323,12 @@ def _machine(asked: CommandLine, purpose: str) -> list[str]:
         return _unfit(plan)
     if problems := objective.mixture_problems(config.trainer, model):
         return problems
+    rollout = config.rollout
     axes: dict[str, dict[str, int]] = {
         "trainer.fsdp": {"fsdp": mesh[1], "tensor": 1},
         **({"trainer.expert": {"fsdp": mesh[1], "tensor": 1, "expert": mesh[4]}} if mesh[4] > 1 else {}),
         "trainer.tensor": {"fsdp": 1, "tensor": mesh[2]},
-        "rollout.tensor": {
-            "fsdp": 1,
-            "tensor": config.rollout.tensor,
-            "expert": config.rollout.expert,
-            "serving": True,
-        },
+        "rollout.tensor": {"fsdp": 1, "tensor": rollout.tensor, "expert": rollout.expert, "serving": True},
     }
     return [problem for field, mesh in axes.items() for problem in _indivisible(field, model, mesh)] or _unfit(plan)
 

@@ -29,6 +29,14 @@ unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
 def save(s: State) -> dict[str, Any]:
     for instance in s.fleet.instances.values():
         s.fleet.settle(instance)
+    groups = []
+    for group in s.groups.values():
+        head = (group.id, group.version, len(group.units), group.left, group.abandoned, group.ran, group.begins_again)
+        units = []
+        for unit in filter(None, group.units):
+            dst = None if unit.dst is None else [unit.dst.id, unit.dst.incarnation]
+            units.append([dst, unit_values(unit), unit.id.index])
+        groups.append([*head, units])
     return {
         "format": FORMAT,
         "mode": s.config.mode,
@@ -37,27 +45,7 @@ def save(s: State) -> dict[str, Any]:
             [[_encode(value) for value in instance_values(instance)], list(instance.units)]
             for instance in s.fleet.instances.values()
         ],
-        "groups": [
-            [
-                group.id,
-                group.version,
-                len(group.units),
-                group.left,
-                group.abandoned,
-                group.ran,
-                group.begins_again,
-                [
-                    [
-                        (None if unit.dst is None else [unit.dst.id, unit.dst.incarnation]),
-                        unit_values(unit),
-                        unit.id.index,
-                    ]
-                    for unit in group.units
-                    if unit is not None
-                ],
-            ]
-            for group in s.groups.values()
-        ],
+        "groups": groups,
         **_encode(s),
     }
 

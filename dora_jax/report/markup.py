@@ -39,6 +39,7 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def figure(value: Any, form: str = ".4g") -> str:
+    """A number in this form; a dash for anything else."""
     known = number(value)
     return "-" if known is None else format(known, form)
 

@@ -38,28 +38,17 @@ def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
             row.label, minutes, share, tokens, f"{r.occupancy:.1f}",
             lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}",
             _minutes(bound.step_floor_s(row)), (_minutes(bound.fragment_s(row.config)) if apart else "-")])  # fmt: skip
-    head = [
-        "mode",
-        "min/step",
-        "rollout only",
-        "tokens/s",
-        "batch",
-        "groups by lag",
-        "mean lag",
-        "mixed samples",
-        "versions mean/max",
-        "floor",
-        "fragments",
-    ]
+    head = ("mode", "min/step", "rollout only", "tokens/s", "batch", "groups by lag", "mean lag", "mixed samples",
+            "versions mean/max", "floor", "fragments")  # fmt: skip
     blocks = [grid(head, rows), _time(lines), _traffic(lines)]
     if any(row.config.orchestrator.elastic for row, _ in lines):
         # "late": the trainer's longest wait for chips that were lent.
-        head = ["chips of the trainer", "lends a step", "instances lent", "of", "late s"]
+        columns = ("chips of the trainer", "lends a step", "instances lent", "of", "late s")
         rows = [
             [row.label, f"{r.lends:.1f}", f"{r.lent:.2f}", str(len(row.config.hardware.lendable)), f"{r.late_s:.1f}"]
             for row, r in lines
         ]
-        blocks.append(grid(head, rows))
+        blocks.append(grid(columns, rows))
     if any(row.config.workload.mix for row, _ in lines):
         blocks.append(_tasks(lines, spreads))
     if any(row.published for row, _ in lines):

@@ -259,15 +259,11 @@ class SimWorld:
                 if job.turn < len(job.turns) - 1:
                     self._ask(instance, job)
                     continue
-                self._notify(
-                    ev.SampleDone(
-                        id=job.id,
-                        instance=instance.id,
-                        tokens=job.response,
-                        finish="stop",
-                        incarnation=instance.incarnation,
-                    )
-                )
+                done = ev.SampleDone(
+                    id=job.id, instance=instance.id, tokens=job.response, finish="stop",
+                    incarnation=instance.incarnation,
+                )  # fmt: skip
+                self._notify(done)
                 if self._trace:
                     self._trace.last_done[job.id.group_id] = (self.now, instance.id)
                 group = self._groups.get(job.id.group_id)
