@@ -222,13 +222,9 @@ def worth_moving(left_tokens: list[float], *, slots: int, token_s: float, move_s
 MOVES_A_STEP = 1024
 # A sample whose moves failed this often stays where it is.
 MOVE_ATTEMPTS = 3
-# A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand.
+# A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand. Ten
+# thousand instances that come up one after the other ask for it ten thousand times.
 REBALANCE_S, FREE_INSTANCES = 1e-4, 1000
-
-
-def may_rebalance(s: State) -> bool:
-    """Ten thousand instances that come up one after the other ask for it ten thousand times."""
-    return s.now_s - s.rebalanced_s >= REBALANCE_S * (len(s.fleet.instances) - FREE_INSTANCES)
 
 
 def rebalance(s: State) -> None:

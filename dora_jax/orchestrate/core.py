@@ -120,7 +120,8 @@ class Orchestrator:
                 self._take()
             if s.due.pressed:
                 balance.relieve_pressed(s)
-            balanced = s.due.rebalance and balance.may_rebalance(s)
+            least_s = balance.REBALANCE_S * (len(s.fleet.instances) - balance.FREE_INSTANCES)
+            balanced = s.due.rebalance and s.now_s - s.rebalanced_s >= least_s
             if balanced:
                 s.due.rebalance = False
                 balance.rebalance(s)
