@@ -90,11 +90,11 @@ class Orchestrator:
         s, kind = self.state, type(event)
         if s.halted:
             return
-        if not transitions.counts(s, event):
+        counts, change = FACTS[kind]
+        if not counts(s, event):
             s.dropped[kind.__name__] = s.dropped.get(kind.__name__, 0) + 1
             return
         s.due.received[kind] = s.due.received.get(kind, 0) + 1
-        _, change = FACTS[kind]
         change(s, event)
         if kind is ev.StepPublished and not s.halted:
             s.roles.trained = 0

@@ -27,7 +27,7 @@ def counts(s: State, event: ev.Event) -> bool:
 
 def _instance_counts(s: State, event: ev.InstanceFact) -> bool:
     """What an instance reports of itself counts where it is of the present incarnation."""
-    instance, latest = s.fleet.instances.get(event.instance), s.fleet.incarnations.get(event.instance, -1)
+    instance = s.fleet.instances.get(event.instance)
     present = instance is not None and instance.incarnation == event.incarnation
     match event:
         case ev.InstanceReported():
@@ -44,15 +44,16 @@ def _instance_counts(s: State, event: ev.InstanceFact) -> bool:
             if present and instance is not None:
                 return instance.phase == fl.LOADING and instance.coming == event.version
         case ev.InstanceUp():
-            if event.incarnation <= latest:
+            if event.incarnation <= s.fleet.incarnations.get(event.instance, -1):
                 return False
             if event.instance in s.roles.lendable and s.roles.lent.get(event.instance) != state.ASKED:
                 raise ev.ImpossibleFact(f"instance {event.instance} came up, but the trainer's chips were not lent")
             return True
         case ev.InstanceDown():
-            return event.incarnation > latest or present
+            return present or event.incarnation > s.fleet.incarnations.get(event.instance, -1)
         case ev.InstanceUnhealthy():  # of an incarnation that has come up, over or not, which is believed so far
-            return s.fleet.unhealthy.get(event.instance, -1) < event.incarnation <= latest
+            latest, suspect = s.fleet.incarnations.get(event.instance, -1), s.fleet.unhealthy.get(event.instance, -1)
+            return suspect < event.incarnation <= latest
     return present
 
 
@@ -216,7 +217,8 @@ def instance_reported(s: State, event: ev.InstanceReported) -> None:
     instance.reports += 1
     if event.tokens:
         s.fleet.reported(instance, event)
-    fleet.observe_ticks(s.fleet, instance, event)
+    if event.sampled or event.drafted is not None:
+        fleet.observe_ticks(s.fleet, instance, event)
     instance.free_reported = event.free
     if s.short_of_pages(instance) and instance.units:
         instance.pressed = True
