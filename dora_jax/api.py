@@ -75,14 +75,19 @@ def fit(
 ) -> RunResult:
     """See `dora_jax.fit`."""
     callables.end_import()
-    asked_workdir = os.fspath(workdir) if workdir is not None else str(Path("runs") / _name(config))
+    script = getattr(sys.modules["__main__"], "__file__", None) or "fit"
+    name = config_files.run_name(config) if isinstance(config, str) else Path(script).stem
+    asked_workdir = os.fspath(workdir) if workdir is not None else str(Path("runs") / name)
     tree = _tree(config)
     if model is not None:
         tree["model"]["path"] = os.fspath(model)
     if reward is not None:
         tree["task"]["rewards"] = tuple(map(_path, [reward] if callable(reward) or isinstance(reward, str) else reward))
     if prompts is not None:
-        _take_prompts(tree, prompts, asked_workdir, _sets_heldout(config))
+        keep_heldout = config is not None  # where the caller gave how many prompts are held out
+        if isinstance(config, Mapping):
+            keep_heldout = "task.heldout" in config or "heldout" in (config.get("task") or {})
+        _take_prompts(tree, prompts, asked_workdir, keep_heldout)
     asked = flags.taken(tree, asked_workdir)
     from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
     from dora_jax.serving import live
@@ -109,12 +114,6 @@ def load_policy(workdir: str | os.PathLike[str], step: int | None) -> Policy:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _name(config: Configuration) -> str:
-    if isinstance(config, str):
-        return config_files.run_name(config)
-    return Path(getattr(sys.modules["__main__"], "__file__", None) or "fit").stem
 
 
 def _tree(config: Configuration) -> dict[str, Any]:
@@ -146,13 +145,6 @@ def _path(reward: Any) -> str:
         return reward
     with field_context("reward"):
         return callables.path_of(reward)
-
-
-def _sets_heldout(config: Configuration) -> bool:
-    """Whether the caller gave how many prompts are held out."""
-    if isinstance(config, Mapping):
-        return "task.heldout" in config or "heldout" in (config.get("task") or {})
-    return config is not None
 
 
 def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_heldout: bool) -> None:
@@ -191,9 +183,4 @@ def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_hel
 
 def _arrays(rows: Sequence[Row]) -> Series:
     names = dict.fromkeys(key for row in rows for key in row if number(row[key]) is not None)
-    return {name: np.array([_figure(row.get(name)) for row in rows], np.float64) for name in names}
-
-
-def _figure(value: Any) -> float:
-    known = number(value)
-    return float("nan") if known is None else known
+    return {name: np.array([number(row.get(name)) for row in rows], np.float64) for name in names}

@@ -21,13 +21,6 @@ from dora_jax.cli import flags
 from dora_jax.config import Config, ConfigError
 
 
-def define_flags() -> None:
-    absl_flags.DEFINE_integer("step", None, "checkpoint to evaluate; default: the newest that verifies", lower_bound=0)
-    absl_flags.DEFINE_bool(
-        "follow", False, "every checkpoint that has no record, and each new one of a run that goes on"
-    )
-
-
 def main(config: Config, workdir: Path) -> int:
     given = absl_flags.FLAGS
     if given.follow and given.step is not None:
@@ -40,5 +33,8 @@ def main(config: Config, workdir: Path) -> int:
 
 
 if __name__ == "__main__":
-    define_flags()
+    absl_flags.DEFINE_integer("step", None, "checkpoint to evaluate; default: the newest that verifies", lower_bound=0)
+    absl_flags.DEFINE_bool(
+        "follow", False, "every checkpoint that has no record, and each new one of a run that goes on"
+    )
     flags.run(main, purpose="evaluate")

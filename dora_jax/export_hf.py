@@ -23,14 +23,6 @@ from dora_jax.cli import flags
 from dora_jax.config import Config, ConfigError
 
 
-def define_flags() -> None:
-    absl_flags.DEFINE_integer("step", None, "checkpoint to export; default: the newest that verifies", lower_bound=0)
-    absl_flags.DEFINE_string("out", "", "folder to write; it must not hold anything yet")
-    absl_flags.DEFINE_bool("padded", False, "LongCat: matrices of zeros for experts without any, as transformers asks")
-    absl_flags.DEFINE_bool("merged", False, "of a run that trained an adapter: the whole model instead of the adapter")
-    absl_flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "type of the weights on disk")
-
-
 def main(config: Config, workdir: Path) -> int:
     given = absl_flags.FLAGS
     if not given.out:
@@ -71,5 +63,9 @@ def export(
 
 
 if __name__ == "__main__":
-    define_flags()
+    absl_flags.DEFINE_integer("step", None, "checkpoint to export; default: the newest that verifies", lower_bound=0)
+    absl_flags.DEFINE_string("out", "", "folder to write; it must not hold anything yet")
+    absl_flags.DEFINE_bool("padded", False, "LongCat: matrices of zeros for experts without any, as transformers asks")
+    absl_flags.DEFINE_bool("merged", False, "of a run that trained an adapter: the whole model instead of the adapter")
+    absl_flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "type of the weights on disk")
     flags.run(main, purpose="evaluate")

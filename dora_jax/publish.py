@@ -100,14 +100,12 @@ def placed(slices: Tree, shardings: Tree) -> Tree:
     """An engine's layout on these shardings (its pytree, or one for the serving layout). The arrays may still be on
     their way to the devices."""
     engine = _engine_layout(slices, shardings)
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, engine)
     return jax.tree.map(
         lambda leaf, where: jax.make_array_from_callback(
             leaf.shape, where, lambda index: leaf.at(box_of(index, leaf.shape))
         ),
         engine,
-        shardings,
+        jax.tree.broadcast(shardings, engine),
     )
 
 
@@ -118,7 +116,15 @@ def host_digest(slices: Tree, like: Tree) -> int:
     numbers = {name_of(path): (number, tuple(leaf.shape)) for number, (path, leaf) in enumerate(stacked)}
     boxes = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(slices):
-        name, layer = _stacked_name(path, like)
+        # The tensor of the stacked copy in which the leaf lies, and its layer there; None: it is all of it
+        name, layer = name_of(path), None
+        if len(path) > 1 and isinstance(path[1], jax.tree_util.SequenceKey):
+            first = jax.tree.leaves(like.get(decoder.FIRST, {}))
+            n_first = first[0].shape[0] if first else 0
+            stack, layer = decoder.FIRST, path[1].idx
+            if layer >= n_first:
+                stack, layer = decoder.LAYERS, layer - n_first
+            name = name_of((jax.tree_util.DictKey(stack), *path[2:]))
         number, shape = numbers[name]
         for box in leaf.boxes:
             array = leaf.at(box)
@@ -215,7 +221,13 @@ class DeviceWeights:
             if _devices(weights) == _devices(shardings):
                 if decoder.layout_of(weights) == "scanned":  # a copy in the serving layout was checked when it was made
                     _check(version, digest_of(weights), taken)
-                weights = _replaced(weights, shardings)
+                # An engine's layout without a way over the host; an array that lies so already is not copied
+                engine = jax.eval_shape(lambda copy: _engine_layout(copy, shardings), weights)
+                if decoder.layout_of(engine) == decoder.layout_of(weights):
+                    weights = jax.block_until_ready(jax.device_put(weights, shardings))
+                else:
+                    leaves, shape = jax.tree.flatten(jax.tree.broadcast(shardings, engine))
+                    weights = jax.block_until_ready(_to_serving(tuple(leaves), shape)(weights))
                 with self._lock:
                     if version in self._weights:  # another thread may have dropped it meanwhile
                         self._weights[version] = weights
@@ -260,17 +272,6 @@ def same_types(masters: Tree, copy: Tree) -> bool:
     return all(x.dtype == y.dtype for x, y in zip(jax.tree.leaves(masters), jax.tree.leaves(copy), strict=True))
 
 
-def _stacked_name(path: jax.tree_util.KeyPath, like: Tree) -> tuple[str, int | None]:
-    """(the tensor of the stacked copy in which a leaf of either layout lies, its layer there; None: it is all of it)"""
-    if len(path) < 2 or not isinstance(path[1], jax.tree_util.SequenceKey):
-        return name_of(path), None
-    first = like.get(decoder.FIRST, {})
-    n_first = jax.tree.leaves(first)[0].shape[0] if first else 0
-    layer = path[1].idx
-    stack, layer = (decoder.FIRST, layer) if layer < n_first else (decoder.LAYERS, layer - n_first)
-    return name_of((jax.tree_util.DictKey(stack), *path[2:])), layer
-
-
 def _devices(tree: Tree) -> set[jax.Device]:
     leaf = jax.tree.leaves(tree)[0]
     return (leaf if isinstance(leaf, jax.sharding.Sharding) else leaf.sharding).device_set
@@ -280,18 +281,6 @@ def _engine_layout(weights: Tree, shardings: Tree) -> Tree:
     """The arrays or Slices in the layout of `shardings`: a pytree, or one sharding for the serving layout."""
     wanted = "serving" if isinstance(shardings, jax.sharding.Sharding) else decoder.layout_of(shardings)
     return weights if decoder.layout_of(weights) == wanted else decoder.serving_layout(weights, wanted)
-
-
-def _replaced(copy: Tree, shardings: Tree) -> Tree:
-    """An engine's layout on the same devices, without a way over the host. An array that lies so already is not
-    copied."""
-    engine = jax.eval_shape(lambda copy: _engine_layout(copy, shardings), copy)
-    if decoder.layout_of(engine) == decoder.layout_of(copy):
-        return jax.block_until_ready(jax.device_put(copy, shardings))
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, engine)
-    leaves, shape = jax.tree.flatten(shardings)
-    return jax.block_until_ready(_to_serving(tuple(leaves), shape)(copy))
 
 
 @functools.lru_cache(maxsize=4)

@@ -124,7 +124,7 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run() -> None:
+if __name__ == "__main__":
     try:
         app.run(main, flags_parser=parse)
     except ConfigError as error:
@@ -133,7 +133,3 @@ def _run() -> None:
     except (StoppedEarly, replay.Differs) as error:  # the orchestrator gave the run up, or is another than recorded
         print(f"error: {error}", file=sys.stderr)
     sys.exit(exits.BAD_USAGE)
-
-
-if __name__ == "__main__":
-    _run()

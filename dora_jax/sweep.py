@@ -144,11 +144,21 @@ def run(points: Sequence[SweepPoint]) -> int:
 
 
 def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequence[str]) -> tuple[SweepPoint, ...]:
+    given = {match[1] for arg in args if (match := re.match(r"--?(?:no)?config\.([^=]+)", arg))}
     points: list[SweepPoint] = []
     problems: dict[str, list[int]] = {}  # problem -> points that have it
     for index, workdir, overrides in chosen:
         try:
-            points.append(_point(index, workdir, overrides, args))
+            if both := sorted(given & overrides.keys()):
+                raise ConfigError([f"config.{field}: the sweep sets it; leave it out of the command" for field in both])
+            fields = (f"--config.{field}={value}" for field, value in overrides.items())
+            of_point = (*args, *fields, f"--workdir={workdir}")
+            asked = flags.parse(["dora_jax.train", *of_point], flag_values=absl_flags.FlagValues())
+            for field, value in overrides.items():
+                if asked.overrides[field] != value:
+                    raise ConfigError(f"config.{field}: {value!r} would be read as {asked.overrides[field]!r}")
+            resolved = json.dumps(configs.to_json(asked.config), indent=2)
+            points.append(SweepPoint(index=index, workdir=workdir, args=of_point, resolved=resolved))
         except ConfigError as error:
             for problem in error.problems:
                 problems.setdefault(problem, []).append(index)
@@ -157,20 +167,6 @@ def _points(chosen: Sequence[tuple[int, Path, Mapping[str, Any]]], args: Sequenc
             [f"sweep, point {', '.join(map(str, where))}: {problem}" for problem, where in problems.items()]
         )
     return tuple(points)
-
-
-def _point(index: int, workdir: Path, overrides: Mapping[str, Any], args: Sequence[str]) -> SweepPoint:
-    given = {match[1] for arg in args if (match := re.match(r"--?(?:no)?config\.([^=]+)", arg))}
-    if both := sorted(given & overrides.keys()):
-        raise ConfigError([f"config.{field}: the sweep sets it; leave it out of the command" for field in both])
-    args = (*args, *(f"--config.{field}={value}" for field, value in overrides.items()), f"--workdir={workdir}")
-    asked = flags.parse(["dora_jax.train", *args], flag_values=absl_flags.FlagValues())
-    for field, value in overrides.items():
-        if asked.overrides[field] != value:
-            raise ConfigError(f"config.{field}: {value!r} would be read as {asked.overrides[field]!r}")
-    return SweepPoint(
-        index=index, workdir=workdir, args=args, resolved=json.dumps(configs.to_json(asked.config), indent=2)
-    )
 
 
 def _train(point: SweepPoint) -> int:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from dora_jax.config import ConfigError
 from dora_jax.report import findings, legend, timeline
-from dora_jax.report.load import Row, RunData, load, number
+from dora_jax.report.load import RunData, load, number
 
 PERIOD_S = 1.0
 BAR = 24  # characters of a full instance
@@ -38,11 +38,6 @@ FIGURES = {  # metric -> label
 }
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("workdir", None, "the workdir of a run, a folder or gs://bucket/folder", required=True)
-    flags.DEFINE_bool("once", False, "print one picture and stop")
-
-
 def picture(data: RunData, now_s: float) -> Group:
     """What is shown of a run at Unix time `now_s`."""
     last = data.steps[-1] if data.steps else {}
@@ -50,22 +45,17 @@ def picture(data: RunData, now_s: float) -> Group:
     table = Table("figure", "now", "meaning", box=None, pad_edge=False)
     for key, label in FIGURES.items():
         what, healthy = legend.METRICS.get(key) or legend.EVALUATION[key]
-        table.add_row(label, _shown(key, figures), Text(f"{what}; {healthy}" if healthy else what, style="dim"))
+        value, low, high = (number(figures.get(f"{key}{end}")) for end in ("", "_low", "_high"))
+        shown = "-" if value is None else f"{value:.4g}"
+        if low is not None and high is not None:
+            shown += f" ({low:.2f} to {high:.2f})"
+        table.add_row(label, shown, Text(f"{what}; {healthy}" if healthy else what, style="dim"))
     last_t = data.timeline[-1]["t"] if data.timeline else None
     age = "no timeline yet" if last_t is None else f"last row {max(0.0, now_s - last_t):.0f} s ago"
     head = Text(f"{data.name}: step {figures['step']}, {age}", style="bold")
-    return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data), *_quarantined(data))
-
-
-def _quarantined(data: RunData) -> list[Text]:
-    """The newest word on each instance that was in quarantine."""
-    return [Text(reasons[-1], style="red") for _, reasons in sorted(findings.quarantines(data).items())]
-
-
-def _shown(key: str, figures: Row) -> str:
-    value, low, high = (number(figures.get(f"{key}{end}")) for end in ("", "_low", "_high"))
-    shown = "-" if value is None else f"{value:.4g}"
-    return shown if low is None or high is None else f"{shown} ({low:.2f} to {high:.2f})"
+    # The newest word on each instance that was in quarantine
+    quarantined = [Text(reasons[-1], style="red") for _, reasons in sorted(findings.quarantines(data).items())]
+    return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data), *quarantined)
 
 
 def _instances(data: RunData) -> Table:
@@ -110,5 +100,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    define_flags()
+    flags.DEFINE_string("workdir", None, "the workdir of a run, a folder or gs://bucket/folder", required=True)
+    flags.DEFINE_bool("once", False, "print one picture and stop")
     app.run(main)

@@ -232,7 +232,7 @@ def test_a_swap_of_many_samples_costs_one_rebalance(monkeypatch):
 def everything(item):
     """A comparable copy of all that hangs on an object, references to samples and instances by id."""
     if isinstance(item, Unit):
-        return ("unit", item.group.id, item.index)
+        return ("unit", *item.id)
     if isinstance(item, dict):
         return [(everything(k), everything(v)) for k, v in item.items()]
     if isinstance(item, (list, tuple)) or type(item).__name__ == "deque":

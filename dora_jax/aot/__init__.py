@@ -21,20 +21,8 @@ from typing import Any
 
 import jax
 
-from dora_jax.aot.roles import (
-    INSTANCE,
-    PROGRAMS,
-    PUBLISH,
-    TRAINER,
-    Compiled,
-    Kernel,
-    Role,
-    chip_of,
-    describe,
-    describe_role,
-    in_words,
-    refusal,
-)
+from dora_jax.aot import roles
+from dora_jax.aot.roles import INSTANCE, PROGRAMS, PUBLISH, TRAINER, Compiled, Kernel, Role
 from dora_jax.aot.slices import SlicePlacement, place_of, slice_devices
 from dora_jax.config import Config, ConfigError, field_context
 from dora_jax.models import decoder, sharding
@@ -87,10 +75,19 @@ def compile_roles(
             if one.name.split()[0] in only:
                 compiled.append(_compile(one, config, name, place))
                 done(compiled[-1])
-        found.append(_role(config, name, place, held, compiled))
-    for role in [*found, *_shared(config, found)]:
+        held = {what: size * place.cores for what, size in held.items()}
+        copies = memory.published_copies(config)
+        held |= {f"{copies} published versions": copies * one.output_bytes for one in compiled if one.name == PUBLISH}
+        found.append(dataclasses.replace(place.role(name), held=held, programs=tuple(compiled)))
+    both = []
+    apart = len(found) < 2 or config.cluster.launcher
+    if not apart and devices.plan(len(slice_devices(config.slice)), config).shared:
+        trainer, instance = found
+        together, every = trainer.held | instance.held, trainer.programs + instance.programs
+        both = [dataclasses.replace(trainer, name="trainer and instance", held=together, programs=every)]
+    for role in [*found, *both]:
         if role.chip_bytes > role.chip.hbm_bytes:
-            raise refusal(config, role, role.chip_bytes)
+            raise roles.refusal(config, role, role.chip_bytes)
     return found
 
 
@@ -124,7 +121,7 @@ def _instance(
     calls, began = run.engine_calls(config, model, place.mesh, eos_ids, vocab_limit), time.monotonic()
     chosen: dict[str, Any] = {}
     if calls.chooses:  # the other calls take weights that lie as the decode call likes them best
-        with in_words(config, place.role(INSTANCE), "decode"):
+        with roles.in_words(config, place.role(INSTANCE), "decode"):
             chosen["compiled"] = calls.decode_chosen
         chosen["compile_s"] = time.monotonic() - began
     programs = [
@@ -152,25 +149,6 @@ def _instance(
     return programs, held | {"the incoming one": _held(at(published, calls.param_shardings)), "KV pool": pool}
 
 
-def _role(config: Config, name: str, place: SlicePlacement, held: dict[str, float], compiled: list[Compiled]) -> Role:
-    held = {what: size * place.cores for what, size in held.items()}
-    copies = memory.published_copies(config)
-    held |= {f"{copies} published versions": copies * one.output_bytes for one in compiled if one.name == PUBLISH}
-    return dataclasses.replace(place.role(name), held=held, programs=tuple(compiled))
-
-
-def _shared(config: Config, found: list[Role]) -> Iterator[Role]:
-    """Trainer and instance together, where they share chips."""
-    apart = len(found) < 2 or config.cluster.launcher
-    if not apart and devices.plan(len(slice_devices(config.slice)), config).shared:
-        yield dataclasses.replace(
-            found[0],
-            name="trainer and instance",
-            held=found[0].held | found[1].held,
-            programs=found[0].programs + found[1].programs,
-        )
-
-
 def _held(tree: Any) -> float:
     """Bytes of the tree on one device, without what rests in host memory."""
     return float(
@@ -185,7 +163,7 @@ def _held(tree: Any) -> float:
 def _compile(program: Program, config: Config, role: str, place: SlicePlacement) -> Compiled:
     began = time.monotonic()
     traced = program.call.trace(*program.arguments, **program.static)
-    with in_words(config, place.role(role), program.name):
+    with roles.in_words(config, place.role(role), program.name):
         compiled = program.compiled or traced.lower(lowering_platforms=("tpu",)).compile()
     compile_s = program.compile_s or time.monotonic() - began
     memory, text = compiled.memory_analysis(), hlo.CompiledText(compiled.as_text(), program.loops, EVEN_LOAD)
@@ -199,7 +177,7 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
         output_bytes=per_chip(memory.output_size_in_bytes - memory.alias_size_in_bytes),
         flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
-        model_s=text.cycles() / chip_of(place.slice_name).clock_hz,
+        model_s=text.cycles() / roles.chip_of(place.slice_name).clock_hz,
         kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)),
     )
 
@@ -208,7 +186,7 @@ def _kernels(
     program: Program, text: hlo.CompiledText, flops_of: dict[str, float], place: SlicePlacement
 ) -> Iterator[Kernel]:
     """A kernel that is handed the pool of all layers reads the pages of one, all of them at most."""
-    chip, (pool, layers) = chip_of(place.slice_name), program.pool
+    chip, (pool, layers) = roles.chip_of(place.slice_name), program.pool
     for one in text.kernels():
         other_layers = pool * (1 - 1 / layers) if one.bytes >= one.runs * pool else 0.0
         done = place.cores * one.runs * flops_of.get(one.name, 0.0)
@@ -236,6 +214,6 @@ def report(config: Config) -> None:
         model,
         vocab_limit=known.vocab_size if known else 0,
         eos_ids=known.eos_ids if known else (),
-        done=lambda one: print(*describe(one), sep="\n", flush=True),
+        done=lambda one: print(*roles.describe(one), sep="\n", flush=True),
     ):
-        print(describe_role(role), flush=True)
+        print(roles.describe_role(role), flush=True)

@@ -71,11 +71,6 @@ class Role:
     programs: tuple[Compiled, ...]
 
     @property
-    def cores(self) -> int:
-        """Devices a chip."""
-        return chips.DEVICES_A_CHIP[chips.parse(self.slice_name)[0]]
-
-    @property
     def chip(self) -> Chip:
         return chip_of(self.slice_name)
 
@@ -146,7 +141,8 @@ def verdict(error: Exception, config: Config, role: Role, program: str) -> Excep
     used = next(filter(None, (pattern.search(message) for pattern in OUT_OF_MEMORY)), None)
     if used is None:
         return error
-    return refusal(config, role, role.cores * float(used[1]) * GIB, program)
+    cores = chips.DEVICES_A_CHIP[chips.parse(role.slice_name)[0]]
+    return refusal(config, role, cores * float(used[1]) * GIB, program)
 
 
 def refusal(config: Config, role: Role, needed: float, program: str = "") -> DoesNotFit:

@@ -83,7 +83,11 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
             logging.set_verbosity(logging.WARNING)  # checkpoint libraries narrate at INFO, over the progress line
         if asked.dry_run:
             print(describe(asked), flush=True)
-            return _compile(asked.config) if asked.aot else 0
+            if asked.aot:
+                from dora_jax import aot  # it imports JAX
+
+                aot.report(asked.config)
+            return 0
         if asked.downloads:
             for field, name in asked.downloads.items():
                 hub.fetch(field, name)
@@ -139,7 +143,14 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
         raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
     if flag_values.begin_anew:
-        _check_begin_anew(flag_values.begin_anew, flag_values.workdir, purpose)
+        if purpose != "train":
+            raise ConfigError("begin_anew: --begin_anew goes with dora_jax.train alone")
+        if not workdirs.HISTORY.fullmatch(flag_values.begin_anew):
+            raise ConfigError(
+                f"begin_anew: {flag_values.begin_anew!r} is no name of a history folder, such as history.1"
+            )
+        if "://" in flag_values.workdir:
+            raise ConfigError("begin_anew: a run in a bucket cannot put its history aside; choose another --workdir")
     asked = CommandLine(
         plan=plan,
         workdir=workdir,
@@ -157,7 +168,18 @@ def describe(asked: CommandLine) -> str:
     """What --dry_run prints: the resolved config as JSON, then which part gets which device."""
     found, config, planned = asked.plan.machines, asked.plan.config, asked.plan.memory
     n_devices = devices.known_devices(config) or 1
-    plan = _gangs(config) if config.cluster.launcher else devices.plan(n_devices, config).describe()
+    if config.cluster.launcher:
+        cluster = config.cluster
+        each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
+        plan = (
+            f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
+            f"{config.rollout.instances} instances of {cluster.hosts_per_instance} processes; each has {each}"
+        )
+        if config.orchestrator.elastic:
+            lent = cluster.trainer_hosts // cluster.hosts_per_instance
+            plan += f"; while the trainer waits, its processes are instances too: {lent} more"
+    else:
+        plan = devices.plan(n_devices, config).describe()
     memory = (
         budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
     )
@@ -173,21 +195,6 @@ def describe(asked: CommandLine) -> str:
             memory,
             *notes,
         ]
-    )
-
-
-def _gangs(config: Config) -> str:
-    cluster, rollout = config.cluster, config.rollout
-    each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
-    lent = cluster.trainer_hosts // cluster.hosts_per_instance
-    also = (
-        f"; while the trainer waits, its processes are instances too: {lent} more"
-        if config.orchestrator.elastic
-        else ""
-    )
-    return (
-        f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
-        f"{rollout.instances} instances of {cluster.hosts_per_instance} processes; each has {each}{also}"
     )
 
 
@@ -250,22 +257,6 @@ def _check(asked: CommandLine, purpose: str, owns: bool = True) -> CommandLine:
     return asked
 
 
-def _check_begin_anew(name: str, workdir: str, purpose: str) -> None:
-    if purpose != "train":
-        raise ConfigError("begin_anew: --begin_anew goes with dora_jax.train alone")
-    if not workdirs.HISTORY.fullmatch(name):
-        raise ConfigError(f"begin_anew: {name!r} is no name of a history folder, such as history.1")
-    if "://" in workdir:
-        raise ConfigError("begin_anew: a run in a bucket cannot put its history aside; choose another --workdir")
-
-
-def _compile(config: Config) -> int:
-    from dora_jax import aot  # it imports JAX
-
-    aot.report(config)
-    return 0
-
-
 def _saved(rest: Sequence[str], spec: str, purpose: str) -> ml_collections.ConfigDict:
     """The ConfigDict of the workdir that --workdir names, before absl has parsed anything; to serve, of --model."""
     if spec:
@@ -311,7 +302,15 @@ def _machine(asked: CommandLine, purpose: str) -> list[str]:
     if purpose == "sft":
         return []
     if config.cluster.launcher:
-        return _uneven(plan) or _unfit(plan)
+        hosts, tensor = config.cluster.hosts_per_instance, {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True}
+        if plan.model and plan.model.cache_heads % hosts and hosts % plan.model.cache_heads:
+            return [
+                (
+                    f"cluster.hosts_per_instance: {hosts} processes can neither split nor share the model's "
+                    f"{plan.model.cache_heads} KV heads evenly"
+                )
+            ]
+        return (_indivisible("rollout.tensor", plan.model, tensor) if plan.model else []) or _unfit(plan)
     if n_devices is None:
         return []
     try:
@@ -325,33 +324,14 @@ def _machine(asked: CommandLine, purpose: str) -> list[str]:
         return _unfit(plan)
     if problems := objective.mixture_problems(config.trainer, model):
         return problems
+    rollout = config.rollout
     axes: dict[str, dict[str, int]] = {
         "trainer.fsdp": {"fsdp": mesh[1], "tensor": 1},
         **({"trainer.expert": {"fsdp": mesh[1], "tensor": 1, "expert": mesh[4]}} if mesh[4] > 1 else {}),
         "trainer.tensor": {"fsdp": 1, "tensor": mesh[2]},
-        "rollout.tensor": {
-            "fsdp": 1,
-            "tensor": config.rollout.tensor,
-            "expert": config.rollout.expert,
-            "serving": True,
-        },
+        "rollout.tensor": {"fsdp": 1, "tensor": rollout.tensor, "expert": rollout.expert, "serving": True},
     }
     return [problem for field, mesh in axes.items() for problem in _indivisible(field, model, mesh)] or _unfit(plan)
-
-
-def _uneven(plan: presets.Plan) -> list[str]:
-    """What the model's heads cannot be on an instance's processes."""
-    model, hosts = plan.model, plan.asked.cluster.hosts_per_instance
-    if model is None:
-        return []
-    if model.cache_heads % hosts and hosts % model.cache_heads:
-        return [
-            (
-                f"cluster.hosts_per_instance: {hosts} processes can neither split nor share the model's "
-                f"{model.cache_heads} KV heads evenly"
-            )
-        ]
-    return _indivisible("rollout.tensor", model, {"fsdp": 1, "tensor": plan.asked.rollout.tensor, "serving": True})
 
 
 def _unfit(plan: presets.Plan) -> list[str]:

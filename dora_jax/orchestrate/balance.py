@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 from dora_jax.orchestrate import events as ev
@@ -67,18 +66,20 @@ def plan_shares(
     if spread == "round":
         shares = {v: max(1, (2 * instances * demand[v] + total) // (2 * total)) for v in versions}
     else:
-        shares = _largest_remainder(instances, {v: demand[v] for v in versions}, total)
+        shares = {v: instances * demand[v] // total for v in versions}
+        by_remainder = sorted(versions, key=lambda v: (-(instances * demand[v] % total), v))
+        for version in by_remainder[: instances - sum(shares.values())]:
+            shares[version] += 1
     floors = {v: max(1, need.get(v, 0)) for v in versions}
     shares = {v: max(shares[v], floors[v]) for v in versions}
-    return _capped(_fit(shares, floors, instances), floors, cap or {})
-
-
-def _largest_remainder(instances: int, demand: dict[Version, int], total: int) -> dict[Version, int]:
-    shares = {v: instances * n // total for v, n in demand.items()}
-    by_remainder = sorted(demand, key=lambda v: (-(instances * demand[v] % total), v))
-    for version in by_remainder[: instances - sum(shares.values())]:
-        shares[version] += 1
-    return shares
+    shares = _fit(shares, floors, instances)
+    # What a version has no use for goes to the newest that has no cap, or to nobody
+    cap = cap or {}
+    capped = {v: min(n, max(cap.get(v, n), floors[v])) for v, n in shares.items()}
+    uncapped = [v for v in shares if v not in cap]
+    if uncapped:
+        capped[max(uncapped)] += sum(shares.values()) - sum(capped.values())
+    return capped
 
 
 def _fit(
@@ -98,15 +99,6 @@ def _fit(
     return shares
 
 
-def _capped(shares: dict[Version, int], floors: dict[Version, int], cap: dict[Version, int]) -> dict[Version, int]:
-    """What a version has no use for goes to the newest that has no cap, or to nobody."""
-    capped = {v: min(n, max(cap.get(v, n), floors[v])) for v, n in shares.items()}
-    uncapped = [v for v in shares if v not in cap]
-    if uncapped:
-        capped[max(uncapped)] += sum(shares.values()) - sum(capped.values())
-    return capped
-
-
 def plan_partition(
     seats: list[Seat], shares: dict[Version, int], newest: Version
 ) -> dict[InstanceId, tuple[Version, Version | None]]:
@@ -121,9 +113,10 @@ def plan_partition(
     spare = [_Candidate(0, 0, seat, None) for seat in seats if seat.free > 0]
     kept: list[_Candidate] = []
     for version in sorted({v for seat in seats for v, _ in seat.samples}):
-        instances = sorted((seat for seat in seats if version in dict(seat.samples)), key=_kept_first(version, newest))
-        for i, seat in enumerate(instances):
-            place = _Candidate(1, dict(seat.samples)[version], seat, version)
+        holding = [(dict(seat.samples)[version], seat) for seat in seats if version in dict(seat.samples)]
+        holding.sort(key=lambda held: (-held[1].speed if version < newest else 0.0, -held[0], held[1].id))
+        for i, (samples, seat) in enumerate(holding):
+            place = _Candidate(1, samples, seat, version)
             if missing.get(version, 0.0) > (seat.capacity / 2 if i else 0.0):
                 missing[version] -= seat.capacity
                 kept.append(place)
@@ -134,9 +127,8 @@ def plan_partition(
     for version in sorted(shares):
         holders = sum(version in dict(seat.samples) for seat in seats)
         for place in spare:
-            grows = (
-                not holders or version >= newest or holders < shares[version]
-            )  # an older one by heads: it only shrinks
+            # an older one by heads: it only shrinks
+            grows = not holders or version >= newest or holders < shares[version]
             enough = place.seat.capacity / 2 if holders else 0.0
             if grows and missing[version] > enough and _may_load(version, place, changes):
                 changes[place.seat.id] = (version, place.leaving)
@@ -162,12 +154,6 @@ class _Candidate(NamedTuple):
 
 def _may_load(version: Version, place: _Candidate, changes: dict) -> bool:
     return place.seat.id not in changes and version not in dict(place.seat.samples)
-
-
-def _kept_first(version: Version, newest: Version) -> Callable[[Seat], tuple]:
-    if version < newest:
-        return lambda seat: (-seat.speed, -dict(seat.samples)[version], seat.id)
-    return lambda seat: (-dict(seat.samples)[version], seat.id)
 
 
 def speed_class(speed: float) -> float:
@@ -209,26 +195,18 @@ def plan_moves(
     for source in sorted(sources, key=lambda s: (len(s.movers), s.id)):
         if len(moves) + len(source.movers) > limit:
             break
-        placed = _place(source, heap)
-        if placed is None:
-            break
+        placed = []
+        for mover in sorted(source.movers, key=lambda m: (-m.tokens, m.id)):
+            while heap and (heap[0][2] >= heap[0][3] or heap[0][4] < mover.pages):
+                heapq.heappop(heap)
+            if not heap:  # they do not fit all
+                return moves
+            _, id, used, slots, pages, speed = heapq.heappop(heap)
+            placed.append((mover.id, source.id, id))
+            used, pages = used + 1, pages - mover.pages
+            heapq.heappush(heap, (used / (slots * speed), id, used, slots, pages, speed))
         moves += placed
     return moves
-
-
-def _place(source: EmptiedInstance, heap: list) -> list[tuple[SampleId, InstanceId, InstanceId]] | None:
-    """Moves for all samples of `source`; None if they do not fit (`heap` is then used up)."""
-    placed = []
-    for mover in sorted(source.movers, key=lambda m: (-m.tokens, m.id)):
-        while heap and (heap[0][2] >= heap[0][3] or heap[0][4] < mover.pages):
-            heapq.heappop(heap)
-        if not heap:
-            return None
-        _, id, used, slots, pages, speed = heapq.heappop(heap)
-        placed.append((mover.id, source.id, id))
-        used, pages = used + 1, pages - mover.pages
-        heapq.heappush(heap, (used / (slots * speed), id, used, slots, pages, speed))
-    return placed
 
 
 def worth_moving(left_tokens: list[float], *, slots: int, token_s: float, move_s: float) -> bool:
@@ -244,13 +222,9 @@ def worth_moving(left_tokens: list[float], *, slots: int, token_s: float, move_s
 MOVES_A_STEP = 1024
 # A sample whose moves failed this often stays where it is.
 MOVE_ATTEMPTS = 3
-# A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand.
+# A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand. Ten
+# thousand instances that come up one after the other ask for it ten thousand times.
 REBALANCE_S, FREE_INSTANCES = 1e-4, 1000
-
-
-def may_rebalance(s: State) -> bool:
-    """Ten thousand instances that come up one after the other ask for it ten thousand times."""
-    return s.now_s - s.rebalanced_s >= REBALANCE_S * (len(s.fleet.instances) - FREE_INSTANCES)
 
 
 def rebalance(s: State) -> None:
@@ -269,9 +243,18 @@ def rebalance(s: State) -> None:
     if len(demand) >= resident_slots:
         demand = {v: n for v, n in demand.items() if n > s.queue.in_environment.get(v, 0)}
     need = {v: -(-min(n, s.queue.wanting(v)) * len(instances) // slots) for v, n in demand.items()}
+    # What a version's share of the instances is in proportion to: its samples, and the KV that they read
+    weights = demand
+    if s.decisions.kv_weight:
+        tokens = dict.fromkeys(demand, 0)
+        for instance in s.fleet.instances.values():
+            if instance.serving in tokens:
+                tokens[instance.serving] += instance.tokens
+        of_mean = s.decisions.kv_weight / max(1.0, s.fleet.measured.mean_tokens)
+        weights = {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be released.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
-    shares = plan_shares(len(instances), _weights(s, demand), need, cap, s.decisions.spread, resident_slots)
+    shares = plan_shares(len(instances), weights, need, cap, s.decisions.spread, resident_slots)
     changes = plan_partition([_seat(h) for h in instances], shares, s.ledger.base)
     for instance in instances:
         if instance.phase != fl.LOADING:
@@ -289,7 +272,12 @@ def rebalance(s: State) -> None:
         _move(s, version)
     if s.roles.lent:
         _spread(s)
-    _preempt(s)
+    for instance in s.fleet.instances.values() if s.ledger.missing else ():
+        # The trainer is idle, and an older version has samples but no instance: those of the younger version that is to
+        # make room are parked instead of waited for. Older over younger only, so no two versions trade places
+        coming, leaving = instance.coming, instance.leaving
+        if coming is not None and leaving is not None and coming < leaving and coming not in s.fleet.holders:
+            _park(s, instance, [u for u in s.fleet.settle(instance) if u.version == leaving])
     s.wake_all()
 
 
@@ -315,35 +303,12 @@ def _seat(instance: Instance) -> Seat:
     return Seat(instance.id, samples, instance.residents - len(versions), instance.slots * speed, speed)
 
 
-def _weights(s: State, demand: dict[Version, int]) -> dict[Version, int]:
-    """What a version's share of the instances is in proportion to: its samples, and the KV that they read."""
-    if not s.decisions.kv_weight:
-        return demand
-    tokens = dict.fromkeys(demand, 0)
-    for instance in s.fleet.instances.values():
-        if instance.serving in tokens:
-            tokens[instance.serving] += instance.tokens
-    of_mean = s.decisions.kv_weight / max(1.0, s.fleet.measured.mean_tokens)
-    return {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
-
-
 # ---------------------------------------------------------------- samples
-
-
-def _preempt(s: State) -> None:
-    """The trainer is idle, and an older version has samples but no instance: those of the younger version that is to
-    make room are parked instead of waited for. Older over younger only, so no two versions trade places."""
-    if not s.ledger.missing:
-        return
-    for instance in s.fleet.instances.values():
-        coming, leaving = instance.coming, instance.leaving
-        if coming is not None and leaving is not None and coming < leaving and coming not in s.fleet.holders:
-            _park(s, instance, [u for u in s.fleet.settle(instance) if u.version == leaving])
 
 
 def _park(s: State, instance: Instance, units: list[Unit]) -> None:
     """Put running samples aside, the longest first: that is the order in which they go on."""
-    running = sorted((u for u in units if u.state == fl.RUNNING), key=lambda u: (-u.tokens, u.group.id, u.index))
+    running = sorted((u for u in units if u.state == fl.RUNNING), key=lambda u: (-u.tokens, u.id))
     if running and not instance.returning:
         for unit in running:
             unit.state = fl.PARKING
@@ -363,23 +328,26 @@ def consolidate(s: State) -> None:
 def _move(s: State, version: Version) -> None:
     """Empty the instances on which `version` drains, onto those that keep it."""
     s.due.drained.pop(version, None)
+    measured = s.fleet.measured
     drained, sinks = [], []
     for id in sorted(s.fleet.holders.get(version, ())):
         instance = s.fleet.instances[id]
         if instance.leaving == version:
             drained.append(instance)
         elif version in instance.versions and s.fleet.has_room(instance):
-            free_pages = instance.pages - instance.pages_used
-            sinks.append(Sink(id, instance.used, instance.slots, free_pages, instance.speed))
+            sinks.append(_sink(instance))
     room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))
     sources = []
     for instance in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):
         room -= instance.counts.get(version, 0)
         if room < 0:
             break
-        source = _source(s, instance, version)
-        if source.movers:
-            sources.append(source)
+        units = [u for u in s.fleet.settle(instance) if u.version == version]
+        if not units or instance.returning or instance.incoming or not all(map(_movable, units)):
+            continue
+        left, token_s = [measured.left(u.tokens) for u in units], measured.token_s(len(instance.units)) / instance.speed
+        if worth_moving(left, slots=instance.slots, token_s=token_s, move_s=measured.move_s):
+            sources.append(_emptied(s, instance, units))
     if sources:
         _issue_moves(s, plan_moves(sources, sinks, MOVES_A_STEP))
 
@@ -395,39 +363,25 @@ def _spread(s: State) -> None:
         for instance in holders:
             over = instance.counts.get(version, 0) - -(-samples * instance.weight // weight)
             if instance.id in s.roles.lent and over < 0 and s.fleet.has_room(instance):
-                free_pages = instance.pages - instance.pages_used
-                sinks.append(Sink(instance.id, instance.used, instance.slots, free_pages, instance.speed))
+                sinks.append(_sink(instance))
             elif over > 0:
                 units = sorted(
                     (u for u in s.fleet.settle(instance) if u.version == version and _movable(u)),
                     key=lambda u: (u.tokens, u.id),
                 )
-                movers = [
-                    Mover(u.id, u.tokens, s.fleet.measured.pages(instance.page_size, u.tokens)) for u in units[:over]
-                ]
-                sources.append(EmptiedInstance(instance.id, movers))
+                sources.append(_emptied(s, instance, units[:over]))
         if sources and sinks:
             _issue_moves(s, plan_moves(sources, sinks, MOVES_A_STEP))
 
 
-def _source(s: State, instance: Instance, version: Version) -> EmptiedInstance:
-    """The samples to take off `instance`: all of the version, or none where that is not possible or not worth it."""
-    measured, units = s.fleet.measured, [u for u in s.fleet.settle(instance) if u.version == version]
-    if (
-        not units
-        or instance.returning
-        or instance.incoming
-        or not all(map(_movable, units))
-        or not worth_moving(
-            [measured.left(u.tokens) for u in units],
-            slots=instance.slots,
-            token_s=measured.token_s(len(instance.units)) / instance.speed,
-            move_s=measured.move_s,
-        )
-    ):
-        return EmptiedInstance(instance.id, [])
-    movers = [Mover(u.id, u.tokens, s.fleet.measured.pages(instance.page_size, u.tokens)) for u in units]
-    return EmptiedInstance(instance.id, movers)
+def _emptied(s: State, instance: Instance, units: list[Unit]) -> EmptiedInstance:
+    size, pages = instance.page_size, s.fleet.measured.pages
+    return EmptiedInstance(instance.id, [Mover(u.id, u.tokens, pages(size, u.tokens)) for u in units])
+
+
+def _sink(instance: Instance) -> Sink:
+    free_pages = instance.pages - instance.pages_used
+    return Sink(instance.id, instance.used, instance.slots, free_pages, instance.speed)
 
 
 def _movable(unit: Unit) -> bool:
@@ -445,35 +399,32 @@ def _issue_moves(s: State, moves: list[tuple[SampleId, InstanceId, InstanceId]])
 
 
 def relieve_pressed(s: State) -> None:
-    for id in s.due.pressed:
-        if (instance := s.fleet.instances.get(id)) is not None:  # else it was lost later in the batch
-            _relieve(s, instance)
-    s.due.pressed.clear()
-
-
-def _relieve(s: State, instance: Instance) -> None:
     """KV pressure: the youngest samples of an instance that runs out of pages move to another instance of their
     version, or are parked until pages are free. The longest stay: they are the tail that a step waits for."""
-    if (
-        instance.returning
-        or not s.short_of_pages(instance)
-        or any(u.state in (fl.PARKING, fl.MOVING) for u in instance.units.values())
-    ):
-        return
-    running = [u for u in s.fleet.settle(instance) if u.state == fl.RUNNING]
-    running.sort(key=lambda u: (u.tokens, -u.group.id, -u.index))
-    missing = 2 * s.config.kv_pressure * instance.pages - instance.free_reported
-    aside = []
-    for unit in running[: max(0, len(instance.units) - 1)]:
-        if missing <= 0:
-            break
-        missing -= -(-(unit.tokens + int(s.fleet.measured.prompt_tokens)) // instance.page_size)
-        other = s.fleet.best(unit.version, unit.tokens)  # never this instance: it is pressed
-        if other is not None and _movable(unit):
-            _issue_moves(s, [(unit.id, instance.id, other.id)])
-        else:
-            aside.append(unit)
-    _park(s, instance, aside)
+    for id in s.due.pressed:
+        instance = s.fleet.instances.get(id)
+        if (
+            instance is None  # it was lost later in the batch
+            or instance.returning
+            or not s.short_of_pages(instance)
+            or any(u.state in (fl.PARKING, fl.MOVING) for u in instance.units.values())
+        ):
+            continue
+        running = [u for u in s.fleet.settle(instance) if u.state == fl.RUNNING]
+        running.sort(key=lambda u: (u.tokens, -u.id.group_id, -u.id.index))
+        missing = 2 * s.config.kv_pressure * instance.pages - instance.free_reported
+        aside = []
+        for unit in running[: max(0, len(instance.units) - 1)]:
+            if missing <= 0:
+                break
+            missing -= -(-(unit.tokens + int(s.fleet.measured.prompt_tokens)) // instance.page_size)
+            other = s.fleet.best(unit.version, unit.tokens)  # never this instance: it is pressed
+            if other is not None and _movable(unit):
+                _issue_moves(s, [(unit.id, instance.id, other.id)])
+            else:
+                aside.append(unit)
+        _park(s, instance, aside)
+    s.due.pressed.clear()
 
 
 # ---------------------------------------------------------------- weights
@@ -491,7 +442,14 @@ def settle_emptied(s: State) -> None:
             # The oldest version it holds that has no sample on it, and none that will come back to it alone
             last = [v for v in instance.versions if v in s.queue.in_environment and len(s.fleet.holders[v]) == 1]
             drop = min((v for v in instance.versions if v not in instance.counts and v not in last), default=None)
-            if (coming := _wanted(s)) is None:
+            # The oldest version that has samples and no instance, or else the newest if anything will run on it
+            without = [v for v in s.queue.unfinished if v not in s.fleet.holders and s.queue.wanting(v)]
+            base = s.ledger.base
+            if without:
+                coming = min(without)
+            elif base in s.queue.unfinished or ledger.groups_to_issue(s.ledger, s.config.total_steps) > 0:
+                coming = base
+            else:
                 continue
         full = len(instance.versions) >= instance.residents
         if coming not in instance.versions and not (full and (drop is None or drop in instance.counts)):
@@ -499,13 +457,3 @@ def settle_emptied(s: State) -> None:
             s.fleet.begin_load(instance, coming, drop)
             s.reloads_total += 1
             s.out.append(ev.LoadWeights(instance=instance.id, version=coming, drop=drop))
-
-
-def _wanted(s: State) -> Version | None:
-    """What an idle instance should hold: the oldest version that has samples and no instance, or else the newest if
-    anything will run on it."""
-    without_instance = [v for v in s.queue.unfinished if v not in s.fleet.holders and s.queue.wanting(v)]
-    if without_instance:
-        return min(without_instance)
-    base = s.ledger.base
-    return base if base in s.queue.unfinished or ledger.groups_to_issue(s.ledger, s.config.total_steps) > 0 else None

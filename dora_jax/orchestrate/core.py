@@ -41,7 +41,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,10 +48,9 @@ from dora_jax.orchestrate import balance, ledger, lending, placement, snapshot, 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.events import Command, Event, Halt
-from dora_jax.orchestrate.fleet import Unit
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import ASKED, State
-from dora_jax.orchestrate.transitions import COMMIT
+from dora_jax.orchestrate.transitions import FACTS
 from dora_jax.types import EARLIER, RENEWAL, GroupId, Incarnation, SampleId, Version, is_served
 
 # After these a batch may be taken that could not be before; after these no version and no run can be over.
@@ -79,10 +77,7 @@ class Orchestrator:
             raise ValueError("this run could never progress: " + "; ".join(problems))
         self.state = State(config, start_version, next_group_id)
         self.state.redo += redo
-        self._renew_budget()
-        placement.begin_round(self.state)
-        if evaluate_start:
-            self._evaluate(start_version)
+        self._begin_step(evaluate=evaluate_start)
 
     def step(self, *events: ev.Event) -> tuple[ev.Command, ...]:
         """Commits a batch of facts in their order, then decides."""
@@ -95,29 +90,55 @@ class Orchestrator:
         s, kind = self.state, type(event)
         if s.halted:
             return
-        if not transitions.counts(s, event):
+        counts, change = FACTS[kind]
+        if not counts(s, event):
             s.dropped[kind.__name__] = s.dropped.get(kind.__name__, 0) + 1
             return
         s.due.received[kind] = s.due.received.get(kind, 0) + 1
-        COMMIT[kind](s, event)  # type: ignore[operator]  # each takes the event that its key names
+        change(s, event)
         if kind is ev.StepPublished and not s.halted:
             s.roles.trained = 0
             if s.config.colocated:  # the batch is published: colocated instances go on
                 s.out += [ev.Unpause(instance=id) for id in s.fleet.instances]
-            self._renew_budget()
-            placement.begin_round(s)
-            self._evaluate(s.ledger.base)
+            self._begin_step()
             if s.decisions.mixes_versions:
                 s.retag_waiting()
             elif s.decisions.on_publish == "evict":
-                self._evict()
+                # Groups that no step may take any more are given up, their prompts issued again
+                assert s.decisions.max_lag is not None  # a mode that evicts has a bound
+                reason = f"its version is more than {s.decisions.max_lag} behind version {s.ledger.base}"
+                oldest = s.ledger.base - s.decisions.max_lag
+                for group_id in [g for g, (_, version) in s.ledger.live.items() if version < oldest]:
+                    s.give_up(group_id, reason)
             s.wake_all()
 
     def decide(self) -> tuple[ev.Command, ...]:
         """What follows from the facts committed since the last decision."""
         s, received = self.state, self.state.due.received
         if received and not s.halted:
-            self._decide(received.keys())
+            if received.keys() & CHANGES_READY:
+                self._take()
+            if s.due.pressed:
+                balance.relieve_pressed(s)
+            least_s = balance.REBALANCE_S * (len(s.fleet.instances) - balance.FREE_INSTANCES)
+            balanced = s.due.rebalance and s.now_s - s.rebalanced_s >= least_s
+            if balanced:
+                s.due.rebalance = False
+                balance.rebalance(s)
+            if s.due.versions_to_fill:
+                placement.fill_woken(s)
+            if s.due.drained:
+                balance.consolidate(s)
+            if s.due.emptied:
+                balance.settle_emptied(s)
+            if s.roles.lendable and (balanced or received.keys() & FREES_TRAINER):
+                lending.lend(s)
+            if not received.keys() <= ENDS_NOTHING:
+                self._retire()
+                over = s.ledger.base >= s.config.total_steps and not s.evaluating
+                if over and not any(group.left and not is_served(group.id) for group in s.groups.values()):
+                    # requests are cut off
+                    s.halt(True, f"version {s.ledger.base} is published and every evaluation due is done")
         received.clear()
         out, s.out = s.out, []
         return tuple(out)
@@ -125,28 +146,6 @@ class Orchestrator:
     def counts(self, event: ev.Event) -> bool:
         """Whether `commit` would take this fact in: a body asks before it keeps what came with it. ImpossibleFact."""
         return not self.state.halted and transitions.counts(self.state, event)
-
-    def _decide(self, received: AbstractSet[type]) -> None:
-        s = self.state
-        if received & CHANGES_READY:
-            self._take()
-        if s.due.pressed:
-            balance.relieve_pressed(s)
-        balanced = s.due.rebalance and balance.may_rebalance(s)
-        if balanced:
-            s.due.rebalance = False
-            balance.rebalance(s)
-        if s.due.versions_to_fill:
-            placement.fill_woken(s)
-        if s.due.drained:
-            balance.consolidate(s)
-        if s.due.emptied:
-            balance.settle_emptied(s)
-        if s.roles.lendable and (balanced or received & FREES_TRAINER):
-            lending.lend(s)
-        if not received <= ENDS_NOTHING:
-            self._retire()
-            self._halt_if_done()
 
     # ------------------------------------------------------------------ the ends of a step
 
@@ -170,28 +169,18 @@ class Orchestrator:
             s.wake_all()
             s.due.rebalance = True
 
-    def _renew_budget(self) -> None:
-        s = self.state
+    def _begin_step(self, evaluate: bool = True) -> None:
+        s, version = self.state, self.state.ledger.base
         if s.decisions.admit_on == "publish":
             in_flight = s.queue.training_unfinished
             s.budget = ledger.publish_budget(s.decisions, s.config.group_size, in_flight)
-
-    def _evaluate(self, version: Version) -> None:
-        s = self.state
-        if s.config.evaluation_due(version):
+        placement.begin_round(s)
+        if evaluate and s.config.evaluation_due(version):
             s.evaluating[version] = s.config.eval_groups
             for group_id in s.config.evaluation_ids(version):
                 s.open_group(group_id, version)
 
-    def _evict(self) -> None:
-        """Mode `evict`: groups that no step may take any more are given up, their prompts issued again."""
-        s = self.state
-        assert s.decisions.max_lag is not None  # a mode that evicts has a bound
-        oldest = s.ledger.base - s.decisions.max_lag
-        for group_id in [g for g, (_, version) in s.ledger.live.items() if version < oldest]:
-            s.give_up(group_id, f"its version is more than {s.decisions.max_lag} behind version {s.ledger.base}")
-
-    # ------------------------------------------------------------------ the ends of a version and of the run
+    # ------------------------------------------------------------------ the end of a version
 
     def _retire(self) -> None:
         s = self.state
@@ -207,13 +196,6 @@ class Orchestrator:
                 s.asked_s.pop(version, None)
                 s.superseded_s.pop(version, None)
                 s.out.append(ev.Retire(version=version))
-
-    def _halt_if_done(self) -> None:
-        s = self.state
-        if s.ledger.base < s.config.total_steps or s.evaluating:
-            return
-        if not any(group.left and not is_served(group.id) for group in s.groups.values()):  # requests are cut off
-            s.halt(True, f"version {s.ledger.base} is published and every evaluation due is done")
 
     # ------------------------------------------------------------------ seen from outside
 
@@ -276,22 +258,32 @@ def restart(orchestrator: Orchestrator) -> Outstanding:
         _commit(orchestrator, ev.InstanceDown(instance=instance.id, incarnation=instance.incarnation, reason=LOST))
     s.fleet.incarnations.clear()  # the next body counts anew
     s.fleet.unhealthy.clear()
-    _rename_incarnations(s)
-    for unit, dst in [(u, u.dst) for u in _units(orchestrator) if u.state == fl.MOVING and u.dst is not None]:
+    # What has sampled so far is of an earlier process: a new incarnation of the same number is another one
+
+    def earlier(ran: tuple[Incarnation, ...]) -> tuple[Incarnation, ...]:
+        return tuple(dict.fromkeys((instance, EARLIER) for instance, _ in ran))
+
+    for group in s.groups.values():
+        group.ran = earlier(group.ran)
+    for unit in s.units():
+        unit.ran = earlier(unit.ran)
+    for groups in (s.sampled_by, *s.trained_by.values()):
+        groups.update({group_id: earlier(ran) for group_id, ran in groups.items()})
+    for unit, dst in [(u, u.dst) for u in s.units() if u.state == fl.MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         _commit(orchestrator, failed)
     # The process that lent the chips is over, and nobody hears what was asked for meanwhile.
     s.roles.lent.clear()
     s.roles.asked_s.clear()
     s.roles.trained = 0
-    for unit in (u for u in _units(orchestrator) if u.state == fl.WAITING):
+    for unit in (u for u in s.units() if u.state == fl.WAITING):
         unit.tokens = 0  # whatever is left of it may go on
         unit.placed = 0  # the wait that the next process answers
     s.halted = False
     s.due.rebalance = True
     s.wake_all()
     ledger = s.ledger
-    units = list(_units(orchestrator))
+    units = list(s.units())
     abandoned = tuple(u.id for u in units if u.state == fl.CANCELLING)
     return Outstanding(
         train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
@@ -310,26 +302,6 @@ _NOWHERE = -1  # the source of a failed move is not looked at
 def _commit(orchestrator: Orchestrator, event: ev.Event) -> None:
     orchestrator.state.halted = False  # a halted brain hears nothing
     orchestrator.step(event)
-
-
-def _rename_incarnations(s: State) -> None:
-    """What has sampled so far is of an earlier process: a new incarnation of the same number is another one."""
-
-    def earlier(ran: tuple[Incarnation, ...]) -> tuple[Incarnation, ...]:
-        return tuple(dict.fromkeys((instance, EARLIER) for instance, _ in ran))
-
-    for group in s.groups.values():
-        group.ran = earlier(group.ran)
-        for unit in group.units:
-            if unit is not None:
-                unit.ran = earlier(unit.ran)
-    for groups in (s.sampled_by, *s.trained_by.values()):
-        groups.update({group_id: earlier(ran) for group_id, ran in groups.items()})
-
-
-def _units(orchestrator: Orchestrator) -> Iterator[Unit]:
-    for group in orchestrator.state.groups.values():
-        yield from (unit for unit in group.units if unit is not None)
 
 
 YOUNG_OBJECTS = 50_000  # that come, beyond those that go, before the collector looks at them; most are gone by then

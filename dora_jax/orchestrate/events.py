@@ -233,28 +233,11 @@ class TimePassed:
     now_s: float
 
 
-Event = (
-    InstanceUp
-    | InstanceDown
-    | InstanceUnhealthy
-    | WeightsLoaded
-    | SampleStarted
-    | SampleDone
-    | SampleCancelled
-    | SampleMoved
-    | MoveFailed
-    | SampleParked
-    | SampleResumed
-    | SampleWaiting
-    | SampleReady
-    | GroupScored
-    | GroupFailed
-    | RequestCame
-    | StepPublished
-    | PartTrained
-    | InstanceReported
-    | TimePassed
-)
+InstanceFact = InstanceUp | InstanceDown | InstanceUnhealthy | WeightsLoaded | InstanceReported
+AttemptFact = SampleStarted | SampleDone | SampleParked | SampleResumed | SampleWaiting  # by the instance that has it
+AnswerFact = SampleCancelled | SampleMoved | MoveFailed | SampleReady
+ProgressFact = GroupScored | GroupFailed | RequestCame | StepPublished | PartTrained | TimePassed
+Event = InstanceFact | AttemptFact | AnswerFact | ProgressFact
 
 # -------------------------------------------------------------- commands
 
@@ -385,20 +368,6 @@ class Halt:
     reason: str
 
 
-Command = (
-    LoadWeights
-    | Start
-    | Move
-    | Park
-    | Resume
-    | Cancel
-    | Discard
-    | Train
-    | Retire
-    | Pause
-    | Unpause
-    | Lend
-    | Return
-    | Quarantine
-    | Halt
-)
+SampleCommand = Start | Move | Park | Resume | Cancel
+InstanceCommand = LoadWeights | Pause | Unpause | Lend | Return | Quarantine
+Command = SampleCommand | InstanceCommand | Discard | Train | Retire | Halt

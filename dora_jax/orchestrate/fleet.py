@@ -18,10 +18,11 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from dora_jax.orchestrate.events import Drafted, InstanceReported
-from dora_jax.orchestrate.measured import Line, Measured
+from dora_jax.orchestrate.events import InstanceReported
+from dora_jax.orchestrate.measured import DRAFTS_KEPT, Measured
 from dora_jax.types import GroupId, Incarnation, InstanceId, SampleId, Version
 
 # Reports of an instance after which what its samples have outgrown is reserved: an estimate does not get better by a
@@ -37,38 +38,29 @@ CANCELLING = "cancelling"
 ENDED = "ended"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Unit:
     """One unfinished sample."""
 
-    __slots__ = (
-        "attempt", "began_s", "dst", "dst_pages", "failed_moves", "group", "home", "id", "instance", "moved_s", "pages",
-        "placed", "ran", "restarts", "started", "state", "tokens", "version", "waits_s",
-    )  # fmt: skip
-
-    def __init__(self, group: Group, index: int):
-        self.group = group
-        self.id = SampleId(group.id, index)
-        self.version: Version = group.version  # of its weights now: the group's, except in mode `partial`
-        self.state = PENDING
-        self.started = False  # SampleStarted has come, so that SampleDone or SampleCancelled must
-        self.tokens = 0
-        self.pages = 0  # reserved where it is
-        self.instance: InstanceId | None = None
-        self.ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of it
-        self.restarts = False  # one of them is in quarantine: it begins again from its prompt
-        self.home: InstanceId | None = None  # has kept its KV while it waited
-        self.dst: Instance | None = None  # while MOVING
-        self.dst_pages = 0
-        self.placed = 0  # the attempt that brought it where it is, or was before it waited
-        self.attempt = 0  # of its present move
-        self.failed_moves = 0
-        self.began_s = 0.0  # when it started, put off by the time for which it waited
-        self.waits_s = 0.0  # when it began to wait
-        self.moved_s = 0.0  # when its present move was asked for
-
-    @property
-    def index(self) -> int:
-        return self.id.index
+    group: Group
+    id: SampleId
+    version: Version  # of its weights now: the group's, except in mode `partial`
+    state: str = PENDING
+    started: bool = False  # SampleStarted has come, so that SampleDone or SampleCancelled must
+    tokens: int = 0
+    pages: int = 0  # reserved where it is
+    instance: InstanceId | None = None
+    ran: tuple[Incarnation, ...] = ()  # that have sampled tokens of it
+    restarts: bool = False  # one of them is in quarantine: it begins again from its prompt
+    home: InstanceId | None = None  # has kept its KV while it waited
+    dst: Instance | None = None  # while MOVING
+    dst_pages: int = 0
+    placed: int = 0  # the attempt that brought it where it is, or was before it waited
+    attempt: int = 0  # of its present move
+    failed_moves: int = 0
+    began_s: float = 0.0  # when it started, put off by the time for which it waited
+    waits_s: float = 0.0  # when it began to wait
+    moved_s: float = 0.0  # when its present move was asked for
 
 
 class Group:
@@ -85,9 +77,10 @@ class Group:
         self.begins_again = (
             False  # one of its samples does: what is reported of the whole group may be of an earlier one
         )
-        self.units: list[Unit | None] = [Unit(self, i) for i in range(samples)]
+        self.units: list[Unit | None] = [Unit(self, SampleId(group_id, i), version) for i in range(samples)]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Instance:
     """One incarnation of an instance that is up.
 
@@ -95,56 +88,32 @@ class Instance:
     -> LOADING (`coming` is on its way, and nothing leaves) -> STEADY. `Fleet.turn` is the only way from one to another.
     """
 
-    __slots__ = (
-        "coming",
-        "counts",
-        "free_reported",
-        "id",
-        "incarnation",
-        "incoming",
-        "leaving",
-        "pace",
-        "paced_steps",
-        "page_size",
-        "pages",
-        "pages_used",
-        "phase",
-        "pressed",
-        "report",
-        "reports",
-        "residents",
-        "returning",
-        "slots",
-        "speed",
-        "tokens",
-        "units",
-        "versions",
-    )  # fmt: skip
+    id: InstanceId
+    incarnation: int
+    slots: int
+    pages: int
+    page_size: int
+    residents: int
+    speed: float  # as reported when it came up, then as measured
+    pace: float = 0.0  # octaves by which it beats the fleet's line
+    paced_steps: float = 0.0  # decode steps that say so
+    versions: list[Version] = field(default_factory=list)  # loaded
+    phase: str = STEADY
+    coming: Version | None = None
+    leaving: Version | None = None
+    units: dict[SampleId, Unit] = field(default_factory=dict)
+    counts: dict[Version, int] = field(default_factory=dict)  # samples by version, incoming moves included
+    pages_used: int = 0
+    report: InstanceReported | None = None  # that units have not received
+    reports: int = 0
+    tokens: int = 0  # of all its samples, in its last report
+    incoming: int = 0
+    free_reported: int = field(init=False)
+    pressed: bool = False  # short of pages: starts nothing until enough are free
+    returning: bool = False  # gives its chips back to the trainer: starts nothing more
 
-    def __init__(self, id: InstanceId, incarnation: int, slots: int, pages: int, page_size: int, residents: int,
-                 speed: float):  # fmt: skip
-        self.id = id
-        self.incarnation = incarnation
-        self.slots = slots
-        self.pages = pages
-        self.page_size = page_size
-        self.residents = residents
-        self.speed = speed  # as reported when it came up, then as measured
-        self.pace = self.paced_steps = 0.0  # octaves by which it beats the fleet's line, by so many decode steps
-        self.versions: list[Version] = []  # loaded
-        self.phase = STEADY
-        self.coming: Version | None = None
-        self.leaving: Version | None = None
-        self.units: dict[SampleId, Unit] = {}
-        self.counts: dict[Version, int] = {}  # samples by version, incoming moves included
-        self.pages_used = 0
-        self.report: InstanceReported | None = None  # that units have not received
-        self.reports = 0
-        self.tokens = 0  # of all its samples, in its last report
-        self.incoming = 0
-        self.free_reported = pages
-        self.pressed = False  # short of pages: starts nothing until enough are free
-        self.returning = False  # gives its chips back to the trainer: starts nothing more
+    def __post_init__(self) -> None:
+        self.free_reported = self.pages
 
     @property
     def used(self) -> int:
@@ -245,7 +214,8 @@ class Fleet:
         if unit.state != ENDED:
             self.settle(instance)
         del instance.units[unit.id]
-        _count(instance, unit.version, -1, -unit.pages)
+        instance.pages_used -= unit.pages
+        add(instance.counts, unit.version, -1)
         if not instance.units:
             instance.pressed = False  # nothing is left that could hold its pages
         self.offer(instance)
@@ -256,7 +226,8 @@ class Fleet:
         unit.attempt, unit.moved_s = attempt, now_s
         unit.state, unit.dst, unit.dst_pages = MOVING, dst, self.measured.pages(dst.page_size, unit.tokens)
         dst.incoming += 1
-        _count(dst, unit.version, 1, unit.dst_pages)
+        dst.pages_used += unit.dst_pages
+        add(dst.counts, unit.version, 1)
         self.offer(dst)
 
     def end_move(self, unit: Unit) -> Instance | None:
@@ -265,7 +236,8 @@ class Fleet:
         if dst is None or self.instances.get(dst.id) is not dst:
             return None
         dst.incoming -= 1
-        _count(dst, unit.version, -1, -unit.dst_pages)
+        dst.pages_used -= unit.dst_pages
+        add(dst.counts, unit.version, -1)
         self.offer(dst)
         return dst
 
@@ -278,12 +250,12 @@ class Fleet:
         entry = ((len(instance.units) + instance.incoming) / (instance.slots * instance.speed), instance.id)
         for version in instance.versions:
             if version != instance.leaving:
-                heap = self.open.get(version)
-                if heap is None:
-                    heap = self.open[version] = []
+                heap = self.open.setdefault(version, [])
                 heapq.heappush(heap, entry)
                 if len(heap) > 4 * len(self.holders[version]) + 64:
-                    self._compact(version)
+                    held = [self.instances[id] for id in self.holders[version]]
+                    heap[:] = [(h.load, h.id) for h in held if _serves(h, version) and self.has_room(h)]
+                    heapq.heapify(heap)
 
     def place(self, unit: Unit) -> Instance | None:
         """Where a waiting sample goes on: where its KV is, or else where there is most room."""
@@ -314,12 +286,6 @@ class Fleet:
         for entry in too_small:
             heapq.heappush(heap, entry)
         return found
-
-    def _compact(self, version: Version) -> None:
-        instances = [self.instances[id] for id in self.holders[version]]
-        heap = [(h.load, h.id) for h in instances if _serves(h, version) and self.has_room(h)]
-        heapq.heapify(heap)
-        self.open[version] = heap
 
     # ------------------------------------------------------------------ weights
 
@@ -399,11 +365,6 @@ def _serves(instance: Instance, version: Version) -> bool:
     return version in instance.versions and version != instance.leaving
 
 
-def _count(instance: Instance, version: Version, samples: int, pages: int) -> None:
-    instance.pages_used += pages
-    add(instance.counts, version, samples)
-
-
 def add(counts: dict[Version, int], version: Version, by: int) -> None:
     """Add; a count of zero is not kept."""
     left = counts.get(version, 0) + by
@@ -425,42 +386,31 @@ LINE_REPORTS = 8  # before the line says anything
 
 
 def observe_ticks(fleet: Fleet, instance: Instance, event: InstanceReported) -> None:
-    """A report of ticks that only decoded, without drafts."""
-    if event.sampled and event.row_s > 0 and event.busy_s > 0:
-        load = _load(instance, event, event)
-        _pace(instance, fleet.measured.line, load, event)
-        fleet.measured.drafts.decoded(load[ROWS], event.row_s)
-
-
-def observe_drafts(fleet: Fleet, instance: Instance, event: InstanceReported, drafted: Drafted) -> None:
-    """A report of ticks with drafts. What they gained is known once the line says what decode calls take."""
+    """A report of ticks that only decoded: by how much they beat the line of their kind, which they then enter. What
+    drafts gained is known once the line says what decode calls take."""
     line, drafts = fleet.measured.line, fleet.measured.drafts
-    if not (drafted.sampled and drafted.row_s > 0 and drafted.busy_s > 0):
-        return
-    load = _load(instance, event, drafted)
-    _pace(instance, drafts.line, load, drafted)
-    drafts.guessed(drafted.guesses, drafted.held)
-    if line.reports >= LINE_REPORTS:
-        plain_s = drafted.sampled * line.step_s(load) / 2.0**instance.pace
-        least_s, most_s = drafted.row_s / 2**FARTHEST, drafted.row_s * 2**FARTHEST
-        drafts.drafted(load[ROWS], drafted.sampled, max(least_s, min(most_s, plain_s)), drafted.row_s)
-
-
-def _pace(instance: Instance, line: Line, load: Sequence[float], ticks: InstanceReported | Drafted) -> None:
-    """By how much the ticks beat the line of their kind, which they then enter."""
-    step_s, steps = ticks.row_s / ticks.sampled, ticks.sampled / load[ROWS]
-    if line.reports >= LINE_REPORTS:
-        octaves = max(-FARTHEST, min(FARTHEST, math.log2(max(line.step_s(load), 1e-12) / step_s)))
-        instance.paced_steps += steps
-        instance.pace += (octaves - instance.pace) * min(
-            MOST_AT_ONCE, steps / min(SMOOTHED_STEPS, instance.paced_steps)
-        )
-    line.add(load, step_s * 2.0**instance.pace)
-
-
-def _load(instance: Instance, event: InstanceReported, ticks: InstanceReported | Drafted) -> tuple[float, float, float]:
-    context = max(0, instance.pages - event.free) * instance.page_size
-    return float(max(1, len(instance.counts))), ticks.row_s / ticks.busy_s, float(context)
+    context = float(max(0, instance.pages - event.free) * instance.page_size)
+    for ticks, kind in ((event, line), (event.drafted, drafts.line)):
+        if ticks is None or not (ticks.sampled and ticks.row_s > 0 and ticks.busy_s > 0):
+            continue
+        load = float(max(1, len(instance.counts))), ticks.row_s / ticks.busy_s, context
+        step_s, steps = ticks.row_s / ticks.sampled, ticks.sampled / load[ROWS]
+        if kind.reports >= LINE_REPORTS:
+            octaves = max(-FARTHEST, min(FARTHEST, math.log2(max(kind.step_s(load), 1e-12) / step_s)))
+            instance.paced_steps += steps
+            instance.pace += (octaves - instance.pace) * min(
+                MOST_AT_ONCE, steps / min(SMOOTHED_STEPS, instance.paced_steps)
+            )
+        kind.add(load, step_s * 2.0**instance.pace)
+        if isinstance(ticks, InstanceReported):
+            drafts.decoded(load[ROWS], ticks.row_s)
+            continue
+        drafts.guesses = DRAFTS_KEPT * drafts.guesses + ticks.guesses
+        drafts.held = DRAFTS_KEPT * drafts.held + ticks.held
+        if line.reports >= LINE_REPORTS:
+            plain_s = ticks.sampled * line.step_s(load) / 2.0**instance.pace
+            least_s, most_s = ticks.row_s / 2**FARTHEST, ticks.row_s * 2**FARTHEST
+            drafts.drafted(load[ROWS], ticks.sampled, max(least_s, min(most_s, plain_s)), ticks.row_s)
 
 
 def renew_speeds(fleet: Fleet) -> None:

@@ -96,12 +96,6 @@ class Ledger:
 
     # ------------------------------------------------------------------ facts about one group
 
-    def version(self, group_id: GroupId) -> Version:
-        return self.live[group_id][1]
-
-    def state(self, group_id: GroupId) -> str:
-        return self.live[group_id][0]
-
     def running(self, group_id: GroupId) -> None:
         """One of its samples has begun."""
         self._move(group_id, (WAITING, RUNNING), RUNNING)
@@ -178,11 +172,8 @@ class Ledger:
             return self.base, self.part - self.counts[READY] - self.counts[SCORING]
         assert self.max_lag is not None  # else nothing blocks
         room = (blocking + self.max_lag - self.base) * self.groups_per_step + self.missing - self.part
-        return blocking, self.unended(blocking) - room
-
-    def unended(self, version: Version) -> int:
-        """Groups of versions up to this one of which samples have not ended."""
-        return sum(v <= version and state in (WAITING, RUNNING) for state, v in self.live.values())
+        unended = sum(v <= blocking and state in (WAITING, RUNNING) for state, v in self.live.values())
+        return blocking, unended - room
 
     def oldest_ready(self, missing: int) -> dict[Version, int]:
         """{version: groups} of the first ready groups in order of (version, group_id); {} if there are fewer."""
@@ -196,9 +187,8 @@ class Ledger:
 
     def may_take(self, members: dict[Version, int]) -> bool:
         """The take test at the present base."""
-        return (self.max_lag is None or all(self.base <= v + self.max_lag for v in members)) and self.blocking_version(
-            members
-        ) is None
+        in_time = self.max_lag is None or all(self.base <= v + self.max_lag for v in members)
+        return in_time and self.blocking_version(members) is None
 
     def blocking_version(self, members: dict[Version, int]) -> Version | None:
         """The oldest u whose outstanding groups forbid this batch; None: nothing does."""
@@ -239,11 +229,8 @@ class Ledger:
                 outstanding[version] = outstanding.get(version, 0) + 1
         if any(counted[s] != self.counts[s] for s in OUTSTANDING + (TRAINING,)) or outstanding != self.outstanding:
             raise RuntimeError(f"the ledger's counters are off: {counted} against {self.counts}")
-        if (
-            self.capped
-            and self.max_lag is not None
-            and any(v + self.max_lag < self.next_base for v in self.outstanding)
-        ):
+        lag = self.max_lag
+        if self.capped and lag is not None and any(v + lag < self.next_base for v in self.outstanding):
             raise RuntimeError(f"a group is past its deadline: {self.outstanding} at base {self.next_base}")
 
 

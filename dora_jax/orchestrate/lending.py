@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet, ledger
-from dora_jax.orchestrate.state import LENT, State, fleet_rate, worth_lending
+from dora_jax.orchestrate.state import ASKED, LENT, RETURNING, State, fleet_rate, worth_lending
 from dora_jax.types import InstanceId, Version, is_training
 
 UNKNOWN = (1.0, 1.0)  # rates while nothing is known
@@ -45,7 +45,8 @@ def lend(s: State) -> None:
     running = [v for v in s.queue.unfinished if v <= wait.version < ledger.base]
     version = max(running, default=ledger.base)
     for instance in roles.lendable:
-        roles.ask(instance, s.now_s)
+        roles.lent[instance], roles.asked_s[instance] = ASKED, s.now_s
+        roles.lends_total += 1
         s.out.append(ev.Lend(instance=instance, version=version))
 
 
@@ -54,7 +55,7 @@ def call_back(s: State) -> None:
     they are there."""
     for id, state in s.roles.lent.items():
         if state == LENT:
-            s.roles.reclaim(id, s.now_s)
+            s.roles.lent[id], s.roles.asked_s[id] = RETURNING, s.now_s
             s.fleet.instances[id].returning = True
             s.out.append(ev.Return(instance=id))
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 LOADS = 3
 LINE_KEPT = 1 - 1 / 4096  # of the sums, at each report
@@ -40,12 +41,12 @@ LINE_RENEWED_EVERY = 16  # reports after which the weights are solved for again
 RIDGE = 1e-3  # where all loads are alike, the line is through what was seen
 
 
+@dataclass
 class Line:
-    def __init__(self) -> None:
-        self.reports = 0
-        self.products = [0.0] * (LOADS * LOADS)  # load_i * load_j / step_s**2, summed
-        self.sums = [0.0] * LOADS  # load_i / step_s, summed
-        self.weights = [0.0] * LOADS
+    reports: int = 0
+    products: list[float] = field(default_factory=([0.0] * LOADS**2).copy)  # load_i * load_j / step_s**2, summed
+    sums: list[float] = field(default_factory=([0.0] * LOADS).copy)  # load_i / step_s, summed
+    weights: list[float] = field(default_factory=([0.0] * LOADS).copy)
 
     def step_s(self, load: Sequence[float]) -> float:
         return sum(weight * each for weight, each in zip(self.weights, load, strict=True))
@@ -77,13 +78,13 @@ BUCKETS_AN_OCTAVE = 4
 RENEWED_EVERY = 32
 
 
+@dataclass
 class Lengths:
-    def __init__(self) -> None:
-        self.ended = 0
-        self.counts: list[int] = []  # ended samples by bucket of their length
-        self.sums: list[int] = []  # their tokens
-        self.held_by: list[float] = []  # held, of a sample in each bucket, as of the last renewal
-        self.left_by: list[float] = []
+    ended: int = 0
+    counts: list[int] = field(default_factory=list)  # ended samples by bucket of their length
+    sums: list[int] = field(default_factory=list)  # their tokens
+    held_by: list[float] = field(default_factory=list)  # held, of a sample in each bucket, as of the last renewal
+    left_by: list[float] = field(default_factory=list)
 
     def observe(self, tokens: int) -> bool:
         """A sample ended; True where that has renewed the answers."""
@@ -135,14 +136,16 @@ KNOWN_TOKENS = 256  # that were drawn with drafts before their gain counts
 DRAFTS_KEPT = 1 - 1 / 128  # of the sums, at each report of so many rows
 
 
+@dataclass
 class DraftGain:
-    def __init__(self) -> None:
-        self.line = Line()  # of a median instance's ticks with drafts: a token's time at a load
-        self.tokens = [0] * OCTAVES  # drawn with drafts, by octave of rows
-        self.plain_s = [0.0] * OCTAVES  # seconds of each sample that decode calls alone would have taken
-        self.took_s = [0.0] * OCTAVES
-        self.guesses = self.held = 0.0  # the older ones forgotten
-        self.saved_s = 0.0  # of each sample, summed over the run
+    line: Line = field(default_factory=Line)  # of a median instance's ticks with drafts: a token's time at a load
+    tokens: list[int] = field(default_factory=([0] * OCTAVES).copy)  # drawn with drafts, by octave of rows
+    # seconds of each sample that decode calls alone would have taken
+    plain_s: list[float] = field(default_factory=([0.0] * OCTAVES).copy)
+    took_s: list[float] = field(default_factory=([0.0] * OCTAVES).copy)
+    guesses: float = 0.0  # the older ones forgotten
+    held: float = 0.0
+    saved_s: float = 0.0  # of each sample, summed over the run
 
     @property
     def acceptance(self) -> float:
@@ -155,30 +158,20 @@ class DraftGain:
                 return self.plain_s[octave] / self.took_s[octave]
         return 1.0
 
-    def facts(self) -> dict[str, float]:
-        """For a person; nothing where no token was guessed."""
-        return {"acceptance": self.acceptance, "gain": self.gain(1)} if self.guesses else {}
-
-    def guessed(self, guesses: int, held: int) -> None:
-        self.guesses, self.held = DRAFTS_KEPT * self.guesses + guesses, DRAFTS_KEPT * self.held + held
-
     def drafted(self, rows: float, tokens: int, plain_s: float, took_s: float) -> None:
         """Ticks in which a call verified drafts. plain_s, took_s: of each of the rows, summed."""
         octave = _octave(rows)
         if octave < OCTAVES:
             self.tokens[octave] += tokens
             self.saved_s += plain_s - took_s
-            self._add(octave, plain_s, took_s)
+            self.plain_s[octave] = DRAFTS_KEPT * self.plain_s[octave] + plain_s
+            self.took_s[octave] = DRAFTS_KEPT * self.took_s[octave] + took_s
 
     def decoded(self, rows: float, took_s: float) -> None:
         """Ticks without drafts: where these come and go, the rows gain less."""
         octave = _octave(rows)
         if octave < OCTAVES and self.tokens[octave]:
-            self._add(octave, took_s, took_s)
-
-    def _add(self, octave: int, plain_s: float, took_s: float) -> None:
-        self.plain_s[octave] = DRAFTS_KEPT * self.plain_s[octave] + plain_s
-        self.took_s[octave] = DRAFTS_KEPT * self.took_s[octave] + took_s
+            self.drafted(rows, 0, took_s, took_s)
 
 
 def _octave(rows: float) -> int:
@@ -226,7 +219,8 @@ class Measured:
         self.finished_s += elapsed_s
         if self.lengths.observe(tokens) and self.lengths.ended >= LENGTHS_KNOWN:
             self.new_tokens = self.lengths.held(0)
-            self._forget_pages()
+            self.fresh_pages.clear()
+            self.outgrown_pages.clear()
 
     def left(self, tokens: int) -> float:
         """Tokens that a sample which has `tokens` is expected to add."""
@@ -246,27 +240,23 @@ class Measured:
         before = self.prompt_tokens
         self.prompt_tokens += REPORT_SHARE * (beside - before)
         if int(self.prompt_tokens) != int(before):
-            self._forget_pages()
-
-    def _forget_pages(self) -> None:
-        self.fresh_pages.clear()
-        self.outgrown_pages.clear()
+            self.fresh_pages.clear()
+            self.outgrown_pages.clear()
 
     def pages(self, page_size: int, tokens: int = 0) -> int:
         """To reserve for a sample that has `tokens`; of a started page, for all of it."""
         if not tokens:
             pages = self.fresh_pages.get(page_size)
             if pages is None:
-                pages = self.fresh_pages[page_size] = self._pages(page_size, 0)
+                most = int(self.prompt_tokens) + self.response_tokens()
+                pages = self.fresh_pages[page_size] = -(-most // page_size)
             return pages
         key = page_size, -(-tokens // page_size)
         pages = self.outgrown_pages.get(key)
         if pages is None:
-            pages = self.outgrown_pages[key] = self._pages(page_size, key[1] * page_size)
+            most = int(self.prompt_tokens) + self.response_tokens(key[1] * page_size)
+            pages = self.outgrown_pages[key] = -(-most // page_size)
         return pages
-
-    def _pages(self, page_size: int, tokens: int) -> int:
-        return -(-(int(self.prompt_tokens) + self.response_tokens(tokens)) // page_size)
 
     def response_tokens(self, tokens: int = 0) -> int:
         """To reserve for the response of a sample that has `tokens`."""

@@ -132,38 +132,23 @@ class OrchestratorConfig:
 
     @property
     def decisions(self) -> Decisions:
-        groups = self.groups_per_step
+        groups, max_lag = self.groups_per_step, self.max_lag
         target = sum(self.task_limits.values()) or max(1, math.ceil(self.inflight * groups))
         parts = 1 if self.colocated else self.updates
-        if self.mode == "sync":
-            return Decisions(max_lag=0, capped=True, target_groups=groups)
-        if self.mode == "one_step":
-            return Decisions(max_lag=1, capped=True, target_groups=groups, admit_at="batch", parts=parts)
-        if self.mode == "partial":
-            return Decisions(
-                max_lag=None, capped=False, target_groups=target, on_publish="swap", count_awaited=True, parts=parts
-            )
-        if self.mode == "evict":
-            return Decisions(
-                max_lag=self.max_lag, capped=False, target_groups=target, on_publish="evict", count_awaited=True,
-                parts=parts,
-            )  # fmt: skip
-        if self.mode == "dora_paper":
-            return Decisions(
-                max_lag=self.max_lag, capped=True, target_groups=target, admit_on="publish", spread="round"
-            )
-        if self.mode == "rollpacker":
-            more = math.ceil(OVER_ISSUED * groups)
-            return Decisions(max_lag=0, capped=False, target_groups=groups, over_issued=more, parts=parts)
-        if self.mode == "staleflow":
-            return Decisions(
-                max_lag=self.max_lag, capped=True, target_groups=target, on_publish="swap", count_awaited=True,
-                parts=parts,
-            )  # fmt: skip
-        return Decisions(
-            max_lag=self.max_lag, capped=True, target_groups=target, count_awaited=True, kv_weight=KV_WEIGHT,
-            parts=parts,
-        )  # fmt: skip
+        machinery = {"target_groups": target, "count_awaited": True, "parts": parts}
+        rows: dict[str, dict] = {
+            "sync": dict(max_lag=0, capped=True, target_groups=groups),
+            "one_step": dict(max_lag=1, capped=True, target_groups=groups, admit_at="batch", parts=parts),
+            "partial": dict(max_lag=None, capped=False, on_publish="swap", **machinery),
+            "evict": dict(max_lag=max_lag, capped=False, on_publish="evict", **machinery),
+            "dora_paper": dict(max_lag=max_lag, capped=True, target_groups=target, admit_on="publish", spread="round"),
+            "rollpacker": dict(
+                max_lag=0, capped=False, target_groups=groups, over_issued=math.ceil(OVER_ISSUED * groups), parts=parts
+            ),
+            "staleflow": dict(max_lag=max_lag, capped=True, on_publish="swap", **machinery),
+        }
+        dora = dict(max_lag=max_lag, capped=True, kv_weight=KV_WEIGHT, **machinery)
+        return Decisions(**rows.get(self.mode, dora))
 
     # ------------------------------------------------------------------ tasks
 
@@ -216,15 +201,6 @@ class OrchestratorConfig:
     def problems(self, instances: Sequence[InstanceUp] | None = None) -> list[str]:
         """Sentences that say why this run could never progress; empty when it can. `instances`, where known: those
         that it starts with."""
-        found = self._value_problems() or self._load_problems()
-        if instances is not None and not found:
-            found += [] if instances else ["there is no rollout instance"]
-            for up in instances:
-                problem = self.instance_problem(up.pages, up.page_size, up.slots)
-                found += [f"instance {up.instance} cannot serve this run: {problem}"] if problem else []
-        return found
-
-    def _value_problems(self) -> list[str]:
         found = [] if self.mode in MODES else [f"mode {self.mode!r} is none of {', '.join(MODES)}"]
         positive = ("groups_per_step", "updates", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
                     "eval_samples", "rebalance_period_s")  # fmt: skip
@@ -243,29 +219,24 @@ class OrchestratorConfig:
             for task, _ in self.task_ratios
             if task not in self.task_cycle
         ]
-        return found
-
-    def _load_problems(self) -> list[str]:
-        """RBS against a group and against a batch."""
-        if self.mode in FIXED_LOAD:
-            return []
-        samples = self.inflight * self.groups_per_step * self.group_size
-        if samples < self.group_size:
-            return [
-                (
+        if not found and self.mode not in FIXED_LOAD:  # RBS against a group and against a batch
+            samples, target = self.inflight * self.groups_per_step * self.group_size, self.decisions.target_groups
+            if samples < self.group_size:
+                found.append(
                     f"inflight {self.inflight} asks for {samples:g} samples in flight: "
                     f"that is less than one group of {self.group_size}"
                 )
-            ]
-        target = self.decisions.target_groups
-        if target < self.groups_per_step and (self.task_limits or not self.decisions.count_awaited):
-            return [
-                (
+            elif target < self.groups_per_step and (self.task_limits or not self.decisions.count_awaited):
+                found.append(
                     f"inflight {self.inflight} keeps at most {target} groups outstanding: a step takes "
                     f"{self.groups_per_step} and would never start"
                 )
-            ]
-        return []
+        if instances is not None and not found:
+            found += [] if instances else ["there is no rollout instance"]
+            for up in instances:
+                problem = self.instance_problem(up.pages, up.page_size, up.slots)
+                found += [f"instance {up.instance} cannot serve this run: {problem}"] if problem else []
+        return found
 
     def instance_problem(self, pages: int, page_size: int, slots: int) -> str | None:
         """Why an instance of this size cannot serve the run; None: it can."""

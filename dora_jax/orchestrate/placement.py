@@ -88,19 +88,25 @@ class _Fill:
             if instance is None or instance.used >= (limit := self._fair(version, instance)):
                 return False
             if unit.state == fl.PARKED:
-                s.queue.pop(unit)
+                s.queue.line(unit).popleft()
                 s.fleet.reserve(unit, instance, fl.RESUMING, self.attempt)
                 self.resumes.setdefault((instance.id, version), []).append(unit.id)
                 self.left -= 1
             else:
-                self._start_siblings(unit, instance, limit)
+                # As many samples of its group as fit up to `limit` samples: they share the prompt's pages
+                group = unit.group
+                sibling: Unit | None = unit
+                ids = self.starts.setdefault((instance.id, version), [])
+                while sibling is not None and sibling.group is group and sibling.state == fl.PENDING:
+                    s.queue.line(sibling).popleft()
+                    s.fleet.reserve(sibling, instance, fl.STARTING, self.attempt)
+                    ids.append(sibling.id)
+                    self.left -= 1
+                    if not s.fleet.has_room(instance) or instance.used >= limit:
+                        break
+                    sibling = s.queue.first(version)
             s.fleet.offer(instance)
         return True
-
-    def _has_room(self, version: Version) -> bool:
-        """Whether a sample without tokens has a place in this decision."""
-        instance = self.s.fleet.best(version) if self.left > 0 else None
-        return instance is not None and instance.used < self._fair(version, instance)
 
     def _fair(self, version: Version, instance: Instance) -> float:
         """Samples that `instance` may hold while others still load the version: they come one by one, and the first
@@ -116,28 +122,14 @@ class _Fill:
         groups = math.ceil(self._density[version] * instance.weight / s.config.group_size)
         return groups * s.config.group_size
 
-    def _start_siblings(self, first: Unit, instance: Instance, limit: float) -> None:
-        """Start `first` on `instance`, which has room for it, and as many waiting samples of its group as fit up to
-        `limit` samples: they share the prompt's pages."""
-        s, group, version = self.s, first.group, first.version
-        unit: Unit | None = first
-        ids = self.starts.setdefault((instance.id, version), [])
-        while unit is not None and unit.group is group and unit.state == fl.PENDING:
-            s.queue.pop(unit)
-            s.fleet.reserve(unit, instance, fl.STARTING, self.attempt)
-            ids.append(unit.id)
-            self.left -= 1
-            if not s.fleet.has_room(instance) or instance.used >= limit:
-                break
-            unit = s.queue.first(version)
-
     def admit(self, version: Version) -> None:
         """Admit groups while the rule, the load target and a free slot allow."""
         s = self.s
         if s.queue.first(version) is not None:
             return
         while ledger.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget):
-            if not self._has_room(version):
+            instance = s.fleet.best(version) if self.left > 0 else None  # that has room for a sample without tokens
+            if instance is None or instance.used >= self._fair(version, instance):
                 return
             group_id = _next_group(s)
             if group_id is None:

@@ -38,36 +38,35 @@ def name(s: State, event: ev.InstanceUnhealthy) -> None:
 
 def begin_again(s: State, event: ev.InstanceUnhealthy, reason: str) -> None:
     """The incarnation is lost already: no sample holds a slot there."""
-    for group_id in [g for g, ran in s.sampled_by.items() if _suspect(ran, event) and s.ledger.state(g) == READY]:
+    for group_id in [g for g, ran in s.sampled_by.items() if _suspect(ran, event) and s.ledger.live[g][0] == READY]:
         s.give_up(group_id, reason)
     for group in list(s.groups.values()):
         if group.abandoned is None and _suspect(group.ran, event):
             give_up(s, group, reason)
-    for group in s.groups.values():
-        for unit in group.units:
-            if unit is not None and _suspect(unit.ran, event) and unit.state != fl.CANCELLING:
-                unit.restarts = True
-                if unit.state == fl.WAITING:
-                    s.queue.end_wait(unit, fl.PARKED)
-                if unit.state == fl.PARKED:
-                    s.recorded(unit)
-                elif unit.state == fl.RUNNING:
-                    set_aside(s, unit)
+    for unit in s.units():
+        if _suspect(unit.ran, event) and unit.state != fl.CANCELLING:
+            unit.restarts = True
+            if unit.state == fl.WAITING:
+                s.queue.end_wait(unit, fl.PARKED)
+            if unit.state == fl.PARKED:
+                s.recorded(unit)
+            elif unit.state == fl.RUNNING:
+                set_aside(s, unit)
 
 
 def give_up(s: State, group: Group, reason: str) -> None:
     """A sample of the group has ended with tokens that cannot be believed."""
-    if is_training(group.id):
-        if group.abandoned is None:
-            s.give_up(group.id, reason)
+    if group.abandoned is not None:
         return
-    if group.abandoned is None:
-        if is_eval(group.id):
-            s.evaluated(group.version)
-        if group.left:
-            s.abandon(group, "failed", reason)
-        else:
-            s.discard(group.id, reason)
+    if is_training(group.id):
+        s.give_up(group.id, reason)
+        return
+    if is_eval(group.id):
+        s.evaluated(group.version)
+    if group.left:
+        s.abandon(group, "failed", reason)
+    else:
+        s.discard(group.id, reason)
 
 
 def _suspect(ran: tuple[Incarnation, ...], event: ev.InstanceUnhealthy) -> bool:

@@ -11,10 +11,10 @@ from collections import deque
 from operator import attrgetter
 from typing import Any
 
-from dora_jax.orchestrate.fleet import PENDING, STARTING, Fleet, Group, Instance, Unit
+from dora_jax.orchestrate.fleet import PENDING, STARTING, Group, Instance, Unit
 from dora_jax.orchestrate.measured import DraftGain, Line
 from dora_jax.orchestrate.state import PLACEMENTS, State
-from dora_jax.types import EARLIER, InstanceId
+from dora_jax.types import EARLIER
 
 FORMAT = 16
 OLDEST = 6  # the first format that `_upgraded` knows
@@ -29,6 +29,14 @@ unit_values, instance_values = attrgetter(*UNIT), attrgetter(*INSTANCE)
 def save(s: State) -> dict[str, Any]:
     for instance in s.fleet.instances.values():
         s.fleet.settle(instance)
+    groups = []
+    for group in s.groups.values():
+        head = (group.id, group.version, len(group.units), group.left, group.abandoned, group.ran, group.begins_again)
+        units = []
+        for unit in filter(None, group.units):
+            dst = None if unit.dst is None else [unit.dst.id, unit.dst.incarnation]
+            units.append([dst, unit_values(unit), unit.id.index])
+        groups.append([*head, units])
     return {
         "format": FORMAT,
         "mode": s.config.mode,
@@ -37,7 +45,7 @@ def save(s: State) -> dict[str, Any]:
             [[_encode(value) for value in instance_values(instance)], list(instance.units)]
             for instance in s.fleet.instances.values()
         ],
-        "groups": [_save_group(group) for group in s.groups.values()],
+        "groups": groups,
         **_encode(s),
     }
 
@@ -48,11 +56,28 @@ def load(s: State, data: dict[str, Any]) -> None:
     if (data["format"], data["mode"], data["tasks"]) != (FORMAT, s.config.mode, list(s.config.task_cycle)):
         found = f"format {data['format']}, mode {data['mode']} and tasks {data['tasks']}"
         raise ValueError(f"the snapshot is of {found}: this run cannot go on from it")
-    s.fleet.instances = {
-        instance.id: instance for instance in (_load_instance(s, values) for values, _ in data["instances"])
-    }
+    for values, _ in data["instances"]:
+        instance = Instance(0, 0, 1, 0, 1, 1, 1.0)
+        for name, value in zip(INSTANCE, values, strict=True):
+            setattr(instance, name, _decode(s, value))
+        s.fleet.instances[instance.id] = instance
     s.fleet.alone = {id: ((id, instance.incarnation),) for id, instance in s.fleet.instances.items()}
-    s.groups = {group.id: group for group in (_load_group(s.fleet, row) for row in data["groups"])}
+    for id, version, samples, left, abandoned, ran, begins_again, rows in data["groups"]:
+        group = s.groups[id] = Group(id, version, samples)
+        group.left, group.abandoned, group.begins_again = left, abandoned, begins_again
+        group.ran = tuple((instance, incarnation) for instance, incarnation in ran)
+        units, group.units = group.units, [None] * samples
+        for dst, values, index in rows:
+            unit = group.units[index] = units[index]
+            for name, value in zip(UNIT, values, strict=True):
+                setattr(unit, name, value)
+            unit.ran = tuple((instance, incarnation) for instance, incarnation in unit.ran)
+            if dst is not None:
+                # The instance of a move under way. An incarnation that ended before the snapshot is gone for good: an
+                # instance that is not in the fleet stands for it
+                there = s.fleet.instances.get(dst[0])
+                present = there is not None and there.incarnation == dst[1]
+                unit.dst = there if present else Instance(dst[0], dst[1], 1, 0, 1, 1, 1.0)
     for instance, (_, ids) in zip(s.fleet.instances.values(), data["instances"], strict=True):
         instance.units = {unit.id: unit for unit in (s.groups[g].units[i] for g, i in ids)}
     _fill(s, s, data)
@@ -74,7 +99,10 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         measured = data["fleet"]["measured"] | {"line": _encode(Line())}
         data |= {
             "format": 8,
-            "instances": _fitted(data["instances"], {"pace": 0.0, "paced_steps": 0.0}, {"returning"}),
+            "instances": [
+                [_fitted(INSTANCE, values, {"pace": 0.0, "paced_steps": 0.0}, {"returning"}), ids]
+                for values, ids in data["instances"]
+            ],
             "fleet": data["fleet"] | {"measured": measured},
         }
     if data["format"] == 8:  # no sample waited for an environment
@@ -93,8 +121,8 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data |= {"format": 12, "queue": queue | {"untrained_unfinished": untrained, "lines": [kind, *lines]}}
         data |= {"asked_s": _encode({}), "superseded_s": _encode({})}
     if data["format"] == 12:  # no chips were lent
-        data |= {"format": 13, "instances": _fitted(data["instances"], {"returning": False}, set())}
-        data |= {"roles": _encode(s.roles)}
+        rows = [[_fitted(INSTANCE, values, {"returning": False}, set()), ids] for values, ids in data["instances"]]
+        data |= {"format": 13, "instances": rows, "roles": _encode(s.roles)}
     if data["format"] == 13:  # nothing was known of drafts
         measured = data["fleet"]["measured"] | {"drafts": _encode(DraftGain())}
         data |= {"format": 14, "fleet": data["fleet"] | {"measured": measured}}
@@ -130,23 +158,19 @@ def _with_incarnations(groups: list) -> list:
     return [kind, *([id, ["tuple", *ran]] for id, ran in named)]
 
 
-def _fitted(instances: list, unset: dict[str, Any], later: set[str]) -> list:
-    """The rows of instances that were written without `unset`, and without what is later still."""
-    names = [name for name in INSTANCE if name not in later]
-    known = [name for name in names if name not in unset]
-    filled = [(dict(zip(known, values, strict=True)) | unset, ids) for values, ids in instances]
-    return [[[instance[name] for name in names], ids] for instance, ids in filled]
+def _fitted(columns: tuple[str, ...], values: list, unset: dict[str, Any], later: set[str]) -> list:
+    """The row of an instance or a unit that was written without `unset`, and without what is later still."""
+    names = [name for name in columns if name not in later]
+    row = dict(zip((name for name in names if name not in unset), values, strict=True)) | unset
+    return [row[name] for name in names]
 
 
 def _with(groups: list, unset: dict[str, Any], later: set[str]) -> list:
     """The rows of groups whose units were written without `unset`, and without what is later still."""
-    names = [name for name in UNIT if name not in later]
-    rows = []
-    for *group, units in groups:
-        known = [name for name in names if name not in unset]
-        filled = [(dst, dict(zip(known, values, strict=True)) | unset, index) for dst, values, index in units]
-        rows.append([*group, [[dst, [unit[name] for name in names], index] for dst, unit, index in filled]])
-    return rows
+    return [
+        [*group, [[dst, _fitted(UNIT, values, unset, later), index] for dst, values, index in units]]
+        for *group, units in groups
+    ]
 
 
 def _names(thing: Any) -> list[str]:
@@ -164,7 +188,7 @@ def _encode(value: Any) -> Any:
         case dict():
             return ["dict", *([key, _encode(each)] for key, each in value.items())]
         case deque():  # without the samples that were cancelled while they waited, which are dropped at their turn
-            return ["deque", *([u.group.id, u.index] for u in value if u.group.units[u.index] is u)]
+            return ["deque", *(list(u.id) for u in value if u.group.units[u.id.index] is u)]
         case list() | tuple():
             return [type(value).__name__, *map(_encode, value)]
     return {name: _encode(getattr(value, name)) for name in _names(value)}
@@ -190,54 +214,3 @@ def _decode(s: State, data: Any, present: Any = None) -> Any:
 def _fill(s: State, thing: Any, data: dict[str, Any]) -> None:
     for name in _names(thing):
         setattr(thing, name, _decode(s, data[name], getattr(thing, name)))
-
-
-def _load_instance(s: State, values: list) -> Instance:
-    instance = Instance(0, 0, 1, 0, 1, 1, 1.0)
-    for name, value in zip(INSTANCE, values, strict=True):
-        setattr(instance, name, _decode(s, value))
-    return instance
-
-
-def _save_group(group: Group) -> list:
-    units = [
-        [(None if unit.dst is None else [unit.dst.id, unit.dst.incarnation]), unit_values(unit), unit.index]
-        for unit in group.units
-        if unit is not None
-    ]
-    return [
-        group.id,
-        group.version,
-        len(group.units),
-        group.left,
-        group.abandoned,
-        group.ran,
-        group.begins_again,
-        units,
-    ]
-
-
-def _load_group(fleet: Fleet, row: list) -> Group:
-    id, version, samples, left, abandoned, ran, begins_again, rows = row
-    group = Group(id, version, samples)
-    group.left, group.abandoned, group.begins_again = left, abandoned, begins_again
-    group.ran = tuple((instance, incarnation) for instance, incarnation in ran)
-    units, group.units = group.units, [None] * samples
-    for dst, values, index in rows:
-        unit = group.units[index] = units[index]
-        for name, value in zip(UNIT, values, strict=True):
-            setattr(unit, name, value)
-        unit.ran = tuple((instance, incarnation) for instance, incarnation in unit.ran)
-        unit.dst = None if dst is None else _instance(fleet, *dst)
-    return group
-
-
-def _instance(fleet: Fleet, id: InstanceId, incarnation: int) -> Instance:
-    """The instance of a move under way. An incarnation that ended before the snapshot is gone for good: an instance
-    that is not in the fleet stands for it."""
-    instance = fleet.instances.get(id)
-    return (
-        instance
-        if instance is not None and instance.incarnation == incarnation
-        else Instance(id, incarnation, 1, 0, 1, 1, 1.0)
-    )

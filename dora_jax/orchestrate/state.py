@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet as fl
@@ -87,18 +88,6 @@ class Roles:
     def switch_s(self) -> float:
         return self.out_s + self.back_s
 
-    def ask(self, id: InstanceId, now_s: float) -> None:
-        self.lent[id], self.asked_s[id] = ASKED, now_s
-        self.lends_total += 1
-
-    def reclaim(self, id: InstanceId, now_s: float) -> None:
-        self.lent[id], self.asked_s[id] = RETURNING, now_s
-
-    def came_up(self, id: InstanceId, now_s: float) -> None:
-        if self.lent.get(id) == ASKED:
-            self.lent[id] = LENT
-            self.out_s += (now_s - self.asked_s.pop(id) - self.out_s) / 4
-
     def came_home(self, id: InstanceId, now_s: float) -> None:
         """The instance is no more, whatever ended it."""
         if self.lent.pop(id, None) == RETURNING:
@@ -106,12 +95,13 @@ class Roles:
         self.asked_s.pop(id, None)
 
 
+@dataclass
 class Queue:
-    def __init__(self):
-        self.lines: dict[Version, tuple[deque[Unit], ...]] = {}  # with recorded tokens, requests, evaluation, training
-        self.unfinished: dict[Version, int] = {}  # every sample that has not ended, wherever it is
-        self.untrained_unfinished: dict[Version, int] = {}  # those of evaluation, and requests
-        self.in_environment: dict[Version, int] = {}  # of the unfinished, those that wait for their environment
+    # with recorded tokens, requests, evaluation, training
+    lines: dict[Version, tuple[deque[Unit], ...]] = field(default_factory=dict)
+    unfinished: dict[Version, int] = field(default_factory=dict)  # every sample that has not ended, wherever it is
+    untrained_unfinished: dict[Version, int] = field(default_factory=dict)  # those of evaluation, and requests
+    in_environment: dict[Version, int] = field(default_factory=dict)  # of the unfinished, that wait for theirs
 
     @property
     def training_unfinished(self) -> int:
@@ -124,16 +114,12 @@ class Queue:
     def add(self, group: Group) -> None:
         """All samples of a new group wait for their first slot."""
         units = [unit for unit in group.units if unit is not None]
-        self._line(units[0]).extend(units)
-        self._count(group, group.version, len(group.units))
+        self.line(units[0]).extend(units)
+        self.count(group, group.version, len(group.units))
 
     def park(self, unit: Unit) -> None:
         unit.state = PARKED
-        self._line(unit).append(unit)
-
-    def wait(self, unit: Unit) -> None:
-        unit.state = WAITING
-        add(self.in_environment, unit.version, 1)
+        self.line(unit).append(unit)
 
     def end_wait(self, unit: Unit, state: str) -> None:
         unit.state = state
@@ -141,9 +127,9 @@ class Queue:
 
     def put_back(self, units: list[Unit]) -> None:
         """Samples that never started go before those that wait for their first time."""
-        for unit in sorted(units, key=lambda u: (u.group.id, u.index), reverse=True):
+        for unit in sorted(units, key=lambda u: u.id, reverse=True):
             unit.state = PENDING
-            self._line(unit).appendleft(unit)
+            self.line(unit).appendleft(unit)
 
     def first(self, version: Version) -> Unit | None:
         """The sample to place next; those that were cancelled while they waited are dropped here."""
@@ -157,24 +143,14 @@ class Queue:
         self.lines.pop(version, None)
         return None
 
-    def pop(self, unit: Unit) -> None:
-        """Take what `first` returned."""
-        self._line(unit).popleft()
-
-    def ended(self, unit: Unit) -> None:
-        """Count a sample out."""
-        add(self.unfinished, unit.version, -1)
-        if not is_training(unit.group.id):
-            add(self.untrained_unfinished, unit.version, -1)
-
     def retag(self, unit: Unit, version: Version) -> None:
         """The training sample goes on under other weights (mode `partial`)."""
-        self._count(unit.group, unit.version, -1)
+        self.count(unit.group, unit.version, -1)
         if unit.state == WAITING:
             add(self.in_environment, unit.version, -1)
             add(self.in_environment, version, 1)
         unit.version = version
-        self._count(unit.group, version, 1)
+        self.count(unit.group, version, 1)
 
     def retag_waiting(self, version: Version) -> None:
         """Every waiting training sample goes to `version`, oldest first."""
@@ -183,9 +159,9 @@ class Queue:
                 if unit.state in (PARKED, PENDING):
                     if is_training(unit.group.id):
                         self.retag(unit, version)
-                    self._line(unit).append(unit)
+                    self.line(unit).append(unit)
 
-    def _line(self, unit: Unit) -> deque[Unit]:
+    def line(self, unit: Unit) -> deque[Unit]:
         """Where it waits."""
         lines = self.lines.get(unit.version)
         if lines is None:
@@ -194,7 +170,8 @@ class Queue:
             return lines[0]
         return lines[3 if is_training(unit.group.id) else 1 if is_served(unit.group.id) else 2]
 
-    def _count(self, group: Group, version: Version, by: int) -> None:
+    def count(self, group: Group, version: Version, by: int) -> None:
+        """So many samples of the group that have not ended are of this version, more."""
         add(self.unfinished, version, by)
         if not is_training(group.id):
             add(self.untrained_unfinished, version, by)
@@ -208,17 +185,16 @@ RATE_GROUPS = 64
 PLACEMENTS = 1 << 32
 
 
+@dataclass(slots=True)
 class Due:
-    __slots__ = ("drained", "emptied", "pressed", "rebalance", "received", "versions_to_fill")
     CONFIGURED = ("received", "pressed")  # empty between two batches, when a snapshot is taken
 
-    def __init__(self) -> None:
-        self.received: dict[type, int] = {}  # facts of this batch by kind
-        self.pressed: dict[InstanceId, None] = {}  # instances that report in this batch that they run out of pages
-        self.rebalance = False  # at every instance
-        self.versions_to_fill: dict[Version, None] = {}  # versions whose queue or whose free slots have changed
-        self.emptied: dict[InstanceId, None] = {}  # instances that may take other weights now
-        self.drained: dict[Version, int] = {}  # slots freed since a draining version's moves were last planned
+    drained: dict[Version, int] = field(default_factory=dict)  # slots freed since its moves were last planned
+    emptied: dict[InstanceId, None] = field(default_factory=dict)  # instances that may take other weights now
+    pressed: dict[InstanceId, None] = field(default_factory=dict)  # instances that report now that pages run out
+    rebalance: bool = False  # at every instance
+    received: dict[type, int] = field(default_factory=dict)  # facts of this batch by kind
+    versions_to_fill: dict[Version, None] = field(default_factory=dict)  # whose queue or free slots have changed
 
 
 class State:
@@ -303,6 +279,10 @@ class State:
             if not instance.counts.get(version):
                 self.due.emptied[instance.id] = None
 
+    def units(self) -> Iterator[Unit]:
+        """Every sample that has not ended."""
+        return (unit for group in self.groups.values() for unit in group.units if unit is not None)
+
     @property
     def returning(self) -> int:
         """Prompts that were given up and are issued again, once the last samples of their groups have ended."""
@@ -311,13 +291,13 @@ class State:
     def end_unit(self, unit: Unit) -> None:
         """The sample is done, cancelled, or will never start."""
         group = unit.group
-        group.units[unit.index] = None
+        group.units[unit.id.index] = None
         group.left -= 1
         if unit.state == fl.WAITING:
             self.queue.end_wait(unit, fl.ENDED)
         unit.state = fl.ENDED
         self.freed(self.fleet.release(unit), unit.version)
-        self.queue.ended(unit)
+        self.queue.count(group, unit.version, -1)
         if group.left == 0 and group.abandoned is not None:
             # The last sample of a group that was given up has ended
             self.discard(group.id, "its last sample has ended")
@@ -345,8 +325,8 @@ class State:
         """Modes `partial` and `staleflow`: what runs nowhere goes on under the newest weights."""
         self.queue.retag_waiting(self.ledger.base)
         if self.queue.in_environment:
-            for unit in [u for g in self.groups.values() for u in g.units if u is not None and u.state == fl.WAITING]:
-                if is_training(unit.group.id):
+            for unit in self.units():
+                if unit.state == fl.WAITING and is_training(unit.group.id):
                     self.queue.retag(unit, self.ledger.base)
 
     def cancel(self, unit: Unit) -> None:

@@ -10,6 +10,8 @@ Commits: what each event that counts (`counts`) changes in the state. Nothing is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import fleet, quarantine, state
 from dora_jax.orchestrate import fleet as fl
@@ -19,180 +21,126 @@ from dora_jax.types import is_eval, is_served, is_training
 
 
 def counts(s: State, event: ev.Event) -> bool:
-    return _COUNTS[type(event)](s, event)
+    counts, _ = FACTS[type(event)]
+    return counts(s, event)
 
 
-def _up(s: State, event: ev.InstanceUp) -> bool:
-    if event.incarnation <= s.fleet.incarnations.get(event.instance, -1):
-        return False
-    if event.instance in s.roles.lendable and s.roles.lent.get(event.instance) != state.ASKED:
-        raise ev.ImpossibleFact(f"instance {event.instance} came up, but the trainer's chips were not lent")
-    return True
-
-
-def _down(s: State, event: ev.InstanceDown) -> bool:
+def _instance_counts(s: State, event: ev.InstanceFact) -> bool:
+    """What an instance reports of itself counts where it is of the present incarnation."""
     instance = s.fleet.instances.get(event.instance)
-    return event.incarnation > s.fleet.incarnations.get(event.instance, -1) or (
-        instance is not None and event.incarnation == instance.incarnation
-    )
+    present = instance is not None and instance.incarnation == event.incarnation
+    match event:
+        case ev.InstanceReported():
+            if not len(event.groups) == len(event.indices) == len(event.tokens):
+                raise ev.ImpossibleFact(
+                    f"instance {event.instance} reports columns of {len(event.groups)}, {len(event.indices)} and "
+                    f"{len(event.tokens)} rows"
+                )
+        case ev.WeightsLoaded():
+            if event.version > s.ledger.base:
+                raise ev.ImpossibleFact(
+                    f"instance {event.instance} loaded version {event.version}, which is not published"
+                )
+            if present and instance is not None:
+                return instance.phase == fl.LOADING and instance.coming == event.version
+        case ev.InstanceUp():
+            if event.incarnation <= s.fleet.incarnations.get(event.instance, -1):
+                return False
+            if event.instance in s.roles.lendable and s.roles.lent.get(event.instance) != state.ASKED:
+                raise ev.ImpossibleFact(f"instance {event.instance} came up, but the trainer's chips were not lent")
+            return True
+        case ev.InstanceDown():
+            return present or event.incarnation > s.fleet.incarnations.get(event.instance, -1)
+        case ev.InstanceUnhealthy():  # of an incarnation that has come up, over or not, which is believed so far
+            latest, suspect = s.fleet.incarnations.get(event.instance, -1), s.fleet.unhealthy.get(event.instance, -1)
+            return suspect < event.incarnation <= latest
+    return present
 
 
-def _unhealthy(s: State, event: ev.InstanceUnhealthy) -> bool:
-    """Of an incarnation that has come up, over or not, which is believed so far."""
-    fleet = s.fleet
-    return fleet.unhealthy.get(event.instance, -1) < event.incarnation <= fleet.incarnations.get(event.instance, -1)
-
-
-def _incarnations(s: State, event: ev.InstanceReported | ev.WeightsLoaded) -> bool:
-    """Reported by the present incarnation of its instance."""
-    instance = s.fleet.instances.get(event.instance)
-    return instance is not None and instance.incarnation == event.incarnation
-
-
-def _reported(s: State, event: ev.InstanceReported) -> bool:
-    if not len(event.groups) == len(event.indices) == len(event.tokens):
-        raise ev.ImpossibleFact(
-            f"instance {event.instance} reports columns of {len(event.groups)}, {len(event.indices)} and "
-            f"{len(event.tokens)} rows"
-        )
-    return _incarnations(s, event)
-
-
-def _loaded(s: State, event: ev.WeightsLoaded) -> bool:
-    if event.version > s.ledger.base:
-        raise ev.ImpossibleFact(f"instance {event.instance} loaded version {event.version}, which is not published")
-    if not _incarnations(s, event):
-        return False
-    instance = s.fleet.instances[event.instance]
-    return instance.phase == fl.LOADING and instance.coming == event.version
-
-
-def _of_unit(*states: str):
-    """Reported by the instance that has the sample, in one of these states, of what placed it there. An end needs no
-    attempt: no sample has two."""
-
-    def from_holder(
-        s: State, event: ev.SampleStarted | ev.SampleDone | ev.SampleParked | ev.SampleResumed | ev.SampleWaiting
-    ) -> bool:
-        id = event.id
-        group = s.groups.get(id.group_id)
-        unit = None if group is None else group.units[id.index]
-        if unit is None or unit.instance is None or unit.instance != event.instance or unit.state not in states:
-            return False
-        if not isinstance(event, ev.SampleDone) and event.attempt not in (None, unit.placed):
-            return False
-        instance = s.fleet.instances.get(unit.instance)
-        return instance is not None and instance.incarnation == event.incarnation
-
-    return from_holder
-
-
-_starting = _of_unit(fl.STARTING)
-
-
-def _started(s: State, event: ev.SampleStarted) -> bool:
-    if not _starting(s, event):
-        return False
-    if (version := s.live_unit(event.id).version) != event.version:
-        raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {version}")
-    return True
-
-
-_ended = _of_unit(fl.STARTING, fl.RUNNING, fl.MOVING, fl.PARKING, fl.RESUMING, fl.CANCELLING)
-
-
-def _done(s: State, event: ev.SampleDone) -> bool:
-    """Of a sample that waits there is no instance to say it; its group may have been given up meanwhile."""
-    if event.instance is not None:
-        return _ended(s, event)
-    unit = s.unit(event.id)
-    return unit is not None and unit.instance is None and unit.state in (fl.WAITING, fl.CANCELLING)
-
-
-def _ready(s: State, event: ev.SampleReady) -> bool:
-    """What a sample has only grows: where no wait is named, fewer tokens than it waits with answer an earlier one."""
-    unit = s.unit(event.id)
-    if unit is None or unit.state != fl.WAITING or event.attempt not in (None, unit.placed):
-        return False
-    return event.tokens >= unit.tokens or not event.tokens
-
-
-def _cancelled(s: State, event: ev.SampleCancelled) -> bool:
-    unit = s.unit(event.id)
-    if unit is not None and unit.state != fl.CANCELLING:
-        raise ev.ImpossibleFact(f"sample {tuple(event.id)} was cancelled without a command: {event.reason}")
-    return unit is not None
-
-
-def _answered(s: State, event: ev.SampleMoved | ev.MoveFailed) -> bool:
-    unit = s.unit(event.id)
-    return unit is not None and unit.state == fl.MOVING and unit.attempt == event.attempt
-
-
-def _scored(s: State, event: ev.GroupScored) -> bool:
-    group = s.groups.get(event.group_id)
-    if group is not None and group.left:
-        if group.begins_again:
-            return False
-        raise ev.ImpossibleFact(f"group {event.group_id} is scored, but {group.left} of its samples have not ended")
-    return group is not None
-
-
-def _failed(s: State, event: ev.GroupFailed) -> bool:
-    group = s.groups.get(event.group_id)
-    return group is not None and not (group.abandoned is not None and group.left)
-
-
-def _came(s: State, event: ev.RequestCame) -> bool:
-    if not is_served(event.group_id) or event.version > s.ledger.base:
-        raise ev.ImpossibleFact(f"a request came as group {event.group_id}, for version {event.version}")
-    return event.group_id not in s.groups and (event.attempt is None or event.attempt > s.requests)
-
-
-def _published(s: State, event: ev.StepPublished) -> bool:
-    ledger = s.ledger
-    if event.version > ledger.base and (ledger.missing or event.version != ledger.base + 1):
-        raise ev.ImpossibleFact(
-            f"version {event.version} is published, but the trainer has {len(ledger.batch)} of "
-            f"{ledger.groups_per_step} groups of base {ledger.base}"
-        )
-    return event.version > ledger.base
-
-
-def _trained(s: State, event: ev.PartTrained) -> bool:
-    if event.base_version == s.ledger.base and event.groups > len(s.ledger.batch):
-        raise ev.ImpossibleFact(
-            f"{event.groups} groups of base {event.base_version} are trained, but the trainer has {len(s.ledger.batch)}"
-        )
-    return event.base_version == s.ledger.base and event.groups > s.roles.trained
-
-
-def _passed(s: State, event: ev.TimePassed) -> bool:
-    return event.now_s >= s.now_s
-
-
-_COUNTS = {
-    ev.InstanceUp: _up,
-    ev.InstanceDown: _down,
-    ev.InstanceUnhealthy: _unhealthy,
-    ev.WeightsLoaded: _loaded,
-    ev.InstanceReported: _reported,
-    ev.TimePassed: _passed,
-    ev.SampleStarted: _started,
-    ev.SampleDone: _done,
-    ev.SampleCancelled: _cancelled,
-    ev.SampleMoved: _answered,
-    ev.MoveFailed: _answered,
-    ev.SampleParked: _of_unit(fl.PARKING),
-    ev.SampleResumed: _of_unit(fl.RESUMING),
-    ev.SampleWaiting: _of_unit(fl.RUNNING, fl.MOVING, fl.PARKING),
-    ev.SampleReady: _ready,
-    ev.GroupScored: _scored,
-    ev.GroupFailed: _failed,
-    ev.RequestCame: _came,
-    ev.StepPublished: _published,
-    ev.PartTrained: _trained,
+# What the instance that has a sample reports, and the states of the sample in which it may.
+_REPORTED_IN: dict[type, tuple[str, ...]] = {
+    ev.SampleStarted: (fl.STARTING,),
+    ev.SampleDone: (fl.STARTING, fl.RUNNING, fl.MOVING, fl.PARKING, fl.RESUMING, fl.CANCELLING),
+    ev.SampleParked: (fl.PARKING,),
+    ev.SampleResumed: (fl.RESUMING,),
+    ev.SampleWaiting: (fl.RUNNING, fl.MOVING, fl.PARKING),
 }
+
+
+def _attempt_counts(s: State, event: ev.AttemptFact) -> bool:
+    """What the instance that has the sample reports counts where it is of what placed the sample there. An end needs
+    no attempt: no sample has two."""
+    group = s.groups.get(event.id.group_id)
+    unit = None if group is None else group.units[event.id.index]
+    if unit is None or unit.instance != event.instance:
+        return False
+    if (
+        unit.instance is None
+    ):  # of a sample that waits there is no instance to say its end; it may be given up meanwhile
+        return unit.state in (fl.WAITING, fl.CANCELLING)
+    if unit.state not in _REPORTED_IN[type(event)]:
+        return False
+    if not isinstance(event, ev.SampleDone) and event.attempt not in (None, unit.placed):
+        return False
+    instance = s.fleet.instances.get(unit.instance)
+    if instance is None or instance.incarnation != event.incarnation:
+        return False
+    if isinstance(event, ev.SampleStarted) and unit.version != event.version:
+        raise ev.ImpossibleFact(f"sample {tuple(event.id)} started at version {event.version}, not {unit.version}")
+    return True
+
+
+def _answer_counts(s: State, event: ev.AnswerFact) -> bool:
+    unit = s.unit(event.id)
+    match event:
+        case ev.SampleCancelled():
+            if unit is not None and unit.state != fl.CANCELLING:
+                raise ev.ImpossibleFact(f"sample {tuple(event.id)} was cancelled without a command: {event.reason}")
+            return unit is not None
+        case ev.SampleMoved() | ev.MoveFailed():
+            return unit is not None and unit.state == fl.MOVING and unit.attempt == event.attempt
+        case ev.SampleReady():
+            if unit is None or unit.state != fl.WAITING or event.attempt not in (None, unit.placed):
+                return False
+            # It only grows: where no wait is named, fewer tokens than the sample waits with answer an earlier one
+            return event.tokens >= unit.tokens or not event.tokens
+
+
+def _progress_counts(s: State, event: ev.ProgressFact) -> bool:
+    ledger = s.ledger
+    match event:
+        case ev.GroupScored():
+            group = s.groups.get(event.group_id)
+            if group is not None and group.left:
+                if group.begins_again:
+                    return False
+                raise ev.ImpossibleFact(
+                    f"group {event.group_id} is scored, but {group.left} of its samples have not ended"
+                )
+            return group is not None
+        case ev.GroupFailed():
+            group = s.groups.get(event.group_id)
+            return group is not None and not (group.abandoned is not None and group.left)
+        case ev.RequestCame():
+            if not is_served(event.group_id) or event.version > ledger.base:
+                raise ev.ImpossibleFact(f"a request came as group {event.group_id}, for version {event.version}")
+            return event.group_id not in s.groups and (event.attempt is None or event.attempt > s.requests)
+        case ev.StepPublished():
+            if event.version > ledger.base and (ledger.missing or event.version != ledger.base + 1):
+                raise ev.ImpossibleFact(
+                    f"version {event.version} is published, but the trainer has {len(ledger.batch)} of "
+                    f"{ledger.groups_per_step} groups of base {ledger.base}"
+                )
+            return event.version > ledger.base
+        case ev.PartTrained():
+            if event.base_version == ledger.base and event.groups > len(ledger.batch):
+                raise ev.ImpossibleFact(
+                    f"{event.groups} groups of base {event.base_version} are trained, but the trainer has "
+                    f"{len(ledger.batch)}"
+                )
+            return event.base_version == ledger.base and event.groups > s.roles.trained
+        case ev.TimePassed():
+            return event.now_s >= s.now_s
 
 
 # ---------------------------------------------------------------- instances
@@ -211,7 +159,10 @@ def instance_up(s: State, event: ev.InstanceUp) -> None:
         event.instance, event.incarnation, event.slots, event.pages, event.page_size, event.residents, event.speed
     )
     s.fleet.add(instance, event.versions)
-    s.roles.came_up(instance.id, s.now_s)
+    roles = s.roles
+    if roles.lent.get(instance.id) == state.ASKED:
+        roles.lent[instance.id] = state.LENT
+        roles.out_s += (s.now_s - roles.asked_s.pop(instance.id) - roles.out_s) / 4
     if s.paused:
         s.out.append(ev.Pause(instance=instance.id))
     s.due.emptied[instance.id] = None
@@ -266,10 +217,8 @@ def instance_reported(s: State, event: ev.InstanceReported) -> None:
     instance.reports += 1
     if event.tokens:
         s.fleet.reported(instance, event)
-    if event.sampled:
+    if event.sampled or event.drafted is not None:
         fleet.observe_ticks(s.fleet, instance, event)
-    if event.drafted is not None:
-        fleet.observe_drafts(s.fleet, instance, event, event.drafted)
     instance.free_reported = event.free
     if s.short_of_pages(instance) and instance.units:
         instance.pressed = True
@@ -289,14 +238,20 @@ def time_passed(s: State, event: ev.TimePassed) -> None:
 # ---------------------------------------------------------------- samples
 
 
-def sample_started(s: State, event: ev.SampleStarted) -> None:
+def sample_runs(s: State, event: ev.SampleStarted | ev.SampleResumed) -> None:
+    """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is parked at
+    once."""
     unit = s.live_unit(event.id)
-    unit.started = True
-    unit.began_s, unit.ran = s.now_s, s.fleet.alone[event.instance]
-    group = unit.group
-    if is_training(group.id):
-        s.ledger.running(group.id)
-    _runs(s, unit)
+    trained = is_training(unit.group.id)
+    if isinstance(event, ev.SampleStarted):
+        unit.started = True
+        unit.began_s, unit.ran = s.now_s, s.fleet.alone[event.instance]
+        if trained:
+            s.ledger.running(unit.group.id)
+    unit.state = fl.RUNNING
+    _ran(s, unit)
+    if unit.restarts or (s.decisions.mixes_versions and unit.version < s.ledger.base and trained):
+        quarantine.set_aside(s, unit)
 
 
 def sample_done(s: State, event: ev.SampleDone) -> None:
@@ -323,63 +278,41 @@ def sample_cancelled(s: State, event: ev.SampleCancelled) -> None:
     s.end_unit(s.live_unit(event.id))
 
 
-def sample_moved(s: State, event: ev.SampleMoved) -> None:
+def sample_moved(s: State, event: ev.SampleMoved | ev.MoveFailed) -> None:
+    """It goes on at the end of the move that has it, if that is there."""
     unit = s.live_unit(event.id)
     dst = s.fleet.end_move(unit)
-    s.freed(s.fleet.release(unit), unit.version)
-    s.fleet.measured.moved(s.now_s - unit.moved_s)
-    s.moves_total += 1
-    if dst is None:
+    if isinstance(event, ev.MoveFailed):
+        unit.failed_moves += 1
+        s.freed(dst, unit.version)
+        unit.state = fl.RUNNING
+    else:
+        s.freed(s.fleet.release(unit), unit.version)
+        s.fleet.measured.moved(s.now_s - unit.moved_s)
+        s.moves_total += 1
+        if dst is not None:
+            s.fleet.reserve(unit, dst, fl.RUNNING, event.attempt)
+            s.fleet.offer(dst)
+    if unit.instance is None or unit.group.abandoned is not None:
         s.recorded(unit)
-        return
-    s.fleet.reserve(unit, dst, fl.RUNNING, event.attempt)
-    s.fleet.offer(dst)
-    _goes_on(s, unit)
-
-
-def move_failed(s: State, event: ev.MoveFailed) -> None:
-    unit = s.live_unit(event.id)
-    unit.failed_moves += 1
-    s.freed(s.fleet.end_move(unit), unit.version)
-    if unit.instance is None:
-        s.recorded(unit)
-        return
-    unit.state = fl.RUNNING
-    _goes_on(s, unit)
-
-
-def _goes_on(s: State, unit: Unit) -> None:
-    """After a move."""
-    assert unit.instance is not None
-    if unit.group.abandoned is not None:
-        s.cancel(unit)
     elif unit.restarts:
         quarantine.set_aside(s, unit)
     else:
         _ran(s, unit)
 
 
-def sample_parked(s: State, event: ev.SampleParked) -> None:
+def sample_left(s: State, event: ev.SampleParked | ev.SampleWaiting) -> None:
+    """Its slot: its tokens are recorded."""
     unit = s.live_unit(event.id)
     s.freed(s.fleet.release(unit), unit.version)
+    if isinstance(event, ev.SampleWaiting):
+        unit.tokens, unit.waits_s = event.tokens, s.now_s
+        unit.home = event.instance if event.kept else None
+        if unit.group.abandoned is None and not unit.restarts:
+            unit.state = fl.WAITING
+            fl.add(s.queue.in_environment, unit.version, 1)
+            return
     s.recorded(unit)
-
-
-def sample_resumed(s: State, event: ev.SampleResumed) -> None:
-    _runs(s, s.live_unit(event.id))
-
-
-def sample_waiting(s: State, event: ev.SampleWaiting) -> None:
-    unit = s.live_unit(event.id)
-    s.freed(s.fleet.release(unit), unit.version)
-    unit.tokens, unit.waits_s = event.tokens, s.now_s
-    unit.home = event.instance if event.kept else None
-    if unit.group.abandoned is not None:
-        s.cancel(unit)
-    elif unit.restarts:
-        s.recorded(unit)
-    else:
-        s.queue.wait(unit)
 
 
 def sample_ready(s: State, event: ev.SampleReady) -> None:
@@ -388,17 +321,6 @@ def sample_ready(s: State, event: ev.SampleReady) -> None:
     unit.began_s += s.now_s - unit.waits_s
     s.queue.end_wait(unit, fl.PARKED)
     s.recorded(unit)
-
-
-def _runs(s: State, unit: Unit) -> None:
-    """Modes `partial` and `staleflow`: what begins to run under weights that were replaced meanwhile is parked at
-    once."""
-    assert unit.instance is not None
-    unit.state = fl.RUNNING
-    _ran(s, unit)
-    outdated = s.decisions.mixes_versions and unit.version < s.ledger.base and is_training(unit.group.id)
-    if outdated or unit.restarts:
-        quarantine.set_aside(s, unit)
 
 
 def _ran(s: State, unit: Unit) -> None:
@@ -470,25 +392,26 @@ def step_published(s: State, event: ev.StepPublished) -> None:
     s.due.rebalance = True
 
 
-COMMIT = {
-    ev.InstanceUp: instance_up,
-    ev.InstanceDown: instance_down,
-    ev.InstanceUnhealthy: instance_unhealthy,
-    ev.WeightsLoaded: weights_loaded,
-    ev.InstanceReported: instance_reported,
-    ev.TimePassed: time_passed,
-    ev.SampleStarted: sample_started,
-    ev.SampleDone: sample_done,
-    ev.SampleCancelled: sample_cancelled,
-    ev.SampleMoved: sample_moved,
-    ev.MoveFailed: move_failed,
-    ev.SampleParked: sample_parked,
-    ev.SampleResumed: sample_resumed,
-    ev.SampleWaiting: sample_waiting,
-    ev.SampleReady: sample_ready,
-    ev.GroupScored: group_scored,
-    ev.GroupFailed: group_failed,
-    ev.RequestCame: request_came,
-    ev.StepPublished: step_published,
-    ev.PartTrained: part_trained,
+# Of each fact: whether it counts, and what it changes.
+FACTS: dict[type, tuple[Callable[..., bool], Callable[..., None]]] = {
+    ev.InstanceUp: (_instance_counts, instance_up),
+    ev.InstanceDown: (_instance_counts, instance_down),
+    ev.InstanceUnhealthy: (_instance_counts, instance_unhealthy),
+    ev.WeightsLoaded: (_instance_counts, weights_loaded),
+    ev.InstanceReported: (_instance_counts, instance_reported),
+    ev.TimePassed: (_progress_counts, time_passed),
+    ev.SampleStarted: (_attempt_counts, sample_runs),
+    ev.SampleDone: (_attempt_counts, sample_done),
+    ev.SampleCancelled: (_answer_counts, sample_cancelled),
+    ev.SampleMoved: (_answer_counts, sample_moved),
+    ev.MoveFailed: (_answer_counts, sample_moved),
+    ev.SampleParked: (_attempt_counts, sample_left),
+    ev.SampleResumed: (_attempt_counts, sample_runs),
+    ev.SampleWaiting: (_attempt_counts, sample_left),
+    ev.SampleReady: (_answer_counts, sample_ready),
+    ev.GroupScored: (_progress_counts, group_scored),
+    ev.GroupFailed: (_progress_counts, group_failed),
+    ev.RequestCame: (_progress_counts, request_came),
+    ev.StepPublished: (_progress_counts, step_published),
+    ev.PartTrained: (_progress_counts, part_trained),
 }

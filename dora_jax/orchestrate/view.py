@@ -57,7 +57,7 @@ def _numbers(values: tuple[int, ...]) -> str:
 
 def summary(s: State) -> dict[str, Any]:
     """Live facts for the console."""
-    running = dict.fromkeys(sorted(s.alive), 0)
+    running, drafts = dict.fromkeys(sorted(s.alive), 0), s.fleet.measured.drafts
     for instance in s.fleet.instances.values():
         for version, samples in instance.counts.items():
             running[version] = running.get(version, 0) + samples
@@ -73,7 +73,7 @@ def summary(s: State) -> dict[str, Any]:
         "waits": waits(s),
         "moves": s.moves_total,
         "reloads": s.reloads_total,
-        "drafts": s.fleet.measured.drafts.facts(),
+        "drafts": {"acceptance": drafts.acceptance, "gain": drafts.gain(1)} if drafts.guesses else {},
         "lends": {"total": s.roles.lends_total, "switch_s": s.roles.switch_s} if s.roles.lendable else {},
         "dropped": dict(s.dropped),
         "instances": {h.id: h.serving for h in s.fleet.instances.values()},

@@ -16,17 +16,6 @@ from dora_jax.report.load import load
 from dora_jax.report.page import page
 
 
-def define_flags() -> None:
-    flags.DEFINE_list(
-        "workdir", None, "the workdir of a run, a folder or gs://bucket/folder, or several with commas", required=True
-    )
-    flags.DEFINE_string(
-        "out",
-        None,
-        "where the page is written; default: report.html in the first workdir, of a bucket NAME_report.html here",
-    )
-
-
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"error: {argv[1]!r} is not understood; the flags are --workdir and --out", file=sys.stderr)
@@ -50,5 +39,12 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    define_flags()
+    flags.DEFINE_list(
+        "workdir", None, "the workdir of a run, a folder or gs://bucket/folder, or several with commas", required=True
+    )
+    flags.DEFINE_string(
+        "out",
+        None,
+        "where the page is written; default: report.html in the first workdir, of a bucket NAME_report.html here",
+    )
     app.run(main)

@@ -26,25 +26,25 @@ CURVES = (  # title, metrics, what it shows
 
 
 def curves(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    return [_curve(title, keys, note, runs) for title, keys, note in CURVES]
-
-
-def _curve(title: str, keys: Sequence[str], note: str, runs: Sequence[RunData]) -> dict[str, Any]:
-    """One plot: the union of the runs' steps, and a line a run and metric."""
-    rows = [run.evaluations if key.startswith("eval/") else run.steps for run in runs for key in keys]
-    steps = sorted({row["step"] for chosen in rows for row in chosen})
-    steps = steps[:: len(steps) // SHOWN_POINTS + 1]
-    lines = []
-    for i, run in enumerate(runs):
-        for key in keys:
-            chosen = run.evaluations if key.startswith("eval/") else run.steps
-            by_step = {row["step"]: row for row in chosen}
-            ends = [_ends(key, by_step.get(step, {}), run) for step in steps]
-            band = {"low": [low for low, _ in ends], "high": [high for _, high in ends]} if any(map(any, ends)) else {}
-            label = key if len(runs) == 1 else f"{run.name} {key}"
-            values = [rounded(by_step.get(step, {}).get(key)) for step in steps]
-            lines.append({"label": label, "run": i, "values": values} | band)
-    return {"title": title, "note": note, "steps": steps, "lines": lines}
+    """Of each plot the union of the runs' steps, and a line a run and metric."""
+    plots = []
+    for title, keys, note in CURVES:
+        rows = [run.evaluations if key.startswith("eval/") else run.steps for run in runs for key in keys]
+        steps = sorted({row["step"] for chosen in rows for row in chosen})
+        steps = steps[:: len(steps) // SHOWN_POINTS + 1]
+        lines = []
+        for i, run in enumerate(runs):
+            for key in keys:
+                chosen = run.evaluations if key.startswith("eval/") else run.steps
+                by_step = {row["step"]: row for row in chosen}
+                ends = [_ends(key, by_step.get(step, {}), run) for step in steps]
+                low, high = [low for low, _ in ends], [high for _, high in ends]
+                band = {"low": low, "high": high} if any(map(any, ends)) else {}
+                label = key if len(runs) == 1 else f"{run.name} {key}"
+                values = [rounded(by_step.get(step, {}).get(key)) for step in steps]
+                lines.append({"label": label, "run": i, "values": values} | band)
+        plots.append({"title": title, "note": note, "steps": steps, "lines": lines})
+    return plots
 
 
 def _ends(key: str, row: Row, run: RunData) -> tuple[float | None, float | None]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dora_jax.report.load import Row, RunData, configured, number, series, version_of
+from dora_jax.report.markup import figure, percent
 
 MARGIN = 0.10  # between the idle shares of the two roles, before one of them is called the bottleneck
 BUSY = 0.05  # an idle share below this is no loss worth a sentence
@@ -106,13 +107,13 @@ def ledger(data: RunData) -> list[tuple[str, str]]:
     last = data.steps[-1] if data.steps else {}
     rows = [
         ("steps published", str(last.get("step", 0))),
-        ("groups without a score", _share(last.get("groups/failed_share"))),
-        ("prompts skipped", _share(last.get("prompts/skipped_share"))),
-        ("moves of running samples", _count(last.get("moves/total"))),
-        ("loads of weights", _count(last.get("reloads/total"))),
-        ("largest lag", _count(max((x for x in series(data.steps, "lag/max") if x is not None), default=None))),
+        ("groups without a score", percent(last.get("groups/failed_share"))),
+        ("prompts skipped", percent(last.get("prompts/skipped_share"))),
+        ("moves of running samples", figure(last.get("moves/total"), ",.0f")),
+        ("loads of weights", figure(last.get("reloads/total"), ",.0f")),
+        ("largest lag", figure(max((x for x in series(data.steps, "lag/max") if x is not None), default=None), ",.0f")),
     ]
-    states = [(f"groups {state}", _count(n)) for state, n in data.ledger.items() if n or state == "admitted"]
+    states = [(f"groups {state}", figure(n, ",.0f")) for state, n in data.ledger.items() if n or state == "admitted"]
     return [*states, *rows]
 
 
@@ -139,16 +140,3 @@ def suspicious(data: RunData) -> dict[int, str]:
         elif i in logprobs and abs(logprobs[i] - middle) > max(0.5, abs(middle)):
             found[i] = f"its mean log-prob {logprobs[i]:.2f} is far from the median instance's {middle:.2f}"
     return found
-
-
-# ---------------------------------------------------------------- private
-
-
-def _share(value: object) -> str:
-    share = number(value)
-    return "-" if share is None else f"{share:.1%}"
-
-
-def _count(value: object) -> str:
-    count = number(value)
-    return "-" if count is None else f"{count:,.0f}"

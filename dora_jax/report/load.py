@@ -126,24 +126,20 @@ def _has_time(row: Row) -> bool:
     return time_s is not None and 0 <= time_s < MOST_S
 
 
-def _any(row: Row) -> bool:
-    return True
-
-
-def _both(read: Read, name: str, remarks: list[str], valid: Valid = _any) -> Iterator[Row]:
+def _both(read: Read, name: str, remarks: list[str], *valid: Valid) -> Iterator[Row]:
     """The rows of a log that has a budget, the older ones first."""
     if read(before := str(earlier(Path(name)))) is not None:
-        yield from _rows(read, before, remarks, valid)
+        yield from _rows(read, before, remarks, *valid)
         remarks.append(f"{name} has reached its budget (monitor.log_bytes): rows older than those of {before} are gone")
-    yield from _rows(read, name, remarks, valid)
+    yield from _rows(read, name, remarks, *valid)
 
 
-def _rows(read: Read, name: str, remarks: list[str], valid: Valid = _any) -> Iterator[Row]:
+def _rows(read: Read, name: str, remarks: list[str], *valid: Valid) -> Iterator[Row]:
     content = read(name)
     if content is None:
         remarks.append(f"{name} is not there")
         return
-    found = state_files.read_lines(content, valid)
+    found = state_files.read_lines(content, *valid)
     yield from (row for _, row in found.rows)
     if refused := len(found.damaged) + bool(found.torn):
         remarks.append(f"{name}: {refused} lines hold no row and are left out")

@@ -38,14 +38,14 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str:
     return f"<div class=scroll><table><tr>{''.join(f'<th>{escaped(h)}</th>' for h in names)}</tr>{lines}</table></div>"
 
 
-def figure(value: Any) -> str:
+def figure(value: Any, form: str = ".4g") -> str:
+    """A number in this form; a dash for anything else."""
     known = number(value)
-    return "-" if known is None else f"{known:.4g}"
+    return "-" if known is None else format(known, form)
 
 
 def percent(value: Any) -> str:
-    known = number(value)
-    return "-" if known is None else f"{known:.1%}"
+    return figure(value, ".1%")
 
 
 def rounded(value: Any) -> float | None:

@@ -51,8 +51,11 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
                     views.append(tokens)
             answers += f"<p class=note>{_caption(sample, tokens)}</p>{_text(sample.get('text'))}{place}"
         rewards = ", ".join(markup.figure(s.get("reward")) for s in _samples(row))
-        step, version = (markup.isolated(row.get(name)) for name in ("step", "version"))
-        group = markup.isolated(_group(row.get("group")))
+        # A group as a person counts it: the place of its prompt in the stream, and whether it was given up before
+        group = row.get("group")
+        if isinstance(group, int) and group >= RENEWAL:
+            group = f"{issued_first_as(group)} (issued again)"
+        step, group, version = map(markup.isolated, (row.get("step"), group, row.get("version")))
         parts.append(
             f"<details data-run={run} data-step='{markup.escaped(row.get('step'))}'><summary>step {step}, group "
             f"{group}, version {version}: rewards {rewards}</summary>{_text(row.get('prompt'))}<p class=note>expected: "
@@ -62,12 +65,6 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _group(id: Any) -> Any:
-    """A group as a person counts it: the place of its prompt in the stream, and whether it was given up before."""
-    again = isinstance(id, int) and id >= RENEWAL
-    return f"{issued_first_as(id)} (issued again)" if again else id
 
 
 def _samples(row: Row) -> list[Row]:

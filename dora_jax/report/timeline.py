@@ -85,6 +85,17 @@ def bars(rows: list[Row]) -> dict[str, Any]:
     shown = (
         ids if len(ids) <= SHOWN_INSTANCES else [ids[i * len(ids) // SHOWN_INSTANCES] for i in range(SHOWN_INSTANCES)]
     )
+    usage = {}
+    for i, lane in lanes.items():
+        spans = [(fill, stop - start) for start, stop, fill, _ in lane.bars]
+        idle = [ms for fill, ms in spans if fill == 0]
+        usage[i] = Usage(
+            up_s=sum(ms for fill, ms in spans if fill != DOWN) / 1e3,
+            idle_s=sum(idle) / 1e3,
+            loading_s=sum(ms for fill, ms in spans if fill == LOADING) / 1e3,
+            longest_idle_s=max(idle, default=0) / 1e3,
+            deaths=lane.deaths,
+        )
     return {
         "end": now,
         "count": len(ids),
@@ -93,7 +104,7 @@ def bars(rows: list[Row]) -> dict[str, Any]:
         "moves": moves[:: len(moves) // SHOWN_MOVES + 1],
         "restarts": restarts[1:],
         "steps": steps,
-        "usage": {i: _usage(lane) for i, lane in lanes.items()},
+        "usage": usage,
     }
 
 
@@ -124,14 +135,3 @@ def _instances(row: Row, now: int, lanes: dict[InstanceId, _Lane]) -> None:
                     lane.turn(now, max(1, min(LEVELS, round(LEVELS * samples / lane.slots))), versions)
                 else:
                     lane.turn(now, LOADING if lane.loading else 0, [])
-
-
-def _usage(lane: _Lane) -> Usage:
-
-    return Usage(
-        up_s=sum(b - a for a, b, fill, _ in lane.bars if fill != DOWN) / 1e3,
-        idle_s=sum(b - a for a, b, of, _ in lane.bars if of == 0) / 1e3,
-        loading_s=sum(b - a for a, b, of, _ in lane.bars if of == LOADING) / 1e3,
-        longest_idle_s=max((b - a for a, b, fill, _ in lane.bars if fill == 0), default=0) / 1e3,
-        deaths=lane.deaths,
-    )

@@ -8,7 +8,9 @@ within `NEAR` of the fastest are ordered by mean lag, because age costs learning
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
+from operator import itemgetter
 
 from dora_jax.config import ConfigError
 from dora_jax.costs import open_costs, sizes_of
@@ -39,21 +41,36 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
     if total < 2:
         raise ConfigError(f"hardware.chips: {config.hardware.chips} are one instance and no trainer: nothing to split")
     search = _Search(config, total, progress)
-    sync = search.baseline()
+    colocated = replace(config, {"hardware.rollout_chips": 0})
+    sync = search.simulate(Row(label="sync", mode="sync", config=colocated, published={}))
     for k in versions:
         search.climb(k)
-    best = search.best()
+    # Settings near the fastest are ordered by lag
+    near_s = (1 + NEAR) * min(result.step_s for result in search.seen.values())
+    ranked = []
+    for point, result in search.seen.items():
+        near = result.step_s <= near_s
+        ranked.append(((not near, result.lag_mean if near else result.step_s, result.step_s), point, result))
+    best = [(point, result) for _, point, result in sorted(ranked, key=itemgetter(0))[:BEST]]
     lines = [(search.row(point), result) for point, result in best]
     fastest = best[0][1]
     # What no schedule can undercut: the longest response, alone on its instance.
     costs, work = open_costs(config.model, config.hardware, config.cost), config.workload
     tail_s = work.max_new_tokens * (costs.decode_base_s(1) + costs.decode_kv_s * work.max_new_tokens / 2)
+    model_line = []
+    if config.model.size:  # what a model that is named by its size brings
+        model = sizes_of(config.model, config.hardware.instance_chips)
+        shared = f", on each of {model.kv_copies:.0f} chips" if model.kv_copies > 1 else ""
+        model_line = [(
+            f"{model.size}: {model.params / 1e9:,.1f}e9 parameters, of which a token meets "
+            f"{model.active_params / 1e9:,.1f}e9; {model.kv_bytes_per_token:,.0f} bytes of KV a token{shared}"
+        )]  # fmt: skip
     head = [
         (
             f"{config.hardware.chips} x {config.hardware.chip}, at most {total} instances of "
             f"{config.hardware.instance_chips} chips; {len(search.seen)} settings tried"
         ),
-        *_model_line(config),
+        *model_line,
         (
             f"a response of {work.max_new_tokens:,} tokens decodes for {tail_s / 60:.1f} min even alone "
             f"({1e3 * costs.decode_base_s(1):.1f} ms a token): sync cannot be faster, K versions side by side hide it "
@@ -88,13 +105,11 @@ def best_split(config: SimConfig, mode: str) -> int:
     """The rollout chips of the split at which a mode is fastest, everything else as configured; 0: colocated."""
     unit = config.hardware.instance_chips
     total = config.hardware.chips // unit
-    seen: dict[int, float] = {}
 
+    @functools.cache
     def step_s(instances: int) -> float:
-        if instances not in seen:
-            split = replace(config, {"hardware.rollout_chips": instances * unit})
-            seen[instances] = simulate(Row(label=mode, mode=mode, config=split, published={})).step_s
-        return seen[instances]
+        split = replace(config, {"hardware.rollout_chips": instances * unit})
+        return simulate(Row(label=mode, mode=mode, config=split, published={})).step_s
 
     here, stride = max(1, total // 2), max(1, total // 4)
     while True:
@@ -108,14 +123,12 @@ def best_split(config: SimConfig, mode: str) -> int:
 # ---------------------------------------------------------------- private
 
 
+@dataclasses.dataclass
 class _Search:
-    def __init__(self, config: SimConfig, total: int, progress: Callable[[str], None]):
-        self.config, self.total, self.progress = config, total, progress
-        self.seen: dict[Point, Result] = {}
-
-    def baseline(self) -> Result:
-        config = replace(self.config, {"hardware.rollout_chips": 0})
-        return self._simulate(Row(label="sync", mode="sync", config=config, published={}))
+    config: SimConfig
+    total: int  # instances that the chips make up
+    progress: Callable[[str], None]
+    seen: dict[Point, Result] = dataclasses.field(default_factory=dict)
 
     def row(self, point: Point) -> Row:
         chips = point.rollout_instances * self.config.hardware.instance_chips
@@ -130,7 +143,13 @@ class _Search:
         here = Point(max_versions, max(1, self.total // 2), 1.25)
         stride = max(1, self.total // 4)
         while True:
-            better = min((here, *self._neighbours(here, stride)), key=self._score)
+            i, instances = INFLIGHT.index(here.inflight), here.rollout_instances
+            neighbours = [
+                *(dataclasses.replace(here, rollout_instances=n)
+                  for n in (instances - stride, instances + stride) if 1 <= n < self.total),
+                *(dataclasses.replace(here, inflight=INFLIGHT[j]) for j in (i - 1, i + 1) if 0 <= j < len(INFLIGHT)),
+            ]  # fmt: skip
+            better = min((here, *neighbours), key=self._score)
             if better != here:
                 here = better
             elif stride > max(1, self.total // 16):
@@ -138,42 +157,12 @@ class _Search:
             else:
                 return
 
-    def best(self) -> list[tuple[Point, Result]]:
-        fastest = min(result.step_s for result in self.seen.values())
-
-        def order(item: tuple[Point, Result]) -> tuple:
-            near = item[1].step_s <= (1 + NEAR) * fastest
-            return (not near, item[1].lag_mean if near else item[1].step_s, item[1].step_s)
-
-        return sorted(self.seen.items(), key=order)[:BEST]
-
-    def _neighbours(self, point: Point, stride: int) -> list[Point]:
-        i = INFLIGHT.index(point.inflight)
-        splits = (point.rollout_instances - stride, point.rollout_instances + stride)
-        return [
-            *(dataclasses.replace(point, rollout_instances=n) for n in splits if 1 <= n < self.total),
-            *(dataclasses.replace(point, inflight=INFLIGHT[j]) for j in (i - 1, i + 1) if 0 <= j < len(INFLIGHT)),
-        ]
-
     def _score(self, point: Point) -> float:
         if point not in self.seen:
-            self.seen[point] = self._simulate(self.row(point))
+            self.seen[point] = self.simulate(self.row(point))
         return self.seen[point].step_s * (1 + NEAR * self.seen[point].lag_mean / point.max_versions)
 
-    def _simulate(self, row: Row) -> Result:
+    def simulate(self, row: Row) -> Result:
         result = simulate(row)
         self.progress(f"{row.label}: {result.step_s / 60:.2f} min a step, mean lag {result.lag_mean:.2f}")
         return result
-
-
-def _model_line(config: SimConfig) -> Iterator[str]:
-    """What a model that is named by its size brings."""
-    if not config.model.size:
-        return
-    chips = config.hardware.instance_chips
-    model = sizes_of(config.model, chips)
-    shared = f", on each of {model.kv_copies:.0f} chips" if model.kv_copies > 1 else ""
-    yield (
-        f"{model.size}: {model.params / 1e9:,.1f}e9 parameters, of which a token meets "
-        f"{model.active_params / 1e9:,.1f}e9; {model.kv_bytes_per_token:,.0f} bytes of KV a token{shared}"
-    )

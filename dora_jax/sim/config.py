@@ -148,7 +148,7 @@ def rows(config: SimConfig) -> list[Row]:
 
 def replace(config: SimConfig, changes: Mapping[str, Any]) -> SimConfig:
     """A config with some dotted fields changed."""
-    known = fields()
+    known = config_tree.fields(SimConfig)
     for name, value in changes.items():
         if name not in known:
             raise ConfigError(f"{name}: unknown field; the nearest is {nearest(name, known)}")
@@ -157,11 +157,6 @@ def replace(config: SimConfig, changes: Mapping[str, Any]) -> SimConfig:
             value = dataclasses.replace(getattr(config, head), **{leaf: value})
         config = dataclasses.replace(config, **{head or leaf: value})
     return config
-
-
-def fields() -> dict[str, Any]:
-    """Dotted name -> type of every field, sections left out."""
-    return config_tree.fields(SimConfig)
 
 
 # ---------------------------------------------------------------- private
@@ -176,7 +171,7 @@ def _problems(config: SimConfig) -> Iterator[str]:
     for mode in config.modes:
         if mode not in MODES:
             yield f"modes: {mode!r} is none of {', '.join(MODES)}"
-    known = set(fields())
+    known = set(config_tree.fields(SimConfig))
     for row in config.rows:
         if row.get("mode") not in MODES:
             yield f"rows: {dict(row)} names no mode; they are {', '.join(MODES)}"

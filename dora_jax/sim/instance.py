@@ -20,10 +20,10 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
-from dora_jax.costs import Costs, Hardware
-from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.costs import Costs
 from dora_jax.sim.drafts import DecodeTimes, Decoding, DraftSection
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
@@ -43,40 +43,23 @@ TICK_EPS = 1e-6
 HELD_EPS_S = 1e-9
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """One unfinished sample, wherever it is."""
 
-    __slots__ = (
-        "arrival",
-        "attempt",
-        "cached",
-        "id",
-        "join",
-        "mixed",
-        "observed",
-        "prompt",
-        "sampled",
-        "stop",
-        "turn",
-        "turns",
-        "version",
-        "visible",
-    )
-
-    def __init__(self, id: SampleId, version: Version, prompt: int, turns: list[Turn], attempt: int = 0):
-        self.id = id
-        self.version = version
-        self.attempt = attempt  # that placed it where it is
-        self.prompt = prompt
-        self.observed = 0  # tokens that environments have appended
-        self.turns = turns
-        self.turn = 0
-        self.sampled = 0  # tokens before it joined the batch
-        self.cached = 0  # tokens with KV
-        self.mixed = False  # its tokens are of more than one version
-        self.join = 0.0  # tick of its instance at which it joined
-        self.stop = math.inf  # tick at which its turn ends
-        self.arrival = ""  # how it entered: Start, Resume, ...; reported when it decodes
+    id: SampleId
+    version: Version
+    prompt: int
+    turns: list[Turn]
+    attempt: int = 0  # that placed it where it is
+    observed: int = 0  # tokens that environments have appended
+    turn: int = 0
+    sampled: int = 0  # tokens before it joined the batch
+    cached: int = 0  # tokens with KV
+    mixed: bool = False  # its tokens are of more than one version
+    join: float = 0.0  # tick of its instance at which it joined
+    stop: float = math.inf  # tick at which its turn ends
+    arrival: str = ""  # how it entered: Start, Resume, ...; reported when it decodes
 
     @property
     def response(self) -> int:
@@ -90,11 +73,6 @@ class Job:
         """Its environment has answered, and its next turn begins."""
         self.observed += self.turns[self.turn].observation_tokens
         self.turn += 1
-
-    def go_on_under(self, version: Version) -> None:
-        """Other weights: the KV so far is of no use."""
-        self.version, self.cached = version, 0
-        self.mixed = self.mixed or self.sampled > 0
 
 
 class Instance:
@@ -130,7 +108,7 @@ class Instance:
         self._entering: list[Job] = []
         self._prefill_left_s = 0.0
         self._still_s = 0.0  # that it still stands still
-        self._waiting: dict[SampleId, Job] = {}
+        self.waiting: dict[SampleId, Job] = {}
         self.decoded = Decoding()
         self._report_ticks = report_ticks
         self._report_at = float(report_ticks)
@@ -149,7 +127,7 @@ class Instance:
             return DECODE
         if self.loading:
             return LOAD
-        return WAIT if self._waiting else IDLE
+        return WAIT if self.waiting else IDLE
 
     def advance(self, now: float) -> None:
         elapsed = now - self.time
@@ -232,44 +210,35 @@ class Instance:
         job = self.decoding.get(id)
         if job is not None:
             self._leave(job)
-        elif id in self._waiting:
-            job = self._waiting.pop(id)
+        elif id in self.waiting:
+            job = self.waiting.pop(id)
             self._held -= job.tokens
         else:
             job = self._unqueue(id)
         self._prefill()
         return job
 
-    def waits(self, job: Job) -> bool:
-        return self._waiting.get(job.id) is job
-
     def wait_for_environment(self, job: Job) -> None:
         """The sample keeps its slot and its KV."""
-        self._waiting[job.id] = job
+        self.waiting[job.id] = job
         self._held += job.tokens
 
     def answered(self, job: Job) -> None:
         """Prefill what the environment answered behind the KV that is still here."""
-        del self._waiting[job.id]  # its KV stays held
+        del self.waiting[job.id]  # its KV stays held
         job.observe()
         job.arrival = ""
         self._queue.append(job)
         self._prefill()
-
-    def response_of(self, job: Job) -> int:
-        """Whole tokens of its response so far."""
-        if job.id in self.decoding:
-            return job.response + int(self.ticks - job.join + TICK_EPS)
-        return job.response
 
     def clear(self, keeps_kv: bool = False) -> list[Job]:
         """The instance is lost: its samples, with no KV; or it hands them over, with what KV they have."""
         jobs = [*self.decoding.values()]
         for job in jobs:
             self._leave(job)
-        jobs += [*self._queue, *self._entering, *self._waiting.values()]
+        jobs += [*self._queue, *self._entering, *self.waiting.values()]
         self._queue.clear()
-        self._entering, self._waiting, self._held, self._prefill_left_s = [], {}, 0, 0.0
+        self._entering, self.waiting, self._held, self._prefill_left_s = [], {}, 0, 0.0
         for job in () if keeps_kv else jobs:
             job.cached = 0
         return jobs
@@ -320,7 +289,13 @@ class Instance:
             self._report_at = self.ticks + self._report_ticks
             found.append((REPORT, None))
         if self.decoding and self.capacity - self._held - self._context < len(self.decoding):
-            self._preempt()
+            job = max(self.decoding.values(), key=lambda j: (j.join, j.id))
+            if len(self.decoding) == 1:
+                raise RuntimeError(f"instance {self.id}: {job.id} alone needs more than {self.capacity} tokens of KV")
+            self._leave(job)
+            job.cached, job.arrival = 0, ""
+            self._queue.appendleft(job)
+            self.preempted += 1
         return found
 
     def _join(self, job: Job) -> None:
@@ -351,15 +326,6 @@ class Instance:
             if not counts[version]:
                 del counts[version]
 
-    def _preempt(self) -> None:
-        job = max(self.decoding.values(), key=lambda j: (j.join, j.id))
-        if len(self.decoding) == 1:
-            raise RuntimeError(f"instance {self.id}: {job.id} alone needs more than {self.capacity} tokens of KV")
-        self._leave(job)
-        job.cached, job.arrival = 0, ""
-        self._queue.appendleft(job)
-        self.preempted += 1
-
     def _unqueue(self, id: SampleId) -> Job | None:
         for line in (self._queue, self._entering):
             for job in line:
@@ -384,11 +350,3 @@ class Instance:
             self._entering.append(job)
             self._held += job.tokens - job.cached
             self._prefill_left_s += self._costs.prefill_s(job.tokens - job.cached, job.cached)
-
-
-def came_up(hardware: Hardware, instance: Instance, pages: int, versions: tuple[Version, ...]) -> InstanceUp:
-    """The fact that an instance is there; it holds `versions` already."""
-    return InstanceUp(
-        instance=instance.id, slots=hardware.slots, pages=pages, page_size=hardware.page_size,
-        residents=hardware.residents, versions=versions, incarnation=instance.incarnation,
-    )  # fmt: skip

@@ -45,7 +45,11 @@ class Ran(NamedTuple):
 
 def run_rows(rows: Sequence[Row], seeds: int) -> Iterator[Ran]:
     """In the order of `rows`, each with `seeds` seeds from its own on."""
-    jobs = [_with_seed(row, i) for row in rows for i in range(seeds)]
+    jobs = []
+    for row in rows:
+        seed = row.config.workload.seed
+        configs = (replace(row.config, {"workload.seed": seed + i}) for i in range(seeds))
+        jobs += [dataclasses.replace(row, config=config) for config in configs]
     answers = each(_timed, jobs)
     for row in rows:
         results, seconds = zip(*(next(answers) for _ in range(seeds)), strict=True)
@@ -82,11 +86,6 @@ def _end_with_the_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=outlive, daemon=True).start()
-
-
-def _with_seed(row: Row, more: int) -> Row:
-    config = replace(row.config, {"workload.seed": row.config.workload.seed + more})
-    return dataclasses.replace(row, config=config)
 
 
 def _timed(row: Row) -> tuple[Result, float]:

@@ -16,7 +16,7 @@ from dora_jax.base.chrome_trace import MICRO, ROLLOUT, TRAINER
 from dora_jax.orchestrate.events import Train
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim.config import SimConfig
-from dora_jax.sim.instance import ACTIVITIES, DECODE, IDLE, PREFILL, Instance, Job
+from dora_jax.sim.instance import ACTIVITIES, DECODE, IDLE, PREFILL, Instance
 from dora_jax.sim.trainer import SimGroup
 from dora_jax.types import GroupId, InstanceId, Version
 
@@ -74,7 +74,8 @@ class Meter:
         self.move_bytes = self.weight_bytes = 0.0
         self.reprefilled = self.cancelled_tokens = 0
         self._warmup = config.warmup_steps
-        self._lends, self._lent_s, self._late_s = 0, 0.0, 0.0
+        self.lends, self.lent_s = 0, 0.0  # instances of the trainer's chips that have given them back
+        self.late_s = 0.0  # for which the trainer has waited for its chips, at most
         self._capped = decisions.capped  # else nothing but the groups themselves is waited for
         self._part = config.orchestrator.groups_per_step // decisions.parts  # groups that the trainer takes at once
         self._tokens = self._samples = self._mixed = 0
@@ -132,15 +133,6 @@ class Meter:
         self._live_count += 1
         self._live_max = max(self._live_max, versions)
 
-    def lent(self, seconds: float) -> None:
-        """An instance of the trainer's chips has given them back."""
-        self._lends += 1
-        self._lent_s += seconds
-
-    def late(self, seconds: float) -> None:
-        """The trainer has waited for its chips."""
-        self._late_s = max(self._late_s, seconds)
-
     def lost(self, now: float, instance: Instance, comes_back: bool = True) -> None:
         if comes_back:
             self._down[instance.id] = now
@@ -182,7 +174,7 @@ class Meter:
         counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
         counters |= {"reprefilled": self.reprefilled, "cancelled": self.cancelled_tokens, "ready": self._ready_left}
         self.waits(now, 0)
-        counters |= {"waiting_s": self._waiting_s, "lends": self._lends, "lent_s": self._lent_s}
+        counters |= {"waiting_s": self._waiting_s, "lends": self.lends, "lent_s": self.lent_s}
         counters |= {f"trainer/{name}": seconds for name, seconds in self._trainer.items()}
         for name in (*ACTIVITIES, DOWN, "slot_s"):
             counters[f"rollout/{name}"] = self._lost.get(name, 0.0)
@@ -219,7 +211,7 @@ class Meter:
             moves=d["moves"] / steps, reloads=d["reloads"] / steps, move_bytes=d["move_bytes"] / steps,
             weight_bytes=d["weight_bytes"] / steps, reprefilled_tokens=d["reprefilled"] / steps,
             cancelled_tokens=d["cancelled"] / steps, preempted=d["preempted"] / steps, ready_left=d["ready"] / steps,
-            lends=d["lends"] / steps, lent=d["lent_s"] / seconds, late_s=self._late_s,
+            lends=d["lends"] / steps, lent=d["lent_s"] / seconds, late_s=self.late_s,
         )  # fmt: skip
 
 
@@ -234,7 +226,7 @@ class Trace:
     def __init__(self, label: str, arrows: int = 20_000):
         self._events: list[chrome_trace.Event] = []
         self._rows = chrome_trace.Rows(label, self._events.append)
-        self._last_done: dict[GroupId, tuple[float, InstanceId]] = {}
+        self.last_done: dict[GroupId, tuple[float, InstanceId]] = {}
         self._arrows = arrows
         self._now = 0.0
 
@@ -248,14 +240,11 @@ class Trace:
             name = "" if activity == IDLE else activity
         self._rows.turn(ROLLOUT, instance.id, name, now)
 
-    def done(self, now: float, job: Job, instance: Instance) -> None:
-        self._last_done[job.id.group_id] = (now, instance.id)
-
     def train(self, now: float, end: float, command: Train) -> None:
         name = f"v{command.base_version + 1}"
         self._rows.slice(TRAINER, 0, name, now, end, {"groups": len(command.group_ids), "base": command.base_version})
         for group in command.group_ids:
-            done = self._last_done.pop(group, None)
+            done = self.last_done.pop(group, None)
             if done is not None and self._arrows > 0:
                 self._arrows -= 1
                 self._rows.arrow("group", group, (ROLLOUT, done[1], done[0] - 1 / MICRO), (TRAINER, 0, now))

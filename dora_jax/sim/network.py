@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from typing import Protocol
 
 from dora_jax.base.chips import Chip
 from dora_jax.orchestrate.events import LoadWeights
@@ -21,20 +20,13 @@ COPY_TRAFFIC = 3  # bytes that a cast from f32 reads and writes, for each byte o
 HBM_SHARE = 0.8  # of the bandwidth that a cast reaches
 
 
-class Transfers(Protocol):
-    """What a network asks of `costs.Costs`."""
-
-    def load_s(self) -> float: ...
-    def move_s(self, tokens: int) -> float: ...
-
-
 class Network:
     """`peers`: instances serve weights to each other, another one each time, as a cluster's publication spreads its
     transfers."""
 
-    def __init__(self, costs: Transfers, lanes: int, peers: bool = False):
-        self._costs, self._peers = costs, peers
-        self._holds: dict[InstanceId, set[Version]] = {}
+    def __init__(self, load_s: float, lanes: int, peers: bool = False):
+        self._load_s, self._peers = load_s, peers
+        self.holds: dict[InstanceId, set[Version]] = {}
         self._loaded: dict[Version, list[InstanceId]] = {}  # some may have dropped it
         self._loads = 0
         self._trainer = [0.0] * max(1, lanes)  # when each lane is free
@@ -43,37 +35,30 @@ class Network:
 
     def loaded(self, id: InstanceId, *versions: Version) -> None:
         """The instance holds these too."""
-        self._holds.setdefault(id, set()).update(versions)
+        self.holds.setdefault(id, set()).update(versions)
         for version in versions:
             self._loaded.setdefault(version, []).append(id)
-
-    def lost(self, id: InstanceId) -> None:
-        self._holds.pop(id, None)
 
     def bring(self, now: float, command: LoadWeights) -> float:
         """When the version has arrived, from an instance that holds it if there is one."""
         turn, self._loads = self._loads, self._loads + 1
-        self._holds.get(command.instance, set()).discard(command.drop)
+        self.holds.get(command.instance, set()).discard(command.drop)
         peers = self._loaded.get(command.version, ()) if self._peers else ()
         asked = [peers[(turn + look) % len(peers)] for look in range(min(PEER_LOOKS, len(peers)))]
-        source = next((peer for peer in asked if command.version in self._holds.get(peer, ())), None)
+        source = next((peer for peer in asked if command.version in self.holds.get(peer, ())), None)
         return self.load(now, source, command.instance)
 
-    def load(self, now: float, src: InstanceId | None, dst: InstanceId, speed: float = 1.0) -> float:
+    def load(self, now: float, src: InstanceId | None, dst: InstanceId) -> float:
         """When the weights have arrived; `src` None: from the trainer."""
-        seconds = self._costs.load_s() / speed
         if src is not None:
-            return self._transfer(now, src, dst, seconds)
-        begin = max(now, self._in.get(dst, 0.0), self._trainer[0])
-        heapq.heapreplace(self._trainer, begin + seconds)
-        self._in[dst] = begin + seconds
-        return begin + seconds
+            return self.move(now, src, dst, self._load_s)
+        end = max(now, self._in.get(dst, 0.0), self._trainer[0]) + self._load_s
+        heapq.heapreplace(self._trainer, end)
+        self._in[dst] = end
+        return end
 
-    def move(self, now: float, src: InstanceId, dst: InstanceId, tokens: int) -> float:
-        """When the KV of one sample has arrived."""
-        return self._transfer(now, src, dst, self._costs.move_s(tokens))
-
-    def _transfer(self, now: float, src: InstanceId, dst: InstanceId, seconds: float) -> float:
+    def move(self, now: float, src: InstanceId, dst: InstanceId, seconds: float) -> float:
+        """When what takes so long on free links has arrived."""
         end = max(now, self._out.get(src, 0.0), self._in.get(dst, 0.0)) + seconds
         self._out[src] = self._in[dst] = end
         return end
@@ -128,7 +113,7 @@ def publication(weight_bytes: float, speeds: Speeds, instances: int) -> PublishT
     copy_s, home_s = weight_bytes / speeds.copy, weight_bytes / speeds.home
     send_s = weight_bytes / min(speeds.into, speeds.out) + weight_bytes / speeds.join
     lanes = max(1, int(speeds.out // speeds.into))
-    network = Network(_Sent(send_s), lanes)
+    network = Network(send_s, lanes)
     begin = copy_s + home_s
     free: list[tuple[float, int, InstanceId | None]] = [(begin, -1, None)] * lanes  # when each source can send again
     ends = []
@@ -140,16 +125,3 @@ def publication(weight_bytes: float, speeds: Speeds, instances: int) -> PublishT
     return PublishTimes(
         copy_s=copy_s, home_s=home_s, first_s=min(ends), last_s=max(ends), pause_s=weight_bytes / speeds.place
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sent:
-    """Every load takes as long."""
-
-    seconds: float
-
-    def load_s(self) -> float:
-        return self.seconds
-
-    def move_s(self, tokens: int) -> float:
-        raise NotImplementedError("only weights are published")

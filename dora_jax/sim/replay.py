@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from dora_jax.config import ConfigError
@@ -41,18 +40,47 @@ def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> Replay:
     `warmup`, `rundown`: steps left out of the averages at the start, and at the end, where a run uses up its stock."""
     config, start, events = read(path)
     brain, digest = Orchestrator(config, **start), hashlib.blake2b(digest_size=8)
-    watch = _Watch(warmup, rundown)
+    now = took = trained_s = 0.0
+    started: dict[GroupId, Version] = {}
+    lags: collections.Counter[int] = collections.Counter()
+    marks: list[tuple[float, float, collections.Counter[int]]] = []  # at the start and at every publication
+    number = 1
     for number, (event, expected) in enumerate(events, start=2):
         brain.commit(event)
-        if not expected:  # more of its batch follow
-            watch(event, ())
-            continue
-        commands = brain.decide()
-        digest.update(repr(commands).encode())
-        if expected != digest.hexdigest():
-            raise Differs(f"{path}, line {number}: the replay's commands differ: {commands}")
-        watch(event, commands)
-    return watch.result(config.mode)
+        commands: tuple[ev.Command, ...] = ()
+        if expected:  # else more of its batch follow
+            commands = brain.decide()
+            digest.update(repr(commands).encode())
+            if expected != digest.hexdigest():
+                raise Differs(f"{path}, line {number}: the replay's commands differ: {commands}")
+        if isinstance(event, ev.TimePassed):
+            now = event.now_s
+        elif isinstance(event, ev.StepPublished):
+            trained_s += now - took
+        if isinstance(event, ev.StepPublished) or (isinstance(event, ev.TimePassed) and not marks):
+            marks.append((now, trained_s, lags.copy()))
+        for command in commands:
+            if isinstance(command, ev.Start):
+                for id in command.ids:  # a group is of the version of its first sample
+                    started.setdefault(id.group_id, command.version)
+            elif isinstance(command, ev.Train):
+                took = now
+                lags.update(command.base_version - started.pop(group) for group in command.group_ids)
+    marks = marks or [(now, trained_s, lags.copy())]
+    steps = len(marks) - 1
+    if steps < warmup + rundown:
+        raise ConfigError(f"recording: {steps} steps leave none beside {warmup} of warm-up and {rundown} at the end")
+    (began, trained_before_s, lags_before), (ended, trained_s, lags) = marks[warmup], marks[steps - rundown]
+    seconds, steps = ended - began, steps - warmup - rundown
+    return Replay(
+        mode=config.mode,
+        events=number - 1,
+        steps=steps,
+        seconds=seconds,
+        step_s=seconds / max(1, steps),
+        rollout_only=1 - (trained_s - trained_before_s) / seconds if seconds else 0.0,
+        lags=dict(lags - lags_before),
+    )
 
 
 def render(result: Replay) -> str:
@@ -62,61 +90,3 @@ def render(result: Replay) -> str:
         f"{result.seconds:.1f} s, {result.step_s:.2f} s a step, rollout only {result.rollout_only:.1%}, "
         f"groups by lag {lags}"
     )
-
-
-# ---------------------------------------------------------------- private
-
-
-class _Watch:
-    """Adds up a recording: (time, trainer's busy time, lags) at its start and at every publication."""
-
-    def __init__(self, warmup: int, rundown: int):
-        self._warmup, self._rundown = warmup, rundown
-        self._now = self._busy = self._took = 0.0
-        self._started: dict[GroupId, Version] = {}
-        self._lags: collections.Counter[int] = collections.Counter()
-        self._marks: list[tuple[float, float, collections.Counter[int]]] = []
-        self.events = 0
-
-    def __call__(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
-        self.events += 1
-        match event:
-            case ev.TimePassed(now_s=now_s):
-                self._now = now_s
-                if not self._marks:
-                    self._mark()
-            case ev.StepPublished():
-                self._busy += self._now - self._took
-                self._mark()
-        for command in commands:
-            match command:
-                case ev.Start(ids=ids, version=version):
-                    for id in ids:  # a group is of the version of its first sample
-                        self._started.setdefault(id.group_id, version)
-                case ev.Train(group_ids=groups, base_version=base):
-                    self._took = self._now
-                    self._lags.update(base - self._started.pop(group) for group in groups)
-
-    def result(self, mode: str) -> Replay:
-        if not self._marks:
-            self._mark()
-        first, last = self._warmup, len(self._marks) - 1 - self._rundown
-        if last < first:
-            steps = len(self._marks) - 1
-            raise ConfigError(
-                f"recording: {steps} steps leave none beside {first} of warm-up and {self._rundown} at the end"
-            )
-        (began, busy_before, lags_before), (ended, busy, lags) = self._marks[first], self._marks[last]
-        seconds = ended - began
-        return Replay(
-            mode=mode,
-            events=self.events,
-            steps=last - first,
-            seconds=seconds,
-            step_s=seconds / max(1, last - first),
-            rollout_only=1 - (busy - busy_before) / seconds if seconds else 0.0,
-            lags=dict(lags - lags_before),
-        )
-
-    def _mark(self) -> None:
-        self._marks.append((self._now, self._busy, self._lags.copy()))

@@ -10,7 +10,8 @@ published figures ("step_min", "rollout_only", "tokens_per_s"; "fitted" is 1 whe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from dora_jax.sim import bound, workload
 from dora_jax.sim.config import Row
@@ -28,37 +29,26 @@ def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
         lags = " ".join(f"{lag}:{share:.0%}" for lag, share in sorted(r.lags.items()))
         minutes, share, tokens = _minutes(r.step_s), f"{r.rollout_only:.1%}", f"{r.tokens_per_s:,.0f}"
         if spreads:
-            minutes += f" ± {_minutes(spreads[i](lambda r: r.step_s))}"
-            share += f" ± {spreads[i](lambda r: r.rollout_only):.1%}"
-            tokens += f" ± {spreads[i](lambda r: r.tokens_per_s):,.0f}"
+            minutes += f" ± {_minutes(spreads[i](attrgetter('step_s')))}"
+            share += f" ± {spreads[i](attrgetter('rollout_only')):.1%}"
+            tokens += f" ± {spreads[i](attrgetter('tokens_per_s')):,.0f}"
         # What versions on instances of their own add to a step; "-" where versions do not share the instances.
         apart = orchestrator_config(row.config, row.mode).decisions.repartitions and row.config.hardware.residents == 1
         rows.append([
             row.label, minutes, share, tokens, f"{r.occupancy:.1f}",
             lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}",
             _minutes(bound.step_floor_s(row)), (_minutes(bound.fragment_s(row.config)) if apart else "-")])  # fmt: skip
-    head = [
-        "mode",
-        "min/step",
-        "rollout only",
-        "tokens/s",
-        "batch",
-        "groups by lag",
-        "mean lag",
-        "mixed samples",
-        "versions mean/max",
-        "floor",
-        "fragments",
-    ]
+    head = ("mode", "min/step", "rollout only", "tokens/s", "batch", "groups by lag", "mean lag", "mixed samples",
+            "versions mean/max", "floor", "fragments")  # fmt: skip
     blocks = [grid(head, rows), _time(lines), _traffic(lines)]
     if any(row.config.orchestrator.elastic for row, _ in lines):
         # "late": the trainer's longest wait for chips that were lent.
-        head = ["chips of the trainer", "lends a step", "instances lent", "of", "late s"]
+        columns = ("chips of the trainer", "lends a step", "instances lent", "of", "late s")
         rows = [
             [row.label, f"{r.lends:.1f}", f"{r.lent:.2f}", str(len(row.config.hardware.lendable)), f"{r.late_s:.1f}"]
             for row, r in lines
         ]
-        blocks.append(grid(head, rows))
+        blocks.append(grid(columns, rows))
     if any(row.config.workload.mix for row, _ in lines):
         blocks.append(_tasks(lines, spreads))
     if any(row.published for row, _ in lines):
@@ -130,6 +120,9 @@ def _published(lines: Sequence[Line]) -> str:
     rows = []
     for row, r in lines:
         step, share, tokens_per_s = (row.published[name] for name in ("step_min", "rollout_only", "tokens_per_s"))
+        parameters = "fitted here" if row.published["fitted"] else "not fitted here"
+        if row.published["misfit"]:
+            parameters = "misfit: none can meet it"
         rows.append(
             [
                 row.label,
@@ -141,16 +134,10 @@ def _published(lines: Sequence[Line]) -> str:
                 f"{100 * (r.rollout_only - share):+.1f} pt",
                 f"{r.tokens_per_s / first_result.tokens_per_s:.2f}",
                 f"{tokens_per_s / first.published['tokens_per_s']:.2f}",
-                _parameters(row.published),
+                parameters,
             ]
         )
     return grid(head, rows)
-
-
-def _parameters(published: Mapping[str, float]) -> str:
-    if published["misfit"]:
-        return "misfit: none can meet it"
-    return "fitted here" if published["fitted"] else "not fitted here"
 
 
 def _minutes(seconds: float) -> str:

@@ -7,6 +7,7 @@ parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dora_jax.costs import Costs
 from dora_jax.sim.config import OrchestratorSection
@@ -14,18 +15,16 @@ from dora_jax.sim.instance import Job
 from dora_jax.types import Version
 
 
+@dataclass(slots=True, eq=False)
 class SimGroup:
     """What the world knows of a group: its tag, and what its finished samples add up to."""
 
-    __slots__ = ("done", "mixed", "squares", "task", "tokens", "version")
-
-    def __init__(self, version: Version, task: str):
-        self.version = version
-        self.task = task
-        self.done = 0
-        self.tokens = 0
-        self.squares = 0.0
-        self.mixed = 0  # samples with tokens of more than one version
+    version: Version
+    task: str
+    done: int = 0
+    tokens: int = 0
+    squares: float = 0.0
+    mixed: int = 0  # samples with tokens of more than one version
 
     def ended(self, job: Job) -> None:
         self.done += 1

@@ -32,8 +32,14 @@ class Tuned:
 
 def tune(row: Row) -> Tuned:
     """The fastest point of the row's grid."""
-    search = _Search(row)
-    here, before = search.start(), None
+    search, config = _Search(row), row.config
+    own = {
+        SPLIT: config.hardware.rollout_chips or config.hardware.chips // 2,
+        INFLIGHT: config.orchestrator.inflight,
+        BOUND: config.orchestrator.max_versions,
+    }
+    here = {name: min(values, key=lambda value: abs(value - own[name])) for name, values in search.axes.items()}
+    before = None
     while here != before:
         before = dict(here)
         for name in search.axes:
@@ -73,15 +79,6 @@ class _Search:
             axes[BOUND] = section.max_versions
         self.axes = axes
         self.seen: dict[tuple, Result] = {}
-
-    def start(self) -> dict[str, Any]:
-        config = self.row.config
-        own = {
-            SPLIT: config.hardware.rollout_chips or config.hardware.chips // 2,
-            INFLIGHT: config.orchestrator.inflight,
-            BOUND: config.orchestrator.max_versions,
-        }
-        return {name: min(values, key=lambda value: abs(value - own[name])) for name, values in self.axes.items()}
 
     def at(self, point: dict[str, Any]) -> Row:
         return dataclasses.replace(self.row, config=replace(self.row.config, point))

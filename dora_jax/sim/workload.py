@@ -10,10 +10,8 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 from dora_jax.base.config_tree import nearest
 from dora_jax.config import ConfigError
@@ -58,8 +56,13 @@ class Workload:
     def __init__(self, section: WorkloadSection):
         self._seed = section.seed
         self._cycle = cycle_of(weights(section)) or ("",)
-        mix = section.mix or {"": {}}
-        self._tasks = {name: _LengthDistribution(_of_task(section, name, part)) for name, part in mix.items()}
+        self._tasks: dict[str, _LengthDistribution] = {}
+        known = {field.name for field in dataclasses.fields(WorkloadSection)}
+        for task, part in (section.mix or {"": {}}).items():
+            changes = {name: value for name, value in part.items() if name not in ("weight", "limit")}
+            for name in sorted(set(changes) - known):
+                raise ConfigError(f"workload.mix.{task}.{name}: unknown field; the nearest is {nearest(name, known)}")
+            self._tasks[task] = _LengthDistribution(dataclasses.replace(section, mix={}, **changes))
         self._recorded: dict[SampleId, int] = {}
         self._untrainable: frozenset[GroupId] | None = None
         if section.distribution == "journal":
@@ -188,11 +191,3 @@ def weights(section: WorkloadSection) -> dict[str, int]:
 def limits(section: WorkloadSection) -> tuple[tuple[str, float], ...]:
     """Of each task of the mix, where one has a limit of its own."""
     return tuple((name, float(part["limit"])) for name, part in sorted(section.mix.items()) if "limit" in part)
-
-
-def _of_task(section: WorkloadSection, task: str, part: Mapping[str, Any]) -> WorkloadSection:
-    changes = {name: value for name, value in part.items() if name not in ("weight", "limit")}
-    known = {field.name for field in dataclasses.fields(WorkloadSection)}
-    for name in sorted(set(changes) - known):
-        raise ConfigError(f"workload.mix.{task}.{name}: unknown field; the nearest is {nearest(name, known)}")
-    return dataclasses.replace(section, mix={}, **changes)

@@ -54,7 +54,7 @@ class SimWorld:
         self._workload, self._seed = Workload(config.workload), config.workload.seed
         hardware = config.hardware
         self._network = Network(
-            self.costs, hardware.trainer_chips // hardware.instance_chips, config.orchestrator.peer_weights
+            self.costs.load_s(), hardware.trainer_chips // hardware.instance_chips, config.orchestrator.peer_weights
         )
         self._instances: dict[InstanceId, Instance] = {}
         self._live: dict[Version, int] = {}
@@ -124,7 +124,7 @@ class SimWorld:
                 self._notify(ev.MoveFailed(**way, reason="it is not there any more"))
                 continue
             self._away[id] = job
-            end = self._network.move(self.now, src.id, command.dst, job.cached)
+            end = self._network.move(self.now, src.id, command.dst, self.costs.move_s(job.cached))
             self._at(end, self._arrive, job, src, self._instances.get(command.dst), command)
         if src:
             self._schedule(src)
@@ -137,7 +137,7 @@ class SimWorld:
             if job is not None:
                 self._away[id] = job
                 end += self.costs.park_s(job.cached)
-                self._at(end, self._parked, job, instance)
+                self._at(end, self._brought, job, instance, ev.SampleParked)
         self._schedule(instance)
 
     def _resume(self, command: ev.Resume) -> None:
@@ -146,11 +146,12 @@ class SimWorld:
         for id in command.ids:
             job = self._away[id]
             if job.version != command.version:  # other weights: its KV is of no use
-                job.go_on_under(command.version)
+                job.version, job.cached = command.version, 0
+                job.mixed = job.mixed or job.sampled > 0
             job.attempt, job.arrival = command.attempt, "" if job.cached else "resume"
             if job.cached:
                 end += self.costs.park_s(job.cached)
-                self._at(end, self._resumed, job, instance)
+                self._at(end, self._brought, job, instance, ev.SampleResumed)
             else:
                 del self._away[id]
                 self.meter.reprefilled += job.tokens
@@ -171,18 +172,20 @@ class SimWorld:
                 self.meter.cancelled_tokens += job.sampled
             if job is not None or command.instance is not None:
                 self._notify(ev.SampleCancelled(id=id, reason=command.reason))
-            self._forget_group(id.group_id)  # a group of which something was cancelled will not be trained
+            self._ready.discard(id.group_id)  # a group of which something was cancelled will not be trained
+            self._groups.pop(id.group_id, None)
 
-    def _forget_group(self, group_id: GroupId) -> None:
-        self._ready.discard(group_id)
-        self._groups.pop(group_id, None)
+    def _discard(self, command: ev.Discard | ev.Retire) -> None:
+        if isinstance(command, ev.Discard):
+            self._ready.discard(command.group_id)
+            self._groups.pop(command.group_id, None)
 
     def _train(self, command: ev.Train) -> None:
         groups = [self._groups.pop(g) for g in command.group_ids]
         if self._out:
             raise RuntimeError(f"the trainer begins while instances {sorted(self._out)} have its chips")
         if self._wanted_s is not None:
-            self.meter.late(self.now - self._wanted_s)
+            self.meter.late_s = max(self.meter.late_s, self.now - self._wanted_s)
             self._wanted_s = None
         self._ready.difference_update(command.group_ids)
         if not self._trainer.busy:
@@ -221,14 +224,13 @@ class SimWorld:
         instance.paused = True
         if self._wanted_s is None:
             self._wanted_s = self.now
-        self._at(self.now + self.costs.return_s(sum(job.cached for job in jobs)), self._returned, instance, jobs)
+        self._at(self.now + self.costs.return_s(sum(job.cached for job in jobs)), self._down, instance, jobs)
 
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
-        ev.Cancel: _cancel, ev.Train: _train, ev.Retire: lambda world, command: None,
+        ev.Cancel: _cancel, ev.Train: _train, ev.Retire: _discard,
         ev.Pause: _pause, ev.Unpause: _pause,
-        ev.Discard: lambda world, command: world._forget_group(command.group_id),
-        ev.Lend: _lend, ev.Return: _reclaim,
+        ev.Discard: _discard, ev.Lend: _lend, ev.Return: _reclaim,
     }  # fmt: skip
 
     # ------------------------------------------------------------------ appointments
@@ -257,17 +259,13 @@ class SimWorld:
                 if job.turn < len(job.turns) - 1:
                     self._ask(instance, job)
                     continue
-                self._notify(
-                    ev.SampleDone(
-                        id=job.id,
-                        instance=instance.id,
-                        tokens=job.response,
-                        finish="stop",
-                        incarnation=instance.incarnation,
-                    )
-                )
+                done = ev.SampleDone(
+                    id=job.id, instance=instance.id, tokens=job.response, finish="stop",
+                    incarnation=instance.incarnation,
+                )  # fmt: skip
+                self._notify(done)
                 if self._trace:
-                    self._trace.done(self.now, job, instance)
+                    self._trace.last_done[job.id.group_id] = (self.now, instance.id)
                 group = self._groups.get(job.id.group_id)
                 if group is None:
                     continue
@@ -275,7 +273,10 @@ class SimWorld:
                 if group.done == self._config.orchestrator.group_size:
                     self._at(self.now + self.costs.score_s, self._scored, job.id.group_id, group)
             else:
-                progress = {id: instance.response_of(job) for id, job in instance.decoding.items()}
+                progress = {
+                    id: job.response + int(instance.ticks - job.join + inst.TICK_EPS)  # whole tokens
+                    for id, job in instance.decoding.items()
+                }
                 free = instance.free_tokens // self._config.hardware.page_size
                 self._notify(
                     ev.InstanceReported.of(
@@ -294,25 +295,25 @@ class SimWorld:
         due_s = self.now + job.turns[job.turn].environment_s
         if self._config.orchestrator.hold_slots:
             instance.wait_for_environment(job)
-            self._at(due_s, self._answered_in_place, instance, job)
+            self._at(due_s, self._answered, job, instance)
             return
         self._away[job.id] = job
         self.meter.waits(self.now, 1)
         way: dict[str, Any] = {"incarnation": instance.incarnation, "attempt": job.attempt}
         self._notify(ev.SampleWaiting(id=job.id, instance=instance.id, tokens=job.response, **way))
-        self._at(due_s, self._answered, job)
+        self._at(due_s, self._answered, job, None)
 
-    def _answered(self, job: Job) -> None:
-        self.meter.waits(self.now, -1)
-        if self._away.get(job.id) is job:  # else its group was given up
-            job.observe()
-            self._notify(ev.SampleReady(id=job.id, tokens=job.response, attempt=job.attempt))
-
-    def _answered_in_place(self, instance: Instance, job: Job) -> None:
-        if instance.waits(job):
-            instance.advance(self.now)
-            instance.answered(job)
-            self._schedule(instance)
+    def _answered(self, job: Job, place: Instance | None) -> None:
+        """`place`: where it has kept its slot."""
+        if place is None:
+            self.meter.waits(self.now, -1)
+            if self._away.get(job.id) is job:  # else its group was given up
+                job.observe()
+                self._notify(ev.SampleReady(id=job.id, tokens=job.response, attempt=job.attempt))
+        elif place.waiting.get(job.id) is job:
+            place.advance(self.now)
+            place.answered(job)
+            self._schedule(place)
 
     def _scored(self, group_id: GroupId, group: SimGroup) -> None:
         if self._groups.get(group_id) is not group:
@@ -360,14 +361,12 @@ class SimWorld:
         self._touch(instance.id).receive(job)
         self._schedule(instance)
 
-    def _parked(self, job: Job, instance: Instance) -> None:
+    def _brought(self, job: Job, instance: Instance, fact: type[ev.SampleParked | ev.SampleResumed]) -> None:
+        """Its KV is in host memory, or back from there."""
         if self._away.get(job.id) is job and self._instances.get(instance.id) is instance:
-            self._notify(ev.SampleParked(id=job.id, **instance.where(job)))
-
-    def _resumed(self, job: Job, instance: Instance) -> None:
-        if self._away.get(job.id) is job and self._instances.get(instance.id) is instance:
-            self._settle(job, instance)
-            self._notify(ev.SampleResumed(id=job.id, **instance.where(job)))
+            if fact is ev.SampleResumed:
+                self._settle(job, instance)
+            self._notify(fact(id=job.id, **instance.where(job)))
 
     def _part_trained(self, version: Version, last: bool) -> None:
         if not self._trainer.ends(self.now):
@@ -403,31 +402,32 @@ class SimWorld:
         self._instances[id] = instance
         self.meter.up(self.now, id)
         self._network.loaded(id, *versions)
-        self._notify(inst.came_up(self._config.hardware, instance, self.costs.pages, versions))
+        up = ev.InstanceUp(
+            instance=id, slots=hardware.slots, pages=self.costs.pages, page_size=hardware.page_size,
+            residents=hardware.residents, versions=versions, incarnation=instance.incarnation,
+        )  # fmt: skip
+        self._notify(up)
         fault = self._config.fault
         if fault.mtbf_s:
             uptime_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._incarnations[id]))
             self._at(self.now + uptime_s, self._down, instance)
 
-    def _returned(self, instance: Instance, jobs: list[Job]) -> None:
-        """`jobs` have left it before; what has come to it meanwhile leaves it now."""
+    def _down(self, instance: Instance, left: list[Job] | None = None) -> None:
+        """An incarnation is over. `left`: samples that have left it as it gave its chips back, which what has come to
+        it meanwhile follows; None: it is lost."""
+        if left is None and (self._instances.get(instance.id) is not instance or instance.id in self._returning):
+            return
         instance.advance(self.now)
-        self._ends(instance, [*jobs, *instance.clear(keeps_kv=True)], "returned")
-
-    def _down(self, instance: Instance) -> None:
-        if self._instances.get(instance.id) is instance and instance.id not in self._returning:
-            instance.advance(self.now)
-            self._ends(instance, instance.clear(), "lost")
-
-    def _ends(self, instance: Instance, jobs: list[Job], reason: str) -> None:
-        """An incarnation is over; `jobs` are its samples."""
+        jobs = [*(left or ()), *instance.clear(keeps_kv=left is not None)]
+        reason = "lost" if left is None else "returned"
         self._away.update((job.id, job) for job in jobs)
         instance.wakeup += 1
         del self._instances[instance.id]
-        self._network.lost(instance.id)
+        self._network.holds.pop(instance.id, None)
         if lent := instance.id in self._lendable:  # else its chips were never the trainer's
             self._returning.discard(instance.id)
-            self.meter.lent(self.now - self._out.pop(instance.id))
+            self.meter.lends += 1
+            self.meter.lent_s += self.now - self._out.pop(instance.id)
         self.meter.lost(self.now, instance, comes_back=not lent)
         self._notify(ev.InstanceDown(instance=instance.id, reason=reason, incarnation=instance.incarnation))
         if not lent:
