@@ -34,6 +34,7 @@ RENAMED = {
     "dora_jax.config_files": "dora_jax.config.files",
     "dora_jax.config_live": "dora_jax.config.live",
     "dora_jax.config_task": "dora_jax.config.task",
+    "dora_jax.runtime.journal.journal_digests": "dora_jax.runtime.journal.journal_audit",
     "dora_jax.serving.counters": "dora_jax.base.prometheus",
     "dora_jax.serving.text": "dora_jax.serving.chat",
     "dora_jax.sim.agenda": "dora_jax.sim.world",

@@ -184,7 +184,7 @@ def save_published(
             if backing.due(event.version):
                 backing.save(event.version, log)
                 if durable is not None:
-                    durable.want_segment()
+                    durable.rotate_due = True
             if durable is not None and not backing.keep_all and (known := backing.steps):
                 durable.forget_before(known[0])
     backing.journal_saves(durable)

@@ -11,6 +11,7 @@ published again with equal weights has the copy that it had, or the run does not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -195,7 +196,12 @@ def _refuse_lost(
     lost += [f"checkpoints/{name} was moved aside" for name in checkpoints.aside()]
     if journal is not None and journal.segments():
         lost.append(fault or "its journal cannot be read")
-    if reached := _reached(metrics):
+    reached = INITIAL  # the last step in this file, as far as it can be read
+    for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            step = json.loads(line)["step"]
+            reached = max(reached, step) if type(step) is int else reached
+    if reached:
         lost.append(f"{metrics.name} reaches step {reached}")
     if not lost:
         return
@@ -206,18 +212,6 @@ def _refuse_lost(
         f"workdir: {url or workdir} holds a run that has nothing left to go on from ({'; '.join(lost)}): restore its "
         f"files, or {anew}"
     )
-
-
-def _reached(metrics: Path) -> Version:
-    """The last step in this file, as far as it can be read."""
-    reached = INITIAL
-    for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        reached = max(reached, step) if type(step) is int else reached
-    return reached
 
 
 def _again(
