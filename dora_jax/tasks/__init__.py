@@ -7,9 +7,9 @@
     source.py            what a source of questions does; randomness by identity, and what makes two prompts the same
     worked_solutions.py  worked solutions of some datasets, for the supervised warm start
     rewards.py           (prompt, response, answer) -> float | {name: float}: the shipped ones; how a path is resolved
-    trial.py             the rewards score one real row before anything is compiled
     solved.py            what counts as solved on held-out prompts
-    pool.py              ScorerPool: rewards in killable processes (worker.py), beside generation
+    pool.py              ScorerPool: rewards in killable processes (worker.py), beside generation; one real row is
+                         scored before anything is compiled
     reward_model.py      ModelScorer: a trained judge on a mesh of its own, behind the pool
     code.py              rewards that run a response's program on tests; the Python tool, alone and as an environment
     environment.py       the Protocol of what answers a policy of several turns

@@ -43,14 +43,16 @@ def blamed(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([_of_entry(problem, name) for problem in error.problems]) from error
+        raise ConfigError(
+            [
+                f"task.mix.{name}.{problem.removeprefix('task.')}"
+                if problem.partition(":")[0].partition(".")[2].partition(".")[0] in OWN
+                else problem
+                for problem in error.problems
+            ]
+        ) from error
     except ValueError as error:
         raise ConfigError(f"task.mix.{name}.path: {error}") from error
-
-
-def _of_entry(problem: str, name: str) -> str:
-    field = problem.partition(":")[0].partition(".")[2]
-    return f"task.mix.{name}.{problem.removeprefix('task.')}" if field.partition(".")[0] in OWN else problem
 
 
 class Mixture:

@@ -10,6 +10,7 @@ refused. The asked code runs inside the answering process itself, and no wall se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -80,7 +81,7 @@ class Process:
         self._runs_programs = runs_programs  # it may call programs.run, whatever its own sandbox
         self._walled: sandbox.Walled | None = None
         self._server: programs.Server | None = None
-        self._sock: socket.socket | None = None
+        self.connection: socket.socket | None = None  # of the process, also for frames that are no answers to `ask`
         self._noise = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open as long as the process)
         self._held: dict[str, Any] = {
             "noise": self._noise
@@ -93,11 +94,6 @@ class Process:
     def pid(self) -> int | None:
         """Of the supervisor, while there is a process."""
         return self._walled.pid if self._walled and self._walled.poll() is None else None
-
-    @property
-    def connection(self) -> socket.socket | None:
-        """Of the process, for frames that are no answers to `ask`."""
-        return self._sock
 
     def start(self) -> None:
         """A fresh process that has taken the setup; Refused where it says no, NoAnswer where it keeps dying."""
@@ -119,7 +115,7 @@ class Process:
                     stdout=self._noise,
                     memory_bytes=self._memory_bytes,
                 )
-            self._sock = self._held["sock"] = ours
+            self.connection = self._held["sock"] = ours
             if self._closed:  # close() came between
                 self.close()
             try:
@@ -133,7 +129,7 @@ class Process:
 
     def ask(self, request: Request, timeout_s: float, what: str) -> Request:
         """The reply. `what` is what a sentence calls the code that is asked."""
-        sock = self._sock
+        sock = self.connection
         if sock is None:
             raise NoAnswer(f"{what}: the worker is gone")
         if os.fstat(self._noise.fileno()).st_size > NOISE_LIMIT_BYTES:
@@ -148,7 +144,12 @@ class Process:
         except TimeoutError:
             reason = kind = f"{what} took over {timeout_s:g} s"
         except (EOFError, OSError):
-            kind = f"{what}: the worker {self._exit_status()}"
+            ended = "closed its socket"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert self._walled is not None
+                code = self._walled.wait(EXIT_TIMEOUT_S)
+                ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            kind = f"{what}: the worker {ended}"
             size = os.fstat(self._noise.fileno()).st_size
             tail = os.pread(self._noise.fileno(), NOISE_TAIL_BYTES, max(0, size - NOISE_TAIL_BYTES))
             lines = tail.decode(errors="replace").strip().splitlines()
@@ -165,31 +166,20 @@ class Process:
     def close(self) -> None:
         """Kills the process; a thread that waits for a reply wakes up and gives up."""
         self._closed = True
-        with self._lock:
-            self._end_processes()
+        self._end(keep_socket=True)
 
     # ------------------------------------------------------------ private
 
-    def _exit_status(self) -> str:
-        try:
-            assert self._walled is not None
-            code = self._walled.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "closed its socket"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def _end(self) -> None:
+    def _end(self, keep_socket: bool = False) -> None:
+        """keep_socket: another thread may be reading from it."""
         with self._lock:
-            self._end_processes()
-            if self._sock is not None:
-                self._sock.close()
-                self._sock = None
-
-    def _end_processes(self) -> None:
-        if self._walled is not None:
-            self._walled.end()
-        if self._server is not None:
-            self._server.end()
+            if self._walled is not None:
+                self._walled.end()
+            if self._server is not None:
+                self._server.end()
+            if self.connection is not None and not keep_socket:
+                self.connection.close()
+                self.connection = None
 
 
 def _close_all(held: dict[str, Any]) -> None:
