@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dora_jax import types
 
 if TYPE_CHECKING:
-    from dora_jax.config.task import TaskPart, TaskSection
+    from dora_jax.config.task import TaskPart
     from dora_jax.tasks.source import Source, TaskRow
 
 OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a section that each entry has for itself
@@ -27,12 +27,6 @@ OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a secti
 def cycle_of(mix: Mapping[str, TaskPart]) -> tuple[str, ...]:
     """The order of tasks in one turn; () for no mix."""
     return types.cycle_of({name: part.weight for name, part in mix.items()})
-
-
-def part_of(section: TaskSection, name: str) -> TaskSection:
-    """The section of one entry alone."""
-    part = section.mix[name]
-    return dataclasses.replace(section, mix={}, **{field: getattr(part, field) for field in OWN})
 
 
 @contextlib.contextmanager

@@ -93,7 +93,18 @@ class ScorerPool:
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
         setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
-        form, variables = form_of_sandbox(section), section.reward_env
+        form = sandbox.WEAK
+        if section.reward_sandbox != sandbox.WEAK:
+            try:
+                form = sandbox.full()
+            except sandbox.NoSandbox as error:
+                if section.reward_sandbox != "auto" or not all(path.startswith(SHIPPED) for path in section.rewards):
+                    raise ConfigError(
+                        f'task.reward_sandbox: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
+                        "environment and signal its processes"
+                    ) from error
+                _log.warning("the shipped rewards run in the weak form of the sandbox: %s", error)
+        variables = section.reward_env
         for name in variables:
             if name not in os.environ:
                 raise ConfigError(f"task.reward_env: the environment has no {name}")
@@ -242,23 +253,6 @@ class ScorerPool:
                 f"reward workers failed {calls.START_ATTEMPTS} times to load "
                 f"{', '.join(self._section.rewards)}; {error}"
             ) from error
-
-
-def form_of_sandbox(section: TaskSection) -> str:
-    """The form (sandbox.py) of these rewards' sandbox; ConfigError where the machine lacks what the section asks
-    for."""
-    if section.reward_sandbox == sandbox.WEAK:
-        return sandbox.WEAK
-    try:
-        return sandbox.full()
-    except sandbox.NoSandbox as error:
-        if section.reward_sandbox == "auto" and all(path.startswith(SHIPPED) for path in section.rewards):
-            _log.warning("the shipped rewards run in the weak form of the sandbox: %s", error)
-            return sandbox.WEAK
-        raise ConfigError(
-            f'task.reward_sandbox: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
-            "environment and signal its processes"
-        ) from error
 
 
 def try_rewards(pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:

@@ -24,18 +24,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from dora_jax.runtime.journal import frames
 from dora_jax.runtime.journal.forked_writer import Child, fork
-from dora_jax.runtime.journal.frames import (
-    FRAME,
-    MAX_RECORD_BYTES,
-    MAX_SEGMENT,
-    PREAMBLE,
-    Segment,
-    frame,
-    frames,
-    preamble,
-    unframe,
-)
 from dora_jax.runtime.journal.log_stores import JournalError, LogStore, write_all
 
 # Of a segment that is no file, is gone, or lies on a damaged disk. Any other error is not the segment's fault.
@@ -98,22 +88,22 @@ class EventLog:
     def segments(self) -> list[int]:
         return self._log.segments()
 
-    def read(self, segment: int) -> Segment:
+    def read(self, segment: int) -> frames.Segment:
         """UnknownFormat: another version of dora_jax wrote its frames. OSError: it could not be read for now."""
-        if segment > MAX_SEGMENT:
-            return Segment((), "has a number that no run reaches", 0)
+        if segment > frames.MAX_SEGMENT:
+            return frames.Segment((), "has a number that no run reaches", 0)
         try:
-            return unframe(self._log.read(segment), segment)
+            return frames.unframe(self._log.read(segment), segment)
         except OSError as error:
             if error.errno not in UNREADABLE:
                 raise
-            return Segment((), f"cannot be read: {os.strerror(error.errno)}", 0)
+            return frames.Segment((), f"cannot be read: {os.strerror(error.errno)}", 0)
 
     def rotate(self, records: Iterable[bytes]) -> int:
         """Begins the next segment with these records and returns its number; later appends go there. OSError: it could
         not be begun, and the present segment goes on."""
         number, head = self._next_number(sync=True), list(records)
-        self._log.begin(number, preamble(len(head)) + frames(head, number))
+        self._log.begin(number, frames.preamble(len(head)) + frames.frames(head, number))
         self._open, self._segment, self._index = True, number, len(head)
         return number
 
@@ -128,12 +118,12 @@ class EventLog:
         def write() -> None:
             """In the child. It uses no buffer that a thread of the parent could have left locked."""
             fd = os.open(head, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            write_all(fd, bytes(PREAMBLE.size))
+            write_all(fd, bytes(frames.PREAMBLE.size))
             count = 0
             for record in records():
-                write_all(fd, frame(record, number, count))
+                write_all(fd, frames.frame(record, number, count))
                 count += 1
-            os.pwrite(fd, preamble(count), 0)
+            os.pwrite(fd, frames.preamble(count), 0)
             os.fsync(fd)
 
         self._rotation = _Rotation(number, head, fork(write))
@@ -155,14 +145,14 @@ class EventLog:
         try:
             if rotation.staged is None:
                 with rotation.head.open("rb") as head:
-                    rotation.frames = PREAMBLE.unpack(head.read(PREAMBLE.size))[2]
+                    rotation.frames = frames.PREAMBLE.unpack(head.read(frames.PREAMBLE.size))[2]
                 rotation.staged = self._pool.submit(self._log.stage, rotation.number)
             syncs = self._syncing is not None and not self._syncing.done()
             if syncs or not rotation.staged.done() or self._degraded_since is not None:
                 return None
             rotation.staged.result()
             self._syncing = None  # of the old segment, which the new one holds: `begin` makes that durable
-            late = frames(rotation.late, rotation.number, rotation.frames)
+            late = frames.frames(rotation.late, rotation.number, rotation.frames)
             self._log.begin(rotation.number, late, staged=True)
         except OSError as error:
             self._drop_rotation(str(error))
@@ -185,9 +175,9 @@ class EventLog:
         """Keeps a record for the next commit."""
         if not self._open:
             raise JournalError("the journal has no segment of this run yet: rotate first")
-        if len(record) > MAX_RECORD_BYTES:
-            raise JournalError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD_BYTES}")
-        self._bytes += FRAME.size + len(record)
+        if len(record) > frames.MAX_RECORD_BYTES:
+            raise JournalError(f"a record of {len(record)} bytes is over the limit of {frames.MAX_RECORD_BYTES}")
+        self._bytes += frames.FRAME.size + len(record)
         self._buffer.append(record)
         if self._bytes > MAX_BACKLOG_BYTES:
             raise JournalError(
@@ -216,7 +206,7 @@ class EventLog:
             if self._syncing is not None and self._syncing.done():
                 self._end_sync()
             if self._buffer or self._degraded_since is not None:
-                self._log.append(frames(self._buffer, self._segment, self._index))
+                self._log.append(frames.frames(self._buffer, self._segment, self._index))
                 self._index += len(self._buffer)
                 self._unsynced = True
                 self.commits += 1
@@ -294,7 +284,7 @@ class EventLog:
         """The number of the next segment. OSError: records of the present one wait to be written."""
         if not self.commit(sync=sync) or self._buffer:
             raise OSError("the journal cannot begin a segment while older records wait for space")
-        return max((number for number in self._log.segments() if number < MAX_SEGMENT), default=0) + 1
+        return max((number for number in self._log.segments() if number < frames.MAX_SEGMENT), default=0) + 1
 
     def _end_sync(self) -> None:
         """Raises what the last sync on the other thread failed of."""

@@ -100,7 +100,16 @@ class Process:
         for attempt in range(1, START_ATTEMPTS + 1):
             self._end()
             ours, theirs = socket.socketpair()
-            env, fds = environment(self._variables, foreign=bool(self._python)), [theirs.fileno()]
+            # A clean environment, with the modules that we can import; no accelerator, which belongs to the run.
+            # Another interpreter imports its own packages, and of ours this one and what PYTHONPATH and the working
+            # directory hold.
+            path = [entry for entry in sys.path if entry]
+            if self._python:
+                given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+                path = [str(Path(__file__).parents[3]), *filter(None, given)]
+            modules = os.pathsep.join(dict.fromkeys([*path, os.getcwd()]))
+            env = sandbox.clean_environment(self._variables) | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
+            fds = [theirs.fileno()]
             with theirs, self._lock:
                 if self._runs_programs:
                     self._server = programs.Server()
@@ -185,17 +194,6 @@ class Process:
 def _close_all(held: dict[str, Any]) -> None:
     for file in held.values():
         file.close()
-
-
-def environment(more: Iterable[str] = (), foreign: bool = False) -> dict[str, str]:
-    """A clean one, with the modules that we can import; no accelerator, which belongs to the run. foreign: another
-    interpreter imports its own packages, and of ours this one and what PYTHONPATH and the working directory hold."""
-    path = [entry for entry in sys.path if entry]
-    if foreign:
-        path = [str(Path(__file__).parents[3]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    path.append(os.getcwd())
-    ours = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "JAX_PLATFORMS": "cpu"}
-    return {**sandbox.clean_environment(more), **ours}
 
 
 # ---------------------------------------------------------------- the other side
