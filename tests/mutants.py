@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "the_optimizer_state_is_not_restored",
         "runtime/journal/resume.py",
-        "self._trainer.load(restored.params, restored.opt_state, self.step)",
-        "self._trainer.load(restored.params, self._trainer.abstract_state().opt_state, self.step)",
+        "self.trainer.load(restored.params, restored.opt_state, self.step)",
+        "self.trainer.load(restored.params, self.trainer.abstract_state().opt_state, self.step)",
         "test_resume_laws.py::test_all_that_was_saved_reaches_the_trainer",
     ),
     Mutant(

@@ -53,7 +53,7 @@ def test_a_run_offers_its_newest_checkpoint_and_those_that_follow(tmp_path):
     folder, directory = hf_folder.folder(tmp_path / "model"), tmp_path / "run/checkpoints"
     section = configs.ModelSection(path=str(folder), dtype="float32")
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
-    first = server.FolderSource(Config(model=section), mesh).read(0)
+    first = server.read_folder(Config(model=section), mesh)
     store = Checkpoints(directory, CheckpointSection(keep=3), lambda sentence: None)
     second = jax.tree.map(lambda x: x + 1, first)
     store.save(2, first, {"step": np.ones(1, np.float32)}, {}, {})
@@ -77,8 +77,8 @@ def test_a_folder_is_served_with_the_adapter_that_is_named(tmp_path):
     peft.save(tmp_path / "adapter", cfg, shape, adapter, "base")
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     asked = Config(model=ModelSection(path=str(base)), lora=shape)
-    served = server.FolderSource(asked, mesh).read(0)
+    served = server.read_folder(asked, mesh)
     jax.tree.map(np.testing.assert_array_equal, served, lora.merge(hf.load(base)[1], adapter, shape.gain))
     wrong = dataclasses.replace(asked, lora=dataclasses.replace(shape, rank=3))
     with pytest.raises(ConfigError, match=r"lora\.path: .* has r=2, and lora\.rank is 3: they must be equal"):
-        server.FolderSource(wrong, mesh).read(0)
+        server.read_folder(wrong, mesh)

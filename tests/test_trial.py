@@ -11,9 +11,8 @@ import pytest
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import solved
-from dora_jax.tasks.pool import ScorerPool
+from dora_jax.tasks.pool import ScorerPool, try_rewards
 from dora_jax.tasks.solved import Solved
-from dora_jax.tasks.trial import try_rewards
 from dora_jax.types import Prompt, ScoredGroup
 from tests.fakes.tasks import SUMS, opened
 

@@ -23,7 +23,7 @@ MOVED = {
     ("dora_jax", "dora_jax.plan"): "budget devices hub memory presets validate",
     ("dora_jax.tasks", "dora_jax.tasks.sandbox"): "calls program_server programs render render_worker"
     " seccomp supervisor",
-    ("dora_jax.tasks", "dora_jax.tasks.environments"): "bridge by_task calculator dialogues environment_process"
+    ("dora_jax.tasks", "dora_jax.tasks.environments"): "bridge by_task calculator dialogues"
     " environment_worker noise renderer_bridge skyrl_gym",
     ("dora_jax.models", "dora_jax.models.families"): "config",
 }
@@ -34,6 +34,7 @@ RENAMED = {
     "dora_jax.config_files": "dora_jax.config.files",
     "dora_jax.config_live": "dora_jax.config.live",
     "dora_jax.config_task": "dora_jax.config.task",
+    "dora_jax.runtime.journal.journal_digests": "dora_jax.runtime.journal.journal_audit",
     "dora_jax.serving.counters": "dora_jax.base.prometheus",
     "dora_jax.serving.text": "dora_jax.serving.chat",
     "dora_jax.sim.agenda": "dora_jax.sim.world",
@@ -41,8 +42,11 @@ RENAMED = {
     "dora_jax.sim.environments": "dora_jax.sim.world",
     "dora_jax.sim.trace": "dora_jax.sim.meter",
     "dora_jax.spelling": "dora_jax.base.config_tree",
+    "dora_jax.tasks.environment_process": "dora_jax.tasks.environments",
+    "dora_jax.tasks.environments.environment_process": "dora_jax.tasks.environments",
     "dora_jax.tasks.identity": "dora_jax.tasks.source",
     "dora_jax.tasks.program_walls": "dora_jax.tasks.sandbox.bubblewrap",
+    "dora_jax.tasks.trial": "dora_jax.tasks.pool",
     "dora_jax.tasks.token_bridge": "dora_jax.tasks.environments.bridge",
     "dora_jax.update_costs": "dora_jax.costs.update",
 }

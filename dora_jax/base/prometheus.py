@@ -5,6 +5,7 @@ Consumes path-named numbers (`lag/max`), read when somebody asks; produces gauge
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -56,9 +57,9 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
 
 
 class Counters:
-    """`numbers`: what is read when somebody asks, by name; see Endpoint."""
+    """`numbers`: name -> (its meaning, its value now), which is read when somebody asks; see Endpoint."""
 
-    def __init__(self, numbers: Mapping[str, tuple[str, Callable[[], float]]], *others: Collector):
+    def __init__(self, numbers: Callable[[], Mapping[str, tuple[str, float]]], *others: Collector):
         self._registry = CollectorRegistry()
         for other in others:
             self._registry.register(other)
@@ -71,8 +72,9 @@ class Counters:
         self.answer_s = Histogram(
             "dora_answer_seconds", "from a request to its last token", buckets=SECONDS, registry=self._registry
         )
-        for name, (meaning, read) in numbers.items():
-            Gauge(f"dora_{name}", meaning, registry=self._registry).set_function(read)
+        for name, (meaning, _) in numbers().items():
+            gauge = Gauge(f"dora_{name}", meaning, registry=self._registry)
+            gauge.set_function(functools.partial(lambda name: numbers()[name][1], name))
 
     def text(self) -> bytes:
         return page(self._registry)

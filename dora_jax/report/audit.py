@@ -37,7 +37,7 @@ def audit(workdir: str, data: RunData) -> None:
 
 def _replay(place: str, data: RunData) -> None:
     from dora_jax.runtime.journal import journal_audit  # a report without a journal needs none of it
-    from dora_jax.runtime.journal.event_log import EventLog
+    from dora_jax.runtime.journal.event_log import EventLog, unheard
     from dora_jax.runtime.journal.recovery import replay
 
     journal = EventLog(journal_audit.reading(place))
@@ -45,7 +45,7 @@ def _replay(place: str, data: RunData) -> None:
     if not numbers:
         data.audit = "There is no journal here to audit."
         return
-    ledger = replay(journal, numbers, lambda sentence: None).orchestrator.state.ledger
+    ledger = replay(journal, numbers, unheard).orchestrator.state.ledger
     data.ledger = {"admitted": ledger.admitted, **ledger.counts}
     if numbers[0] == 1:
         found = journal_audit.audit(place)

@@ -41,8 +41,7 @@ from dora_jax.runtime.training.hf_exports import HfExports
 from dora_jax.tasks.environment import NOISE
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge
-from dora_jax.tasks.pool import ScorerPool
-from dora_jax.tasks.trial import try_rewards
+from dora_jax.tasks.pool import ScorerPool, try_rewards
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 
@@ -184,7 +183,7 @@ def save_published(
             if backing.due(event.version):
                 backing.save(event.version, log)
                 if durable is not None:
-                    durable.want_segment()
+                    durable.rotate_due = True
             if durable is not None and not backing.keep_all and (known := backing.steps):
                 durable.forget_before(known[0])
     backing.journal_saves(durable)

@@ -66,8 +66,7 @@ from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
-from dora_jax.tasks.pool import ScorerPool
-from dora_jax.tasks.trial import try_rewards
+from dora_jax.tasks.pool import ScorerPool, try_rewards
 from dora_jax.trainer.step import Trainer
 from dora_jax.types import InstanceId, ScoredGroup, Version
 

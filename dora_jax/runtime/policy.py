@@ -116,7 +116,9 @@ class Policy:
 
     def _encoded(self, question: Question) -> np.ndarray:
         wording = Wording(self.run.task, self.tokenizer)
-        ids = wording.token_ids(wording.text(question if isinstance(question, str) else [dict(m) for m in question]))
+        ids = self.tokenizer.encode(
+            wording.text(question if isinstance(question, str) else [dict(m) for m in question])
+        )
         limit = self.run.rollout.max_prompt_tokens
         if not 1 <= len(ids) <= limit:
             raise ValueError(f"a prompt has {len(ids)} tokens; rollout.max_prompt_tokens = {limit}")

@@ -8,11 +8,12 @@ a sample without a reader leaves its engine at once: for host memory, where its 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -45,7 +46,7 @@ def requested(group_id: GroupId, prompt_ids: Sequence[int], max_tokens: int) -> 
 
 
 class Fleet(Protocol):
-    """The engines. Every call returns at once; what comes of it goes to the `Listener`."""
+    """The engines. Every call returns at once; what comes of it goes to `Answers`."""
 
     def start(
         self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
@@ -57,17 +58,6 @@ class Fleet(Protocol):
         """Takes the sample out of its engine, with its KV."""
 
     def resume(self, in_flight: InFlightSample) -> None: ...
-
-
-class Listener(Protocol):
-    def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Tokens from `start` on."""
-
-    def ended(self, sample: Sample) -> None: ...
-
-    def cancelled(self, id: SampleId) -> None: ...
-
-    def parked(self, in_flight: InFlightSample) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ class _Choice:
         self.n = 0  # tokens sent
         self.finish: str | None = None
         self.in_flight: InFlightSample | None = None  # it is out of its engine
-        self._text = Detokenizer(lambda ids: decode(ids, keep_special=ask.keep_special), prompt)
+        self._text = Detokenizer(functools.partial(decode, keep_special=ask.keep_special), prompt)
         self._stop = StopText(ask.stop, include=ask.include_stop)
         self._calls = ToolCalls() if ask.tools else None
 
@@ -119,7 +109,13 @@ class _Choice:
         self.n += count
         if not (count or self.finish):
             return None
-        text, calls = self._split(text)
+        calls: tuple[ToolCall, ...] = ()
+        if self._calls is not None:
+            parts = list(self._calls.feed(text))
+            calls = tuple(part for part in parts if isinstance(part, ToolCall))
+            text = "".join(part for part in parts if isinstance(part, str)) + (
+                self._calls.rest() if self.finish else ""
+            )
         finish = "tool_calls" if self.finish == "stop" and self._calls and self._calls.found else self.finish
         return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish)
 
@@ -132,19 +128,20 @@ class _Choice:
         return digests + (self._calls.rest() if self.finish else ""), calls
 
 
+@dataclass(eq=False)
 class Answer:
     """All choices of one request; `follow` tells it from the beginning, to as many readers as there are."""
 
-    def __init__(self, ask: Ask, version: Version, *, kept: bool = False):
-        """kept: a retry may come even when a client has read all of it."""
-        self.id = secrets.token_hex(12)
-        self.ask, self.version, self.kept = ask, version, kept
-        self.created_s = int(time.time())
-        self.choices: list[_Choice] = []
-        self.error: Refused | None = None  # the engine failed: there is no answer
-        self.readers: set[Reader] = set()
-        self.log: list[Piece] = []
-        self.forgetting: asyncio.TimerHandle | None = None  # nobody reads it
+    ask: Ask
+    version: Version
+    kept: bool = False  # a retry may come even when a client has read all of it
+    id: str = field(default_factory=functools.partial(secrets.token_hex, 12))
+    created_s: float = field(default_factory=time.time)
+    choices: list[_Choice] = field(default_factory=list)
+    error: Refused | None = None  # the engine failed: there is no answer
+    readers: set[Reader] = field(default_factory=set)
+    log: list[Piece] = field(default_factory=list)
+    forgetting: asyncio.TimerHandle | None = None  # nobody reads it
 
     @property
     def done(self) -> bool:
@@ -157,13 +154,13 @@ class Answer:
             reader.news.set()
 
 
+@dataclass(eq=False)
 class Reader:
     """One client of an answer."""
 
-    def __init__(self, answer: Answer):
-        self.answer = answer
-        self.news = asyncio.Event()
-        self.read = 0
+    answer: Answer
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    read: int = 0
 
     async def follow(self, pulse_s: float) -> AsyncIterator[Piece | None]:
         """Every piece; None whenever nothing came for pulse_s. Refused (500): the engine failed."""
@@ -284,6 +281,7 @@ class Answers:
     # ------------------------------------------------------ what engines say
 
     def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Tokens from `start` on."""
         if choice := self._choices.get(id):
             skip = choice.n - start
             self._take(choice, out_ids[skip:].tolist(), logprobs[skip:].tolist(), None)
@@ -317,9 +315,10 @@ class Answers:
         self.grew(in_flight.id, 0, in_flight.out_ids, in_flight.logprobs)
         if choice.finish:
             return
-        choice.in_flight = in_flight
         if choice.answer.readers:
-            self._resume(choice)
+            self._fleet.resume(in_flight)
+        else:
+            choice.in_flight = in_flight
         parked = [choice for choice in self._choices.values() if choice.in_flight is not None]
         if sum(choice.in_flight.kv_bytes for choice in parked if choice.in_flight) > self._parked_bytes:
             self._forget(parked[0].answer)  # in the order in which they began
@@ -348,13 +347,9 @@ class Answers:
             answer.forgetting = None
             for choice in answer.choices:
                 if choice.in_flight is not None:
-                    self._resume(choice)
+                    self._fleet.resume(choice.in_flight)
+                    choice.in_flight = None
         return reader
-
-    def _resume(self, choice: _Choice) -> None:
-        in_flight, choice.in_flight = choice.in_flight, None
-        assert in_flight is not None
-        self._fleet.resume(in_flight)
 
     def _take(self, choice: _Choice, ids: list[int], logprobs: list[float], finish: str | None) -> None:
         piece = choice.take(ids, logprobs, finish)

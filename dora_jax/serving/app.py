@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import time
@@ -27,7 +28,7 @@ from dora_jax.base.prometheus import Counters
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.runtime.live_sessions import LiveSessions, SessionsOver
 from dora_jax.serving import chat, request
-from dora_jax.serving.answers import Answers, Identity, Piece, Reader
+from dora_jax.serving.answers import Answer, Answers, Identity, Piece, Reader
 from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
 from dora_jax.serving.request import Ask, Form, Limits, Refused
 
@@ -47,22 +48,27 @@ class Endpoint:
     counters: Counters
     token: str
     pulse_s: float
-    health: Callable[[], tuple[int, dict[str, Any]]] = lambda: (200, {"status": "ok"})  # what /healthz answers
+    health: Callable[[], tuple[int, dict[str, Any]]]  # what /healthz answers
     sessions: LiveSessions | None = None  # that a run trains on
 
     def app(self, lifespan: Any = None) -> Starlette:
+        guarded = {
+            ("/v1/models", "GET"): self._models,
+            ("/v1/models/{model}", "GET"): self._model,
+            ("/v1/completions", "POST"): self._completion,
+            ("/v1/chat/completions", "POST"): self._chat,
+            ("/inference/v1/generate", "POST"): self._generate,
+            ("/v1/sessions/{session}", "DELETE"): self._end_session,
+            ("/metrics", "GET"): self._metrics,
+        }
         routes = [
-            Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/models/{model}", self._guarded(self._model)),
-            Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-            Route("/inference/v1/generate", self._guarded(self._generate), methods=["POST"]),
-            Route("/v1/sessions/{session}", self._guarded(self._end_session), methods=["DELETE"]),
-            Route("/healthz", self._health),
-            Route("/metrics", self._guarded(self._metrics)),
+            Route(path, functools.partial(self._guarded, route), methods=[method])
+            for (path, method), route in guarded.items()
         ]
         handlers: Mapping[Any, Any] = {404: _not_found, 405: _not_found, Refused: _refused}
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+        return Starlette(
+            routes=[*routes, Route("/healthz", self._health)], exception_handlers=handlers, lifespan=lifespan
+        )
 
     # ---------------------------------------------------------------- routes
 
@@ -105,7 +111,9 @@ class Endpoint:
         body = await _json(asked)
         talk = chat.read(body, self.limits)
         prompt = await asyncio.to_thread(self._render, talk)
-        return self._answer(asked, body, *request.chat(body, self.limits, prompt, tools=talk.tools), ChatReply, talk)
+        return self._answer(
+            asked, body, *request.chat(body, self.limits, prompt, tools="tools" in talk.variables), ChatReply, talk
+        )
 
     async def _generate(self, asked: Request) -> Response:
         body = await _json(asked)
@@ -119,19 +127,16 @@ class Endpoint:
 
     # ---------------------------------------------------------------- private
 
-    def _guarded(self, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def guarded(asked: Request) -> Response:
-            header = asked.headers.get("authorization", "")
-            if self.token and not hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
-                raise Refused(401, "the Authorization header holds no Bearer token of this endpoint")
-            return await route(asked)
-
-        return guarded
+    async def _guarded(self, route: Callable[[Request], Awaitable[Response]], asked: Request) -> Response:
+        header = asked.headers.get("authorization", "")
+        if self.token and not hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
+            raise Refused(401, "the Authorization header holds no Bearer token of this endpoint")
+        return await route(asked)
 
     def _render(self, talk: chat.Conversation) -> list[int]:
         try:
             text = self.tokenizer.chat(talk.messages, **talk.variables)
-            if talk.tools:
+            if "tools" in talk.variables:
                 plain = {name: value for name, value in talk.variables.items() if name != "tools"}
                 if text == self.tokenizer.chat(talk.messages, **plain):
                     raise Refused(400, "tools: the model's chat template does not show them", param="tools")
@@ -156,10 +161,8 @@ class Endpoint:
         if self.sessions and session and talk and version is None:
             begin = self._as_turn(self.sessions, session, talk, ask, begin)
 
-        def of(reader: Reader) -> Reply:
-            return reply(reader.answer, form, versions.name, self.tokenizer.decode)
-
-        return _Answering(self, asked.url.path, begin, of)
+        reply_to = functools.partial(reply, form=form, name=versions.name, decode=self.tokenizer.decode)
+        return _Answering(self, asked.url.path, begin, reply_to)
 
     async def _as_turn(
         self,
@@ -184,9 +187,9 @@ class Endpoint:
 class _Answering(Response):
     """The response that an answer becomes while it is sampled."""
 
-    def __init__(self, endpoint: Endpoint, route: str, begin: Awaitable[Reader], reply_of: Callable[[Reader], Reply]):
+    def __init__(self, endpoint: Endpoint, route: str, begin: Awaitable[Reader], reply_to: Callable[[Answer], Reply]):
         self._endpoint, self._route = endpoint, route
-        self._begin, self._reply_of = begin, reply_of
+        self._begin, self._reply_to = begin, reply_to
         self._reader: Reader | None = None
         self._began_s = time.monotonic()
         self._started = False  # the status is sent
@@ -211,7 +214,7 @@ class _Answering(Response):
         counters = self._endpoint.counters
         try:
             self._reader = await self._begin
-            reply = self._reply_of(self._reader)
+            reply = self._reply_to(self._reader.answer)
             await (self._stream if reply.form.stream else self._whole)(reply, self._pieces(self._reader), send)
         except Refused as error:
             counters.requests.labels(self._route, error.status).inc()

@@ -9,6 +9,7 @@ or the beginning of a stop string that may still be completed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,10 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)
-        return self._grown(final=False)
+        return self.rest(final=False)
 
-    def rest(self) -> str:
+    def rest(self, final: bool = True) -> str:
         """What is left when no token follows."""
-        return self._grown(final=True)
-
-    def _grown(self, final: bool) -> str:
         before, now = self._decode(self._ids[self._start : self._decoded]), self._decode(self._ids[self._start :])
         if len(now) <= len(before) or (now.endswith(INCOMPLETE) and not final):
             return ""
@@ -46,13 +44,30 @@ class Detokenizer:
         return now[len(before) :]
 
 
-class StopText:
+class _Growing:
+    """A text that grows. Its end waits where it may be the beginning of a mark."""
+
+    _held = ""
+
+    def _ready(self, marks: Sequence[str]) -> str:
+        """What may be sent now."""
+        longest = min(len(self._held), max((len(mark) - 1 for mark in marks), default=0))
+        keep = next((n for n in range(longest, 0, -1) if any(mark.startswith(self._held[-n:]) for mark in marks)), 0)
+        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return ready
+
+    def rest(self) -> str:
+        """What was held back, when no text follows: an open call is text."""
+        ready, self._held = self._held, ""
+        return ready
+
+
+class StopText(_Growing):
     """Lets a text through up to the first stop string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):
         """include: the stop string itself is part of the text."""
         self._stops, self._include = tuple(stops), include
-        self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(what may be sent now, whether a stop string is complete: then nothing follows)."""
@@ -61,20 +76,7 @@ class StopText:
         if found:
             at, stop = min(found)
             return self._held[: at + len(stop) * self._include], True
-        keep = held_back(self._held, self._stops)
-        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return ready, False
-
-    def rest(self) -> str:
-        """What was held back, when no text follows."""
-        ready, self._held = self._held, ""
-        return ready
-
-
-def held_back(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of the marks."""
-    longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
-    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+        return self._ready(self._stops), False
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -102,30 +104,32 @@ class Conversation:
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
 
-    @property
-    def tools(self) -> bool:
-        return "tools" in self.variables
-
 
 def read(body: Json, limits: Limits) -> Conversation:
     check(body, limits, *OWN)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages: not a list with at least one message", param="messages")
-    variables = dict(_object(body, "chat_template_kwargs"))
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise Refused(400, "chat_template_kwargs: not an object", param="chat_template_kwargs")
+    variables = dict(variables)
     if body.get("add_generation_prompt") is not None:
         variables["add_generation_prompt"] = bool(body["add_generation_prompt"])
-    if tools := _tools(body):
+    choice, tools = body.get("tool_choice"), body.get("tools") or []
+    if choice not in (None, "auto", "none"):
+        raise Refused(400, 'tool_choice: "auto" and "none" are served: no answer is forced', param="tool_choice")
+    if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" for t in tools):
+        raise Refused(400, 'tools: not a list of objects of type "function"', param="tools")
+    if tools and choice != "none":
         variables["tools"] = tools
-    return Conversation([_message(message, i) for i, message in enumerate(messages)], variables)
+    return Conversation([_message(message, f"messages[{i}]") for i, message in enumerate(messages)], variables)
 
 
-class ToolCalls:
+class ToolCalls(_Growing):
     """Takes the tool calls out of a text that grows."""
 
-    def __init__(self) -> None:
-        self._held = ""
-        self.found = 0
+    found = 0
 
     def feed(self, text: str) -> Iterator[str | ToolCall]:
         """Content and calls, in their order."""
@@ -146,15 +150,8 @@ class ToolCalls:
             if call:
                 self.found += 1
                 yield call
-        keep = held_back(self._held, (OPEN,))
-        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        if ready:
+        if ready := self._ready((OPEN,)):
             yield ready
-
-    def rest(self) -> str:
-        """What was held back, when no text follows: an open call is text."""
-        ready, self._held = self._held, ""
-        return ready
 
 
 # ---------------------------------------------------------------- private
@@ -171,53 +168,31 @@ def _call(text: str) -> ToolCall | None:
     return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
 
-def _tools(body: Json) -> list[Any]:
-    choice, tools = body.get("tool_choice"), body.get("tools") or []
-    if choice not in (None, "auto", "none"):
-        raise Refused(400, 'tool_choice: "auto" and "none" are served: no answer is forced', param="tool_choice")
-    if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" for t in tools):
-        raise Refused(400, 'tools: not a list of objects of type "function"', param="tools")
-    return [] if choice == "none" else tools
-
-
-def _message(message: Any, i: int) -> dict[str, Any]:
-    where = f"messages[{i}]"
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message as templates take it: a text, of parts that are joined, and arguments of calls as objects, because a
+    template writes them as JSON."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(400, f"{where}: its role is none of {', '.join(ROLES)}", param="messages")
     ready = {name: value for name, value in message.items() if value is not None}
-    ready["content"] = _content(message.get("content"), where)
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise Refused(400, f"{where}: its tool_calls are no list", param="messages")
-        ready["tool_calls"] = [_earlier_call(call, where) for call in calls]
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    if content is not None and not isinstance(content, str):
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        if not parts or len(parts) < len(content) or not all(part.get("type") == "text" for part in parts):
+            raise Refused(
+                400, f"{where}: its content is not text, and this endpoint takes text alone", param="messages"
+            )
+        content = "".join(str(part.get("text", "")) for part in parts)
+    ready["content"] = content or ""
+    if not isinstance(calls, list):
+        raise Refused(400, f"{where}: its tool_calls are no list", param="messages")
+    if calls:
+        ready["tool_calls"] = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(400, f"{where}: a tool call has no function with a name", param="messages")
+        arguments = function.get("arguments", "{}")
+        with contextlib.suppress(ValueError):  # what the model wrote was no JSON: the template shows it as it was
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        ready["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
     return ready
-
-
-def _content(content: Any, where: str) -> str:
-    """The text of a message; parts of type text are joined."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    if not parts or len(parts) < len(content) or not all(part.get("type") == "text" for part in parts):
-        raise Refused(400, f"{where}: its content is not text, and this endpoint takes text alone", param="messages")
-    return "".join(str(part.get("text", "")) for part in parts)
-
-
-def _earlier_call(call: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier turn. Templates write arguments as JSON, so they want the object, not its text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, f"{where}: a tool call has no function with a name", param="messages")
-    arguments = function.get("arguments", "{}")
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        pass  # what the model wrote was no JSON: the template shows it as it was
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _object(body: Json, name: str) -> Json:
-    value = body.get(name) or {}
-    if not isinstance(value, dict):
-        raise Refused(400, f"{name}: not an object", param=name)
-    return value

@@ -1,6 +1,6 @@
 """The engines of this process as a `Fleet`: a thread each, samples spread over them, checkpoints loaded beside.
 
-Consumes what `Answers` asks for and the versions that a `Source` offers; tells a `Listener`, on the loop's thread, what
+Consumes what `Answers` asks for and the versions that a `Source` offers; tells `Answers`, on the loop's thread, what
 the engines sample. Laws: a sample and its session stay on one engine; weights are read and placed beside the engines'
 threads, which decode meanwhile; a version is resident once every engine has it.
 """
@@ -22,7 +22,7 @@ from dora_jax.runtime.common.seams import RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.worker import Crashed, Finished, Parked
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.serving.answers import Listener, requested
+from dora_jax.serving.answers import Answers, requested
 from dora_jax.serving.versions import Versions
 from dora_jax.types import InstanceId, SampleId, Version
 
@@ -61,17 +61,13 @@ class LocalFleet:
         self._load = [0] * len(engines)  # samples on each
         self._awaited: set[InstanceId] = set()  # engines that are yet to load `versions.loading`
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener: Listener | None = None
+        self._answers: Answers | None = None
         self._on_change: Callable[[], None] = lambda: None
         self._background: set[asyncio.Future[Any]] = set()
 
-    def attach(self, listener: Listener, on_change: Callable[[], None]) -> None:
+    def attach(self, answers: Answers, on_change: Callable[[], None]) -> None:
         """From inside the loop. on_change: called when the residents have changed, or an engine has died."""
-        self._loop, self._listener, self._on_change = asyncio.get_running_loop(), listener, on_change
-
-    def start_engines(self) -> None:
-        for worker in self.workers:
-            worker.start()
+        self._loop, self._answers, self._on_change = asyncio.get_running_loop(), answers, on_change
 
     def stop_engines(self) -> None:
         self._loop = None
@@ -154,20 +150,20 @@ class LocalFleet:
                 loop.call_soon_threadsafe(self._on_item, item)
 
     def _on_item(self, item: Any) -> None:
-        listener = self._listener
-        assert listener is not None
+        answers = self._answers
+        assert answers is not None
         match item:
             case Partial():
-                listener.grew(item.id, item.start, item.out_ids, item.logprobs)
+                answers.grew(item.id, item.start, item.out_ids, item.logprobs)
             case Finished(sample=sample):
                 self._left(sample.id)
-                listener.ended(sample)
+                answers.ended(sample)
             case Parked(id=id, in_flight=in_flight):
                 self._left(id)
-                listener.parked(in_flight)
+                answers.parked(in_flight)
             case ev.SampleCancelled(id=id):
                 self._left(id)
-                listener.cancelled(id)
+                answers.cancelled(id)
             case ev.InstanceReported(instance=instance, free=free):
                 self.free_pages[instance] = free
             case ev.WeightsLoaded(instance=instance, version=version):

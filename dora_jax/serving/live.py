@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,13 +76,17 @@ class LiveEndpoint:
         fleet = LiveFleet(requests, Versions(residents=0, idle_s=0.0, name=self._options.name))
         requests.desk = fleet
         answers = Answers(fleet, fleet.versions, tokenizer.decode)
-        numbers = {
-            "samples": ("samples of requests that run or wait", lambda: answers.running),
-            "tokens": ("tokens sampled for requests since the start", lambda: answers.tokens),
-            "joined": ("requests that joined an answer that was there", lambda: answers.joined),
-            "cancelled_samples": ("samples whose client went away", lambda: answers.cancelled_samples),
-            "newest_version": ("that is served", lambda: max(fleet.versions.resident, default=-1)),
-        }
+        fleet.answers = answers
+
+        def numbers() -> dict[str, tuple[str, float]]:
+            return {
+                "samples": ("samples of requests that run or wait", answers.running),
+                "tokens": ("tokens sampled for requests since the start", answers.tokens),
+                "joined": ("requests that joined an answer that was there", answers.joined),
+                "cancelled_samples": ("samples whose client went away", answers.cancelled_samples),
+                "newest_version": ("that is served", max(fleet.versions.resident, default=-1)),
+            }
+
         limits = limits_of(config, tokenizer)
         endpoint = Endpoint(
             answers,
@@ -93,8 +98,18 @@ class LiveEndpoint:
             health=self.facts.health,
             sessions=sessions,
         )
-        server = _Server(endpoint.app(fleet.lifespan(answers)))
-        server.start(self._listening)
+        server = uvicorn.Server(  # on a thread: signals are the run's
+            uvicorn.Config(
+                endpoint.app(fleet.lifespan),
+                log_level="warning",
+                lifespan="on",
+                timeout_graceful_shutdown=GRACE_S,
+                timeout_keep_alive=IDLE_CONNECTION_S,
+                ws="none",
+            )
+        )
+        thread = threading.Thread(target=server.run, args=([self._listening],), name="endpoint", daemon=True)
+        thread.start()
         if not fleet.attached.wait(START_S):
             raise RunError(f"the endpoint of the run has not started within {START_S} s")
         host, port = self._listening.getsockname()[:2]
@@ -104,7 +119,18 @@ class LiveEndpoint:
             fleet.post(answers.fail, ENDED, 503)
             if sessions:
                 sessions.over()
-            server.stop()
+            server.should_exit = True
+            thread.join()
+
+
+def _on_loop(call: Callable[..., None]) -> Callable[..., None]:
+    """A method of `LiveFleet` that the run's thread calls, and the loop's runs."""
+
+    @functools.wraps(call)
+    def posted(self: LiveFleet, *args: Any) -> None:
+        self.post(call, self, *args)
+
+    return posted
 
 
 class LiveFleet:
@@ -113,6 +139,8 @@ class LiveFleet:
     A sample whose client is gone for the moment leaves its engine and begins again when the client is back: by the same
     version and with the same noise, so with the same tokens, which is checked."""
 
+    answers: Answers  # set before it is served
+
     def __init__(self, requests: LiveRequests, versions: Versions):
         self.versions = versions
         self.attached = threading.Event()  # what is posted before is lost
@@ -120,17 +148,14 @@ class LiveFleet:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._samples: dict[SampleId, _Sample] = {}  # by the answers' id
 
-    def lifespan(self, answers: Answers) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
-        @contextlib.asynccontextmanager
-        async def attached(app: Starlette) -> Any:
-            self._answers, self._loop = answers, asyncio.get_running_loop()
-            self.attached.set()
-            try:
-                yield
-            finally:
-                self._loop = None
-
-        return attached
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self.attached.set()
+        try:
+            yield
+        finally:
+            self._loop = None
 
     # ------------------------------------------------------------ as a Fleet
 
@@ -145,7 +170,7 @@ class LiveFleet:
         sample = self._samples.get(id)
         if sample is None or sample.state == PARKED:
             self._samples.pop(id, None)
-            self._answers.cancelled(id)
+            self.answers.cancelled(id)
             return
         sample.state = LEAVING
         self._requests.give_up(sample.prompt.group_id)
@@ -162,20 +187,60 @@ class LiveFleet:
 
     # -------------------------------------------------------------- as a Desk
 
-    def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        self.post(self._grew, id, start, out_ids, logprobs)
+    @_on_loop
+    def grew(self, live: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        id = SampleId(SERVED - live.group_id, 0)
+        if (sample := self._samples.get(id)) and self._agrees(id, sample, start, out_ids):
+            self.answers.grew(id, start, out_ids, logprobs)
 
-    def ended(self, sample: Sample) -> None:
-        self.post(self._ended, sample)
+    @_on_loop
+    def ended(self, live: Sample) -> None:
+        id = SampleId(SERVED - live.id.group_id, 0)
+        sample = self._samples.get(id)
+        if sample is None:
+            return
+        if sample.state == LEAVING:
+            del self._samples[id]
+            self.answers.cancelled(id)
+        elif self._agrees(id, sample, 0, live.out_ids):
+            del self._samples[id]
+            self.answers.ended(dataclasses.replace(live, id=id))
 
-    def gone(self, id: SampleId, reason: str) -> None:
-        self.post(self._gone, id, reason)
+    @_on_loop
+    def gone(self, live: SampleId, reason: str) -> None:
+        id = SampleId(SERVED - live.group_id, 0)
+        sample = self._samples.get(id)
+        if sample is None:
+            return
+        if sample.state == PARKING:
+            sample.state = PARKED
+            none = np.zeros(0, np.int32)
+            in_flight = InFlightSample(  # of a sample whose client is gone for the moment: nothing but its name
+                id=id,
+                version=sample.version,
+                prompt_ids=sample.prompt.token_ids,
+                out_ids=none,
+                logprobs=none.astype(np.float32),
+                max_new_tokens=sample.prompt.max_new_tokens,
+            )
+            self.answers.parked(in_flight)
+            return
+        del self._samples[id]
+        if sample.state == LEAVING:
+            self.answers.cancelled(id)
+        elif sample.version not in self.versions.resident:
+            self.answers.refused(id, Refused(410, f"model: {reason}", param="model", code="version_retired"))
+        else:
+            self.answers.refused(id, Refused(503, f"the fleet could not go on with it: {reason}"))
 
+    @_on_loop
     def loaded(self, version: Version) -> None:
-        self.post(self._loaded, version)
+        self.versions.loaded(version)
+        self.answers.changed()
 
+    @_on_loop
     def retired(self, version: Version) -> None:
-        self.post(self.versions.resident.discard, version)
+        self.versions.resident.discard(version)
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         """To the loop, if it still runs."""
@@ -183,55 +248,15 @@ class LiveFleet:
             with contextlib.suppress(RuntimeError):  # it ends at this moment
                 loop.call_soon_threadsafe(call, *args)
 
-    # ---------------------------------------------------------------- private
-
-    def _grew(self, live: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        id = SampleId(SERVED - live.group_id, 0)
-        if (sample := self._samples.get(id)) and self._agrees(id, sample, start, out_ids):
-            self._answers.grew(id, start, out_ids, logprobs)
-
-    def _ended(self, live: Sample) -> None:
-        id = SampleId(SERVED - live.id.group_id, 0)
-        sample = self._samples.get(id)
-        if sample is None:
-            return
-        if sample.state == LEAVING:
-            del self._samples[id]
-            self._answers.cancelled(id)
-        elif self._agrees(id, sample, 0, live.out_ids):
-            del self._samples[id]
-            self._answers.ended(dataclasses.replace(live, id=id))
-
-    def _gone(self, live: SampleId, reason: str) -> None:
-        id = SampleId(SERVED - live.group_id, 0)
-        sample = self._samples.get(id)
-        if sample is None:
-            return
-        if sample.state == PARKING:
-            sample.state = PARKED
-            self._answers.parked(sample.in_flight(id))
-            return
-        del self._samples[id]
-        if sample.state == LEAVING:
-            self._answers.cancelled(id)
-        elif sample.version not in self.versions.resident:
-            self._answers.refused(id, Refused(410, f"model: {reason}", param="model", code="version_retired"))
-        else:
-            self._answers.refused(id, Refused(503, f"the fleet could not go on with it: {reason}"))
-
     def _agrees(self, id: SampleId, sample: _Sample, start: int, out_ids: np.ndarray) -> bool:
         """Whether tokens that come again are those that were sent; the others are remembered."""
         again = out_ids[: max(0, len(sample.sent) - start)].tolist()
         if sample.sent[start : start + len(again)] != again:
             del self._samples[id]
-            self._answers.refused(id, Refused(500, "the sample began again, and with other tokens"))
+            self.answers.refused(id, Refused(500, "the sample began again, and with other tokens"))
             return False
         sample.sent += out_ids[len(again) :].tolist()
         return True
-
-    def _loaded(self, version: Version) -> None:
-        self.versions.loaded(version)
-        self._answers.changed()
 
 
 RUNNING, PARKING, PARKED, LEAVING = "running", "parking", "parked", "leaving"
@@ -243,39 +268,3 @@ class _Sample:
     version: Version
     sent: list[int] = dataclasses.field(default_factory=list)  # tokens
     state: str = RUNNING
-
-    def in_flight(self, id: SampleId) -> InFlightSample:
-        """What Answers keeps of a sample whose client is gone for the moment: nothing but its name."""
-        none = np.zeros(0, np.int32)
-        return InFlightSample(
-            id=id,
-            version=self.version,
-            prompt_ids=self.prompt.token_ids,
-            out_ids=none,
-            logprobs=none.astype(np.float32),
-            max_new_tokens=self.prompt.max_new_tokens,
-        )
-
-
-class _Server:
-    """uvicorn on a thread: signals are the run's."""
-
-    def __init__(self, app: Starlette):
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                lifespan="on",
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=IDLE_CONNECTION_S,
-                ws="none",
-            )
-        )
-
-    def start(self, listening: socket.socket) -> None:
-        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="endpoint", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,15 +16,16 @@ Name = Callable[[int], str]  # token -> its text
 DONE = "[DONE]"
 
 
+@dataclasses.dataclass
 class Reply:
     """The words of one route for one answer."""
 
     prefix, object, chunk = "", "", ""
 
-    def __init__(self, answer: Answer, form: Form, name: str, decode: Callable[..., str]):
-        """name: of the policy."""
-        self.answer, self.form = answer, form
-        self._name, self._decode = name, decode
+    answer: Answer
+    form: Form
+    name: str  # of the policy
+    decode: Callable[..., str]
 
     def body(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """All of it at once."""
@@ -60,13 +63,13 @@ class Reply:
         return {
             "id": f"{self.prefix}-{self.answer.id}",
             "object": kind,
-            "created": self.answer.created_s,
-            "model": f"{self._name}@{version}",
+            "created": int(self.answer.created_s),
+            "model": f"{self.name}@{version}",
             "weight_version": version,
         }
 
     def _token(self, id: int) -> str:
-        return f"token_id:{id}" if self.form.token_names else self._decode([id], keep_special=True)
+        return f"token_id:{id}" if self.form.token_names else self.decode([id], keep_special=True)
 
     def _token_ids(self, ids: Sequence[int], index: int, whole: bool) -> dict[str, Any]:
         """whole: the prompt's too."""
@@ -79,33 +82,24 @@ class Reply:
 class CompletionReply(Reply):
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Sequence[Piece], whole: bool = True) -> dict[str, Any]:
+        """whole: the prompt's tokens too."""
         ids, logprobs = _tokens(pieces)
+        shown: dict[str, Any] | None = None
+        if self.form.logprobs:
+            tokens = [self._token(id) for id in ids]
+            offsets = [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
+            shown = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
         return {
             "index": index,
             "text": "".join(piece.text for piece in pieces),
             "finish_reason": pieces[-1].finish,
-            "logprobs": self._logprobs(ids, logprobs, 0),
-            **self._token_ids(ids, index, whole=True),
+            "logprobs": shown,
+            **self._token_ids(ids, index, whole),
         }
 
     def deltas(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        yield {
-            "index": piece.index,
-            "text": piece.text,
-            "finish_reason": piece.finish,
-            "logprobs": self._logprobs(piece.ids, piece.logprobs, 0),
-            **self._token_ids(piece.ids, piece.index, whole=False),
-        }
-
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any] | None:
-        if not self.form.logprobs:
-            return None
-        tokens, offsets = [self._token(id) for id in ids], []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+        return [self.choice(piece.index, [piece], whole=False)]
 
 
 class ChatReply(Reply):

@@ -77,13 +77,10 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "authentication_error" if self.status == 401 else ""
-        error = {"message": self.message, "type": kind or "invalid_request_error", "param": self.param}
-        return {"error": error | {"code": self.code}}
+        self.status = status
+        kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else ""
+        error = {"message": message, "type": kind or "invalid_request_error", "param": param, "code": code}
+        self.body: dict[str, Any] = {"error": error}
 
 
 @dataclass(frozen=True)
@@ -134,9 +131,17 @@ class Form:
 def completion(body: Json, limits: Limits, encode: Encode) -> tuple[Ask, Form]:
     """`POST /v1/completions`."""
     check(body, limits, "prompt")
-    prompts = _prompts(body.get("prompt"), encode)
+    prompt: Any = body.get("prompt")
+    prompts: list[tuple[int, ...]] = []
+    several = isinstance(prompt, list) and prompt and not _is_ids(prompt)
+    for one in prompt if several else [prompt]:
+        if not isinstance(one, str) and not _is_ids(one):
+            raise Refused(400, "prompt: neither a text, nor a list of token ids, nor a list of these", param="prompt")
+        prompts.append(tuple(encode(one) if isinstance(one, str) else one))
+    if len(prompts) > MAX_CHOICES:
+        raise Refused(400, f"prompt: {len(prompts)} prompts are more than {MAX_CHOICES}", param="prompt")
     logprobs = _integer(body, "logprobs", None, 0, 1)
-    return _ask(body, limits, prompts, COMPLETION_TOKENS), _form(body, logprobs is not None)
+    return _ask(body, limits, tuple(prompts), COMPLETION_TOKENS), _form(body, logprobs is not None)
 
 
 def chat(body: Json, limits: Limits, prompt_ids: Sequence[int], *, tools: bool) -> tuple[Ask, Form]:
@@ -176,10 +181,12 @@ def check(body: Json, limits: Limits, *own: str) -> None:
             continue
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise Refused(400, f"{name}: this endpoint does not have it; leave it out", param=name)
-        if name in sampling and not _same(name, value, sampling[name]):
+        own_value = sampling.get(name)
+        alike = value == own_value or (name == "top_k" and value in (-1, 0) and own_value in (-1, 0))
+        if name in sampling and (isinstance(value, bool) or not isinstance(value, int | float) or not alike):
             raise Refused(
                 400,
-                f"{name}: every sample of this endpoint is drawn at {sampling[name]:g}, and the request has "
+                f"{name}: every sample of this endpoint is drawn at {own_value:g}, and the request has "
                 f"{repr(value)[:40]}; leave it out, or start the endpoint with --config.rollout.{name}=...",
                 param=name,
             )
@@ -193,12 +200,6 @@ def check(body: Json, limits: Limits, *own: str) -> None:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _same(name: str, asked: Any, own: float) -> bool:
-    if isinstance(asked, bool) or not isinstance(asked, int | float):
-        return False
-    return asked == own or (name == "top_k" and {asked, own} <= {-1, 0})
 
 
 def _ask(
@@ -229,12 +230,19 @@ def _ask(
             param="max_tokens",
             code="context_length_exceeded",
         )
+    n = _integer(body, "n", 1, 1, MAX_CHOICES) or 1
+    stops, stop_ids = body.get("stop"), body.get("stop_token_ids") or []
+    stops = [stops] if isinstance(stops, str) else stops or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise Refused(400, "stop: neither a text nor a list of texts, none of them empty", param="stop")
+    if not _is_ids(stop_ids):
+        raise Refused(400, "stop_token_ids: not a list of token ids", param="stop_token_ids")
     return Ask(
         prompts=prompts,
-        n=_integer(body, "n", 1, 1, MAX_CHOICES) or 1,
+        n=n,
         max_tokens=asked or min(room, tokens or room),
-        stop=_stops(body.get("stop")),
-        stop_ids=frozenset(_ids(body, "stop_token_ids")),
+        stop=tuple(stops),
+        stop_ids=frozenset(stop_ids),
         include_stop=_flag(body, "include_stop_str_in_output"),
         keep_special=not _flag(body, "skip_special_tokens", True),
         seed=_integer(body, "seed", None, None, None),
@@ -255,39 +263,8 @@ def _form(body: Json, logprobs: bool) -> Form:
     )
 
 
-def _prompts(prompt: Any, encode: Encode) -> tuple[tuple[int, ...], ...]:
-    """One prompt or several, each a text or token ids."""
-    several = isinstance(prompt, list) and prompt and not _is_ids(prompt)
-    found = [_prompt(one, encode) for one in (prompt if several else [prompt])]
-    if len(found) > MAX_CHOICES:
-        raise Refused(400, f"prompt: {len(found)} prompts are more than {MAX_CHOICES}", param="prompt")
-    return tuple(found)
-
-
-def _prompt(prompt: Any, encode: Encode) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return tuple(encode(prompt))
-    if not _is_ids(prompt):
-        raise Refused(400, "prompt: neither a text, nor a list of token ids, nor a list of these", param="prompt")
-    return tuple(prompt)
-
-
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-
-
-def _ids(body: Json, name: str) -> list[int]:
-    value = body.get(name) or []
-    if not _is_ids(value):
-        raise Refused(400, f"{name}: not a list of token ids", param=name)
-    return value
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value or []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise Refused(400, "stop: neither a text nor a list of texts, none of them empty", param="stop")
-    return tuple(stops)
 
 
 def _flag(body: Json, name: str, default: bool = False) -> bool:

@@ -51,7 +51,15 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
     """Serves the checkpoints of the run in `workdir`; None: the folder model.path. Returns the exit code."""
     with listening_socket(options) as listening:
         devices.setup_platform(config)
-        config = presets.filled(_alone(config, follows=workdir is not None and options.step is None))
+        # It does nothing but serve. Where a run's next versions follow, there is room for one beside what is served.
+        residents = max(2 if workdir is not None and options.step is None else 1, config.rollout.residents)
+        config = dataclasses.replace(
+            config,
+            slice="",
+            cluster=dataclasses.replace(config.cluster, launcher=""),
+            rollout=dataclasses.replace(config.rollout, residents=residents),
+        )
+        config = presets.filled(config)
         with field_context("model"):
             model = hf.check(config.model.path)
             tokenizer = Tokenizer.load(config.model.path)
@@ -62,15 +70,12 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
             raise ConfigError(f"rollout.tensor: an engine of {size} devices, and there are {len(found)}")
         meshes = [sharding.make_mesh(found[i : i + size], 1, 1, size) for i in range(0, len(found) - size + 1, size)]
         engines, mesh = [build.new_engine(whole, tokenizer, model, mesh) for mesh in meshes], meshes[0]
-        source: FolderSource | RunSource
-        source = (
-            FolderSource(config, mesh) if workdir is None else RunSource(config, model, mesh, workdir, options.step)
-        )
+        source = None if workdir is None else RunSource(config, model, mesh, workdir, options.step)
         versions = Versions(config.rollout.residents, options.session_idle_s, options.name)
         store = DeviceWeights(config.model.dtype)
-        first = source.first
-        store.put(first, source.read(first))
-        side_by_side([lambda engine=engine: _begin(engine, first, store) for engine in engines])  # type: ignore[misc]
+        first = 0 if source is None else source.first
+        store.put(first, read_folder(config, mesh) if source is None else source.read(first))
+        side_by_side([functools.partial(_begin, engine, first, store) for engine in engines])
         store.drop(first)
         versions.loaded(first)
         fleet = LocalFleet(engines, store, versions, source)
@@ -91,24 +96,14 @@ def limits_of(config: Config, tokenizer: Tokenizer) -> Limits:
     )
 
 
-class FolderSource:
-    """A Hugging Face folder: version 0, and no other. The adapter of lora.path is added up into its weights."""
-
-    first = 0
-
-    def __init__(self, config: Config, mesh: jax.sharding.Mesh):
-        self._config, self._mesh = config, mesh
-
-    def newest(self) -> Version | None:
-        return None
-
-    def read(self, version: Version) -> Tree:
-        model, params = hf.load(self._config.model.path, self._mesh)
-        if not self._config.lora.path:
-            return params
-        with field_context("lora.path"):
-            adapter = peft.load(self._config.lora.path, model, self._config.lora, self._config.seed)
-        return jax.jit(functools.partial(lora.merge, gain=self._config.lora.gain))(params, adapter)
+def read_folder(config: Config, mesh: jax.sharding.Mesh) -> Tree:
+    """The weights of a Hugging Face folder, with the adapter of lora.path added up into them."""
+    model, params = hf.load(config.model.path, mesh)
+    if not config.lora.path:
+        return params
+    with field_context("lora.path"):
+        adapter = peft.load(config.lora.path, model, config.lora, config.seed)
+    return jax.jit(functools.partial(lora.merge, gain=config.lora.gain))(params, adapter)
 
 
 class RunSource:
@@ -166,7 +161,10 @@ class _Server(uvicorn.Server):
 
 def listening_socket(options: Options, section: str = "") -> socket.socket:
     """section: of the configuration, where the options are its fields. ConfigError: nothing can listen there."""
-    if not options.token and not _loopback(options.host):
+    loopback = options.host == "localhost"
+    with contextlib.suppress(ValueError):
+        loopback = ipaddress.ip_address(options.host).is_loopback
+    if not options.token and not loopback:
         raise ConfigError(
             f"{section}host: {options.host} can be reached from other machines: put a secret into {TOKEN_VARIABLE}, "
             "which every request then sends as its bearer token"
@@ -176,21 +174,6 @@ def listening_socket(options: Options, section: str = "") -> socket.socket:
         return socket.create_server((options.host, options.port), family=family)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"{section}port: {options.host}:{options.port} cannot be listened at: {error}") from error
-
-
-def _alone(config: Config, *, follows: bool) -> Config:
-    """The configuration of a process that serves and does nothing else. follows: a run's next version is loaded while
-    answers of the one before it run, so there is room for two."""
-    rollout = dataclasses.replace(config.rollout, residents=max(2 if follows else 1, config.rollout.residents))
-    cluster = dataclasses.replace(config.cluster, launcher="")
-    return dataclasses.replace(config, slice="", cluster=cluster, rollout=rollout)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _begin(engine: Engine, version: Version, store: DeviceWeights) -> None:

@@ -51,7 +51,7 @@ class Service:
             self.answers,
             tokenizer,
             limits,
-            self._counters(),
+            Counters(self._numbers),
             options.token,
             options.keepalive_s,
             health=lambda: (503, {"status": "an engine has died"}) if fleet.crashed else (200, {"status": "ok"}),
@@ -62,7 +62,8 @@ class Service:
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
         self.attach()
-        self.fleet.start_engines()
+        for worker in self.fleet.workers:
+            worker.start()
         following = asyncio.ensure_future(self.fleet.follow())
         try:
             yield
@@ -80,16 +81,14 @@ class Service:
             self.died.set()
         self.answers.changed()
 
-    def _counters(self) -> Counters:
-        answers, fleet, versions = self.answers, self.fleet, self.versions
-        return Counters(
-            {
-                "samples": ("samples that run, wait or are parked", lambda: answers.running),
-                "tokens": ("tokens sampled since the start", lambda: answers.tokens),
-                "joined": ("requests that joined an answer that was there", lambda: answers.joined),
-                "cancelled_samples": ("samples whose client went away", lambda: answers.cancelled_samples),
-                "free_pages": ("KV pages that no sample holds", lambda: sum(fleet.free_pages.values())),
-                "resident_versions": ("versions that engines hold", lambda: len(versions.resident)),
-                "newest_version": ("of the resident ones", lambda: max(versions.resident, default=-1)),
-            }
-        )
+    def _numbers(self) -> dict[str, tuple[str, float]]:
+        answers, resident = self.answers, self.versions.resident
+        return {
+            "samples": ("samples that run, wait or are parked", answers.running),
+            "tokens": ("tokens sampled since the start", answers.tokens),
+            "joined": ("requests that joined an answer that was there", answers.joined),
+            "cancelled_samples": ("samples whose client went away", answers.cancelled_samples),
+            "free_pages": ("KV pages that no sample holds", sum(self.fleet.free_pages.values())),
+            "resident_versions": ("versions that engines hold", len(resident)),
+            "newest_version": ("of the resident ones", max(resident, default=-1)),
+        }

@@ -101,16 +101,14 @@ class Verifiers:
             self._open = request.result()
             return [{"role": "prompt", "token_ids": list(self._open.ask.prompts[0])}], False, {}
         request.cancel()
-        return [], True, {"reward": self._reward(self._rollout.result())}
-
-    def _reward(self, episode: Any) -> float:
-        """Of all traces of the policy: what their tasks scored."""
+        episode = self._rollout.result()
         if not episode.ok:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            if wrong := next((error for error in errors if not _too_long(error)), None):
-                retryable = (wrong.status_code or 0) >= 500
-                raise EnvironmentError(f"{self._host.name}: {wrong.type}: {wrong.message}", retryable)
-        return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+            for error in (*episode.errors, *(error for trace in episode.traces for error in trace.errors)):
+                if error.status_code != 400 or "maximum context length" not in error.message:
+                    retryable = (error.status_code or 0) >= 500
+                    raise EnvironmentError(f"{self._host.name}: {error.type}: {error.message}", retryable)
+        # of all traces of the policy: what their tasks scored
+        return [], True, {"reward": float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))}
 
 
 class Asked:
@@ -163,11 +161,13 @@ class Host:
 
     async def _start(self) -> None:
         import uvicorn
+        from starlette.applications import Starlette
+        from starlette.routing import Route
 
+        routes = [Route("/v1/models", self._models), Route("/inference/v1/generate", self._generate, methods=["POST"])]
+        app = Starlette(routes=routes, exception_handlers={Refused: _refused})
         listening = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            self._app(), log_level="warning", lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S
-        )
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S)
         server = uvicorn.Server(config)
         self._served = asyncio.create_task(server.serve(sockets=[listening]))
         client = self._vf.TrainClientConfig(
@@ -184,13 +184,6 @@ class Host:
 
     # ------------------------------------------------------------ the route
 
-    def _app(self) -> Any:
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
-        routes = [Route("/v1/models", self._models), Route("/inference/v1/generate", self._generate, methods=["POST"])]
-        return Starlette(routes=routes, exception_handlers={Refused: _refused})
-
     async def _models(self, asked: Any) -> Any:
         from starlette.responses import JSONResponse
 
@@ -201,8 +194,24 @@ class Host:
         from starlette.responses import JSONResponse
 
         body = await asked.json()
-        ask, form = generate(body, self._limits())
-        self._check(ask, body.get("sampling_params") or {})
+        rollout, turn = self._policy.rollout, self._policy.turn_tokens
+        limits = Limits(
+            context=self._policy.context,
+            vocab=self._policy.vocab,
+            sampling=tuple((name, rollout[name]) for name in SAMPLING),
+            min_tokens=rollout["min_new_tokens"],
+        )
+        ask, form = generate(body, limits)
+        # refuses what the engine of a run does otherwise
+        if (body.get("sampling_params") or {}).get("max_tokens") not in (None, turn):
+            raise Refused(
+                400, f"max_tokens: a turn of this run has environment.turn_tokens = {turn}", param="max_tokens"
+            )
+        if foreign := sorted(ask.stop_ids - set(self._policy.stop_ids)):
+            raise Refused(400, f"stop_token_ids: {foreign[0]} ends no turn of this run", param="stop_token_ids")
+        for name, wanted in (("n", ask.n != 1), ("stop", ask.stop), ("seed", ask.seed is not None)):
+            if wanted:
+                raise Refused(400, f"{name}: a turn of a run has none; leave it out", param=name)
         session = asked.headers.get(SESSION, "")
         if session not in self._sessions:
             raise Refused(404, f"{SESSION}: {session[:40]!r} is no episode that goes on", param=SESSION)
@@ -211,28 +220,6 @@ class Host:
         ids, logprobs = tuple(message["token_ids"]), tuple(message["logprobs"])
         piece = Piece(index=0, text="", calls=(), ids=ids, logprobs=logprobs, finish=message["finish"])
         return JSONResponse(GenerateReply(Answer(ask, message["version"]), form, NAME, _no_text).body([piece]))
-
-    def _limits(self) -> Limits:
-        rollout = self._policy.rollout
-        return Limits(
-            context=self._policy.context,
-            vocab=self._policy.vocab,
-            sampling=tuple((name, rollout[name]) for name in SAMPLING),
-            min_tokens=rollout["min_new_tokens"],
-        )
-
-    def _check(self, ask: Ask, params: Mapping[str, Any]) -> None:
-        """Refuses what the engine of a run does otherwise."""
-        turn = self._policy.turn_tokens
-        if params.get("max_tokens") not in (None, turn):
-            raise Refused(
-                400, f"max_tokens: a turn of this run has environment.turn_tokens = {turn}", param="max_tokens"
-            )
-        if foreign := sorted(ask.stop_ids - set(self._policy.stop_ids)):
-            raise Refused(400, f"stop_token_ids: {foreign[0]} ends no turn of this run", param="stop_token_ids")
-        for name, asked in (("n", ask.n != 1), ("stop", ask.stop), ("seed", ask.seed is not None)):
-            if asked:
-                raise Refused(400, f"{name}: a turn of a run has none; leave it out", param=name)
 
 
 _hosts: dict[str, Host] = {}  # of this process
@@ -252,10 +239,6 @@ def main(env: str) -> None:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _too_long(error: Any) -> bool:
-    return error.status_code == 400 and "maximum context length" in error.message
 
 
 def _no_text(*_: Any, **__: Any) -> str:

@@ -79,8 +79,15 @@ class Versions:
             if version is None or (version < self._newest and self.loading is not None):
                 return None  # the newest made room for a newer one: no session begins at an old version for that
         if version not in self.resident:
-            self._check_coming(version, None if pin is None else session)
-            return None
+            if version == self.loading:
+                return None
+            if version > self._newest:
+                raise Refused(404, f"model: there is no version {version} yet", param="model", code="model_not_found")
+            there = ", ".join(f"{self.name}@{v}" for v in sorted(self.resident)) or "none at this moment"
+            subject = f"version {version}" if pin is None else f"session {session!r} began at version {version}, which"
+            raise Refused(
+                410, f"model: {subject} has retired; served are: {there}", param="model", code="version_retired"
+            )
         if session or asked is not None:
             self._used_s[version] = now_s
         if session:
@@ -109,14 +116,3 @@ class Versions:
         if wanted is not None and len(self.resident) < self._residents:
             self.loading = wanted
         return drop, self.loading
-
-    # ---------------------------------------------------------------- private
-
-    def _check_coming(self, version: Version, session: str | None) -> None:
-        if version == self.loading:
-            return
-        if version > self._newest:
-            raise Refused(404, f"model: there is no version {version} yet", param="model", code="model_not_found")
-        there = ", ".join(f"{self.name}@{v}" for v in sorted(self.resident)) or "none at this moment"
-        subject = f"session {session!r} began at version {version}, which" if session else f"version {version}"
-        raise Refused(410, f"model: {subject} has retired; served are: {there}", param="model", code="version_retired")

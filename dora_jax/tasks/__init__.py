@@ -7,9 +7,9 @@
     source.py            what a source of questions does; randomness by identity, and what makes two prompts the same
     worked_solutions.py  worked solutions of some datasets, for the supervised warm start
     rewards.py           (prompt, response, answer) -> float | {name: float}: the shipped ones; how a path is resolved
-    trial.py             the rewards score one real row before anything is compiled
     solved.py            what counts as solved on held-out prompts
-    pool.py              ScorerPool: rewards in killable processes (worker.py), beside generation
+    pool.py              ScorerPool: rewards in killable processes (worker.py), beside generation; one real row is
+                         scored before anything is compiled
     reward_model.py      ModelScorer: a trained judge on a mesh of its own, behind the pool
     code.py              rewards that run a response's program on tests; the Python tool, alone and as an environment
     environment.py       the Protocol of what answers a policy of several turns
@@ -22,6 +22,7 @@ This file stays light, because the reward workers import the package: no JAX, no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,13 +54,14 @@ def open_task(
     exclude: uids never drawn (a warm start on other rows passes the main task's `heldout_uids`).
     Bad rows are written to quarantine_path.
     """
-    from dora_jax.tasks.mixture import Mixture, blamed, part_of
+    from dora_jax.tasks.mixture import OWN, Mixture, blamed
     from dora_jax.tasks.prompts import Task, Wording
 
     path = Path(quarantine_path)
 
     def open_one(name: str, n: int, held: AbstractSet[str]) -> Source:
-        part = part_of(section, name)
+        own = {field: getattr(section.mix[name], field) for field in OWN}
+        part = dataclasses.replace(section, mix={}, **own)
         with blamed(name):
             return _source(part, Wording(part, tokenizer), n, held, supervised, path.with_stem(f"{path.stem}.{name}"))
 

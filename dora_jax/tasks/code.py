@@ -40,11 +40,6 @@ def stdio_share(prompt: str, response: str, answer: Any) -> float:
     return sum(_outcomes("stdio_share", response, answer)) / len(_tests("stdio_share", answer))
 
 
-def program_of(response: str) -> str:
-    blocks = BLOCK.findall(response)
-    return blocks[-1] if blocks else response
-
-
 def python_tool(program: str, stdin: str = "", limits: programs.Limits = programs.DEFAULT_LIMITS) -> str:
     """What a model gets of its program: its output, and in a last line how it ended if that was not well.
 
@@ -105,7 +100,7 @@ def may_run(section: str, field: str, paths: Sequence[str], asked: bool) -> bool
 
 def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:
     """Whether each test is passed, up to the end of the time."""
-    tests, program = _tests(name, answer), program_of(response)
+    tests, program = _tests(name, answer), (BLOCK.findall(response) or [response])[-1]
     end_s = time.monotonic() + float(answer.get("time_limit_s", TIME_LIMIT_S))
     for test in tests:
         left_s = end_s - time.monotonic()

@@ -50,71 +50,61 @@ _global_random = threading.Lock()
 
 
 class Dataset:
-    """One reasoning-gym dataset: entry(index) is pure; score is the dataset's own."""
+    """One reasoning-gym dataset, or several by weight (`composite`: ours, so that one dataset may appear twice with
+    other parameters): entry(index) is pure; score is the dataset's own."""
 
-    def __init__(self, name: str, dataset: Any):
-        self.name = name
-        self.size = dataset.size
-        self._dataset = dataset
+    def __init__(self, parts: list[tuple[float, str, Any]]):
+        """parts: (weight, name, what the library opened) of each."""
+        self.size = min(dataset.size for _, _, dataset in parts)
+        self._parts = parts
+        self._total = sum(weight for weight, _, _ in parts)
 
     def entry(self, index: int) -> dict[str, Any]:
-        if self.name not in GLOBAL_RANDOM:
-            return self._dataset[index]
+        name, dataset = self._part(index)
+        if name not in GLOBAL_RANDOM:
+            return dataset[index]
         with _global_random:
             state = random.getstate()
             random.seed(index)
             try:
-                return self._dataset[index]
+                return dataset[index]
             finally:
                 random.setstate(state)
 
     def score(self, response: str, index: int, entry: dict[str, Any]) -> float:
-        return self._dataset.score_answer(response, entry=entry)
+        return self._part(index)[1].score_answer(response, entry=entry)
 
-
-class CompositeDataset:
-    """`composite`: parts by weight. Ours, so that one dataset may appear twice with other parameters."""
-
-    def __init__(self, parts: list[tuple[float, Dataset]]):
-        self.size = min(part.size for _, part in parts)
-        self._parts = parts
-        self._total = sum(weight for weight, _ in parts)
-
-    def entry(self, index: int) -> dict[str, Any]:
-        return self._part(index).entry(index)
-
-    def score(self, response: str, index: int, entry: dict[str, Any]) -> float:
-        return self._part(index).score(response, index, entry)
-
-    def _part(self, index: int) -> Dataset:
+    def _part(self, index: int) -> tuple[str, Any]:
         left = share_hash("part", index) * self._total
-        for weight, part in self._parts:
+        for weight, name, dataset in self._parts:
             left -= weight
             if left < 0:
-                return part
-        return self._parts[-1][1]  # rounding of the last sum
+                break  # else the last one: rounding of the last sum
+        return name, dataset
 
 
-def open_dataset(name: str, params: Mapping[str, Any]) -> Dataset | CompositeDataset:
+def open_dataset(name: str, params: Mapping[str, Any]) -> Dataset:
     """The dataset of this name with these parameters; raises ConfigError in one sentence."""
     if name != "composite":
-        return _open_one(name, params, "task.params", "task.name")
+        return Dataset([(1.0, name, _open_one(name, params, "task.params", "task.name"))])
     specs = params.get("datasets")
     if set(params) != {"datasets"} or not isinstance(specs, (list, tuple)) or not specs:
         raise ConfigError("task.params: composite takes `datasets`, a tuple of {name, weight, config}, and no more")
-    return CompositeDataset([_part(spec, f"task.params.datasets[{i}]") for i, spec in enumerate(specs)])
+    parts = []
+    for i, spec in enumerate(specs):
+        field = f"task.params.datasets[{i}]"
+        if not isinstance(spec, Mapping) or not {"name"} <= set(spec) <= {"name", "weight", "config"}:
+            raise ConfigError(f"{field}: {spec!r} is not {{name, weight, config}}")
+        weight = spec.get("weight", 1.0)
+        if not isinstance(weight, (int, float)) or not weight > 0:
+            raise ConfigError(f"{field}.weight: {weight!r} is not a number above 0")
+        dataset = _open_one(spec["name"], spec.get("config", {}), f"{field}.config", f"{field}.name")
+        parts.append((weight, spec["name"], dataset))
+    return Dataset(parts)
 
 
-def _part(spec: Any, field: str) -> tuple[float, Dataset]:
-    if not isinstance(spec, Mapping) or not {"name"} <= set(spec) <= {"name", "weight", "config"}:
-        raise ConfigError(f"{field}: {spec!r} is not {{name, weight, config}}")
-    weight = spec.get("weight", 1.0)
-    if not isinstance(weight, (int, float)) or not weight > 0:
-        raise ConfigError(f"{field}.weight: {weight!r} is not a number above 0")
-    return weight, _open_one(spec["name"], spec.get("config", {}), f"{field}.config", f"{field}.name")
-
-
-def _open_one(name: str, params: Mapping[str, Any], field: str, name_field: str) -> Dataset:
+def _open_one(name: str, params: Mapping[str, Any], field: str, name_field: str) -> Any:
+    """What the library opens by this name."""
     registered = known()
     if name in REFUSED:
         raise ConfigError(f"{name_field}: reasoning-gym's {name} is refused: {REFUSED[name]}")
@@ -145,7 +135,7 @@ def _open_one(name: str, params: Mapping[str, Any], field: str, name_field: str)
     except Exception as error:  # each dataset raises what it likes; always raised again, with the field
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{field}: reasoning-gym's {name} refuses {dict(params)}: {reason}") from error
-    return Dataset(name, dataset)
+    return dataset
 
 
 def known() -> dict[str, tuple[type, type]]:
@@ -157,7 +147,7 @@ def known() -> dict[str, tuple[type, type]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(name: str, params_json: str) -> Dataset | CompositeDataset:
+def _opened(name: str, params_json: str) -> Dataset:
     return open_dataset(name, json.loads(params_json))
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dora_jax import types
 
 if TYPE_CHECKING:
-    from dora_jax.config.task import TaskPart, TaskSection
+    from dora_jax.config.task import TaskPart
     from dora_jax.tasks.source import Source, TaskRow
 
 OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a section that each entry has for itself
@@ -29,12 +29,6 @@ def cycle_of(mix: Mapping[str, TaskPart]) -> tuple[str, ...]:
     return types.cycle_of({name: part.weight for name, part in mix.items()})
 
 
-def part_of(section: TaskSection, name: str) -> TaskSection:
-    """The section of one entry alone."""
-    part = section.mix[name]
-    return dataclasses.replace(section, mix={}, **{field: getattr(part, field) for field in OWN})
-
-
 @contextlib.contextmanager
 def blamed(name: str) -> Iterator[None]:
     """Errors inside name the fields of this entry of the mix."""
@@ -43,14 +37,16 @@ def blamed(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([_of_entry(problem, name) for problem in error.problems]) from error
+        raise ConfigError(
+            [
+                f"task.mix.{name}.{problem.removeprefix('task.')}"
+                if problem.partition(":")[0].partition(".")[2].partition(".")[0] in OWN
+                else problem
+                for problem in error.problems
+            ]
+        ) from error
     except ValueError as error:
         raise ConfigError(f"task.mix.{name}.path: {error}") from error
-
-
-def _of_entry(problem: str, name: str) -> str:
-    field = problem.partition(":")[0].partition(".")[2]
-    return f"task.mix.{name}.{problem.removeprefix('task.')}" if field.partition(".")[0] in OWN else problem
 
 
 class Mixture:

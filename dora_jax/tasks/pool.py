@@ -17,24 +17,31 @@ Laws:
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import code, sandbox
+from dora_jax.tasks.rewards import plain
 from dora_jax.tasks.sandbox import calls
 from dora_jax.tasks.sandbox.calls import NoAnswer
-from dora_jax.types import GroupId, Prompt, Sample, ScoredGroup
+from dora_jax.tasks.source import shorten
+from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Span
 
 CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 FAILED_LENGTHS_KEPT = 10_000  # for the quantiles
+TRIAL_POLL_S = 0.01
+INITIAL = 0  # the version that the responses of `try_rewards` pretend to be of
 SHIPPED = ("dora_jax.tasks.rewards.", code.OURS)  # rewards of ours
 
 _log = logging.getLogger(__name__)
@@ -49,6 +56,15 @@ class GroupFailure:
     lengths: tuple[int, ...]  # tokens of each response
     kind: str = ""  # what failures from one cause share; empty: the reason
     response: str = ""  # the text that has no score, where it is one response's fault
+
+
+def drained(results: queue.SimpleQueue[Any]) -> list[Any]:
+    """What a queue holds now."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(results.get_nowait())
+    return found
 
 
 class NoScore(NoAnswer):
@@ -77,7 +93,18 @@ class ScorerPool:
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
         setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
-        form, variables = form_of_sandbox(section), section.reward_env
+        form = sandbox.WEAK
+        if section.reward_sandbox != sandbox.WEAK:
+            try:
+                form = sandbox.full()
+            except sandbox.NoSandbox as error:
+                if section.reward_sandbox != "auto" or not all(path.startswith(SHIPPED) for path in section.rewards):
+                    raise ConfigError(
+                        f'task.reward_sandbox: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
+                        "environment and signal its processes"
+                    ) from error
+                _log.warning("the shipped rewards run in the weak form of the sandbox: %s", error)
+        variables = section.reward_env
         for name in variables:
             if name not in os.environ:
                 raise ConfigError(f"task.reward_env: the environment has no {name}")
@@ -108,12 +135,7 @@ class ScorerPool:
     def poll(self) -> list[ScoredGroup | GroupFailure]:
         """What has finished since the last call; each group once."""
         self._check()
-        done = []
-        while True:
-            try:
-                done.append(self._results.get_nowait())
-            except queue.Empty:
-                return done
+        return drained(self._results)
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -233,18 +255,33 @@ class ScorerPool:
             ) from error
 
 
-def form_of_sandbox(section: TaskSection) -> str:
-    """The form (sandbox.py) of these rewards' sandbox; ConfigError where the machine lacks what the section asks
-    for."""
-    if section.reward_sandbox == sandbox.WEAK:
-        return sandbox.WEAK
-    try:
-        return sandbox.full()
-    except sandbox.NoSandbox as error:
-        if section.reward_sandbox == "auto" and all(path.startswith(SHIPPED) for path in section.rewards):
-            _log.warning("the shipped rewards run in the weak form of the sandbox: %s", error)
-            return sandbox.WEAK
+def try_rewards(pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:
+    """Scores one real row before anything is compiled, so that a broken reward is refused in seconds. Returns the terms
+    of the reward, in the order of task.rewards; ConfigError says which response of which row has no score.
+
+    The row is tried with two responses, its own answer and the empty text, because a policy writes anything; both are
+    scored as samples are: decoded, in a worker process, with its deadline and its retries."""
+    pool.wait_ready()
+    answer, samples = str(plain(prompt.answer)), []
+    for index, text in enumerate((answer, "")):
+        ids = np.asarray(encode(text), np.int32)
+        sample = Sample(
+            id=SampleId(prompt.group_id, index),
+            prompt_ids=prompt.token_ids,
+            out_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            mask=np.ones(len(ids), bool),
+            spans=(Span(version=INITIAL, start=0, stop=len(ids)),),
+            finish="stop",
+        )
+        samples.append(sample)
+    pool.submit(prompt, tuple(samples))
+    while not (done := pool.poll()):
+        time.sleep(TRIAL_POLL_S)
+    (result,) = done
+    if isinstance(result, GroupFailure):
         raise ConfigError(
-            f'task.reward_sandbox: {error}; "{sandbox.WEAK}" lets rewards run that could read the run\'s '
-            "environment and signal its processes"
-        ) from error
+            f"task.rewards: {result.reason}, tried on the response {shorten(result.response)!r} to the prompt "
+            f"{shorten(prompt.text)!r} with the answer {shorten(answer)!r}"
+        )
+    return tuple(result.parts)

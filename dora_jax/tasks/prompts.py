@@ -44,7 +44,7 @@ class Wording:
         self._extract = section.extract
         self._extractor = Renderer(f"task.extract {section.extract!r}", {"extract": section.extract})
         self._template = section.template
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def question(self, raw: Question) -> Question:
         """What is left of the source's question; ValueError where the section does not fit it, ConfigError where its
@@ -69,13 +69,10 @@ class Wording:
         if self._template == "chat":
             messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
             try:
-                return self._tokenizer.chat(messages)
+                return self.tokenizer.chat(messages)
             except ValueError as error:
                 raise ConfigError(f"task.template: {error}, on the prompt {shorten(str(question))!r}") from error
         return self._template.replace("{prompt}", str(question))  # not str.format: templates hold other braces
-
-    def token_ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
 
 
 class Task:
@@ -88,21 +85,14 @@ class Task:
         self._limit = max_prompt_tokens
         self._max_new_tokens = max_new_tokens
         self._heldout = [row for row in source.heldout if len(self._encode(row)[1]) <= max_prompt_tokens]
-        self.heldout_too_long = len(source.heldout) - len(self._heldout)  # left out of evaluation, never trained on
+        self.n_heldout = len(self._heldout)
+        self.heldout_uids = source.heldout_uids  # of every held-out prompt, those too long for this run included
+        self.heldout_too_long = len(source.heldout) - self.n_heldout  # left out of evaluation, never trained on
         if source.heldout and not self._heldout:
             raise ValueError(
                 f"all {len(source.heldout)} held-out prompts of {source.name} are over "
                 f"rollout.max_prompt_tokens = {max_prompt_tokens}"
             )
-
-    @property
-    def n_heldout(self) -> int:
-        return len(self._heldout)
-
-    @property
-    def heldout_uids(self) -> frozenset[str]:
-        """Of every held-out prompt, those too long for this run included."""
-        return self.source.heldout_uids
 
     def prompt_at(self, group_id: GroupId) -> Prompt:
         """Pure in (seed, group_id); raises PromptTooLong over the limit."""
@@ -179,4 +169,4 @@ class Task:
 
     def _encode(self, row: TaskRow) -> tuple[str, list[int]]:
         text = self._wording.text(row.question)
-        return text, self._wording.token_ids(text)
+        return text, self._wording.tokenizer.encode(text)

@@ -34,7 +34,7 @@ from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.hf_config import read_json
 from dora_jax.models.tokenizer import vocabulary
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.pool import GroupFailure, drained
 from dora_jax.types import Prompt, Sample, ScoredGroup, is_eval
 
 TERM = "reward_model"
@@ -80,28 +80,24 @@ class RewardModel:
         """f32[n]; the samples share batches with each other only."""
         texts = [np.concatenate([sample.prompt_ids, sample.out_ids]) for sample in samples]
         places = _places([len(text) for text in texts], self._shape[1])
-        batches = [
-            self._batch(texts, places, first)
-            for first in range(0, max(place.row for place in places) + 1, self._shape[0])
-        ]
-        values = np.concatenate([np.asarray(self._run(self._params, self._head_D, *batch)) for batch in batches])
-        return np.array([values[place.row, place.start + self._last(text)] for text, place in zip(texts, places)])
-
-    # ------------------------------------------------------------ private
-
-    def _batch(self, texts: Sequence[np.ndarray], places: Sequence[_ScoredPlace], first: int) -> list[jax.Array]:
-        """Tokens, segment ids and positions i32[B, L] of the rows from `first` on."""
-        tokens, segments, positions = (np.zeros(self._shape, np.int32) for _ in range(3))
+        batches = range(0, max(place.row for place in places) + 1, self._shape[0])  # by the first row of each
+        # tokens, segment ids and positions, i32[rows of all batches, L]
+        tokens, segments, positions = (
+            np.zeros((batches[-1] + self._shape[0], self._shape[1]), np.int32) for _ in range(3)
+        )
+        lasts = []
         for text, place in zip(texts, places):
-            if first <= place.row < first + self._shape[0]:
-                here = place.row - first, slice(place.start, place.start + len(text))
-                tokens[here], segments[here], positions[here] = text, place.segment, np.arange(len(text))
-        return [jax.device_put(x, self._rows_over) for x in (tokens, segments, positions)]
-
-    def _last(self, ids: np.ndarray) -> int:
-        """Where transformers reads the head; with the end token as pad that is the token before it."""
-        real = np.flatnonzero(ids != self._pad_id) if self._pad_id is not None else [len(ids) - 1]
-        return int(real[-1]) if len(real) else 0
+            here = place.row, slice(place.start, place.start + len(text))
+            tokens[here], segments[here], positions[here] = text, place.segment, np.arange(len(text))
+            # where transformers reads the head; with the end token as pad that is the token before it
+            real = np.flatnonzero(text != self._pad_id) if self._pad_id is not None else [len(text) - 1]
+            lasts.append(place.start + (int(real[-1]) if len(real) else 0))
+        values = []
+        for first in batches:
+            batch = (x[first : first + self._shape[0]] for x in (tokens, segments, positions))
+            on_device = [jax.device_put(x, self._rows_over) for x in batch]
+            values.append(np.asarray(self._run(self._params, self._head_D, *on_device)))
+        return np.concatenate(values)[[place.row for place in places], lasts]
 
 
 class ModelScorer:
@@ -140,11 +136,7 @@ class ModelScorer:
                 done.append(group)
             else:
                 self._jobs.put(group)
-        while True:
-            try:
-                done.append(self._results.get_nowait())
-            except queue.Empty:
-                return done
+        return done + drained(self._results)
 
     def close(self) -> None:
         """Groups not yet polled are gone. May be called twice."""
@@ -172,16 +164,15 @@ class ModelScorer:
 
     def _judged(self, group: ScoredGroup) -> ScoredGroup | GroupFailure:
         failed = [sample for sample in group.samples if sample.finish == "error"]
-        if failed:
-            return _failure(group, f"sample {tuple(failed[0].id)} ended in an error", "a sample ended in an error")
-        scores = self._model.scores(group.samples)
-        if not np.isfinite(scores).all():
-            worst = int(np.flatnonzero(~np.isfinite(scores))[0])
-            return _failure(
-                group,
-                f"the reward model scored sample {tuple(group.samples[worst].id)} {scores[worst]}",
-                "a score of the reward model is not finite",
-            )
+        scores = np.zeros(len(group.samples), np.float32) if failed else self._model.scores(group.samples)
+        if failed or not np.isfinite(scores).all():
+            kind = "a sample ended in an error" if failed else "a score of the reward model is not finite"
+            worst = int(np.argmin(np.isfinite(scores)))
+            reason = f"the reward model scored sample {tuple(group.samples[worst].id)} {scores[worst]}"
+            if failed:
+                reason = f"sample {tuple(failed[0].id)} ended in an error"
+            lengths = tuple(len(sample.out_ids) for sample in group.samples)
+            return GroupFailure(group_id=group.group_id, reason=reason, kind=kind, lengths=lengths)
         term = np.float32(self._weight) * scores
         return dataclasses.replace(group, rewards=group.rewards + term, parts={**group.parts, TERM: term})
 
@@ -190,12 +181,6 @@ class _ScoredPlace(NamedTuple):
     row: int  # over all batches of the group
     start: int
     segment: int  # 1.. within the row
-
-
-def _failure(group: ScoredGroup, reason: str, kind: str) -> GroupFailure:
-    return GroupFailure(
-        group_id=group.group_id, reason=reason, kind=kind, lengths=tuple(len(s.out_ids) for s in group.samples)
-    )
 
 
 def _places(lengths: Sequence[int], tokens: int) -> list[_ScoredPlace]:

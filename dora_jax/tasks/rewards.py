@@ -52,10 +52,10 @@ def exact(prompt: str, response: str, answer: Any) -> float:
 
 def numeric(prompt: str, response: str, answer: Any) -> float:
     """1.0 if the last number of the response equals the answer: signs, commas, fractions and percent understood."""
-    gold = last_number(str(answer))
+    gold = _number(str(answer))
     if gold is None:
         raise RewardError(f"numeric: the answer {answer!r} is not a number")
-    given = last_number(response)
+    given = _number(response)
     return float(given is not None and _same_number(given, gold))
 
 
@@ -76,7 +76,7 @@ def reasoning_gym(prompt: str, response: str, answer: Any) -> float:
 def math_verify(prompt: str, response: str, answer: Any) -> float:
     """math-verify on LaTeX and plain mathematics. It has no time limit of its own here: the worker's deadline is it."""
     gold_text, response = str(answer).strip(), response.strip()
-    gold, given = whole_number(gold_text), whole_number(response)
+    gold, given = _number(gold_text, whole=True), _number(response, whole=True)
     if gold is not None and given is not None:  # cheap, and what most answers are
         return float(_same_number(given, gold))
     from math_verify import parse, verify
@@ -126,23 +126,14 @@ NUMBER = re.compile(
 FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 
 
-def last_number(text: str) -> tuple[Fraction, bool] | None:
-    """(value as written, whether a percent sign follows) of the last number in a text."""
-    last = None
-    for last in NUMBER.finditer(FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-"))):
+def _number(text: str, whole: bool = False) -> tuple[Fraction, bool] | None:
+    """(value as written, whether a percent sign follows) of the last number in a text. whole: of a text that is one
+    number and nothing else."""
+    text, match = FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-")), None
+    for match in [NUMBER.fullmatch(text)] if whole else NUMBER.finditer(text):
         pass
-    return _value(last) if last else None
-
-
-def whole_number(text: str) -> tuple[Fraction, bool] | None:
-    """The same for a text that is one number and nothing else."""
-    match = NUMBER.fullmatch(FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-")))
-    return _value(match) if match else None
-
-
-def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
-    top, bottom = _fraction(match["top"]), _fraction(match["bottom"] or "1")
-    if top is None or not bottom:
+    top, bottom = (_fraction(match["top"]), _fraction(match["bottom"] or "1")) if match else (None, None)
+    if match is None or top is None or not bottom:
         return None
     value = top / bottom
     return (-value if (match["sign"] or "").startswith("-") else value), match["percent"] is not None
@@ -158,14 +149,10 @@ def _fraction(text: str) -> Fraction | None:
 def _same_number(given: tuple[Fraction, bool], gold: tuple[Fraction, bool]) -> bool:
     """Where only one side has a percent sign, 50 % is both 50 and 0.5."""
     (a, a_percent), (b, b_percent) = given, gold
-    if a_percent == b_percent:
-        return _close(a, b)
-    percent, other = (a, b) if a_percent else (b, a)
-    return _close(percent, other) or _close(percent / 100, other)
-
-
-def _close(a: Fraction, b: Fraction) -> bool:
-    return a == b or abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b))
+    if a_percent and not b_percent:
+        a, b = b, a
+    meant = [b] if a_percent == b_percent else [b, b / 100]
+    return any(a == each or abs(a - each) <= RELATIVE_TOLERANCE * max(abs(a), abs(each)) for each in meant)
 
 
 # ---------------------------------------------------------------- resolving and calling
@@ -176,15 +163,11 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
     if len(set(paths)) < len(paths):
         raise RewardError(f"task.rewards: {', '.join(paths)} names one reward twice")
     last_words = [path.rpartition(".")[2] for path in paths]
-    return {
-        word if last_words.count(word) == 1 else path: _resolve_one(path)
-        for path, word in zip(paths, last_words, strict=True)
-    }
-
-
-def _resolve_one(path: str) -> Reward:
     try:
-        return callables.imported(path)
+        return {
+            word if last_words.count(word) == 1 else path: callables.imported(path)
+            for path, word in zip(paths, last_words, strict=True)
+        }
     except ValueError as error:
         raise RewardError(f"task.rewards: {error}") from error
 
@@ -193,7 +176,15 @@ def score(rewards: Mapping[str, Reward], prompt: str, response: str, answer: Any
     """The terms of every reward by name; their sum is the reward. Raises RewardError only."""
     parts: dict[str, float] = {}
     for name, reward in rewards.items():
-        value = _call(name, reward, prompt, response, answer)
+        try:
+            value = reward(prompt, response, answer if getattr(reward, "takes_item", False) else plain(answer))
+        except RewardError:
+            raise
+        except BaseException as error:  # sys.exit included; always raised again, with the reward's name
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            kind = f"reward {name} raised {type(error).__name__}"
+            where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+            raise RewardError(f"{kind}: {error} ({where})", f"{kind} ({where})") from error
         terms = value if isinstance(value, Mapping) else {name: value}
         if not terms:
             raise RewardError(f"reward {name} returned no terms")
@@ -202,20 +193,6 @@ def score(rewards: Mapping[str, Reward], prompt: str, response: str, answer: Any
                 raise RewardError(f"two rewards return a term {term!r}; the second is {name}")
             parts[str(term)] = _finite(number, name, term)
     return parts
-
-
-def _call(name: str, reward: Reward, prompt: str, response: str, answer: Any) -> float | Mapping[str, float]:
-    try:
-        return reward(prompt, response, answer if getattr(reward, "takes_item", False) else plain(answer))
-    except RewardError:
-        raise
-    except BaseException as error:  # sys.exit included; always raised again, with the reward's name
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        kind, where = (
-            f"reward {name} raised {type(error).__name__}",
-            f"{os.path.basename(frame.filename)}:{frame.lineno}",
-        )
-        raise RewardError(f"{kind}: {error} ({where})", f"{kind} ({where})") from error
 
 
 def _finite(number: Any, name: str, term: Any) -> float:

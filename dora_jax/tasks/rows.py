@@ -138,7 +138,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
     if path.suffix == ".parquet":
-        yield from _read_parquet(path)
+        import pyarrow.parquet  # other rows do without
+
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                yield from enumerate((row for batch in file.iter_batches() for row in batch.to_pylist()), 1)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path} is not a whole parquet file: {error}") from error
         return
     if path.suffix != ".jsonl":
         raise ValueError(f"{path} is neither .jsonl nor .parquet")
@@ -155,20 +161,6 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield line, text
             except RecursionError:
                 yield line, text
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet  # other rows do without
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            line = 0
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    line += 1
-                    yield line, row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a whole parquet file: {error}") from error
 
 
 def _row(raw: Any, wording: Wording, supervised: bool, default_task: str) -> TaskRow:
@@ -190,22 +182,19 @@ def _row(raw: Any, wording: Wording, supervised: bool, default_task: str) -> Tas
         raise ValueError("task is not a text")
     if not isinstance(raw.get("id"), (str, int, type(None))):
         raise ValueError("id is neither a text nor a whole number")
-    question = wording.question(_prompt(raw.get("prompt")))
+    prompt = raw.get("prompt")
+    if prompt is None:
+        raise ValueError("prompt is missing")
+    if isinstance(prompt, str) and not prompt.strip():
+        raise ValueError("prompt is empty")
+    if not isinstance(prompt, str):
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError("prompt is neither a text nor a list of messages")
+        for message in prompt:
+            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+                raise ValueError("a message of prompt lacks a text role or content")
+        prompt = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    question = wording.question(prompt)
     return TaskRow(
         uid=uid_of(question), task=task or default_task, question=question, answer=answer, solution=completion
     )
-
-
-def _prompt(prompt: Any) -> Any:
-    if prompt is None:
-        raise ValueError("prompt is missing")
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise ValueError("prompt is empty")
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError("prompt is neither a text nor a list of messages")
-    for message in prompt:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError("a message of prompt lacks a text role or content")
-    return [{"role": message["role"], "content": message["content"]} for message in prompt]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,15 +52,9 @@ class TaskRow:
 
 
 class Source(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def heldout(self) -> Sequence[TaskRow]:
-        """Rows of distinct uids."""
-
-    @property
-    def heldout_uids(self) -> frozenset[str]: ...
+    name: str
+    heldout: list[TaskRow]  # of distinct uids
+    heldout_uids: frozenset[str]
 
     def draw(self, stream: str, seed: int, i: int) -> TaskRow:
         """Number i of an endless stream, pure in its arguments; never a held-out uid."""

@@ -369,7 +369,7 @@ class History:
             raise Killed
 
     def _save(self, body, world, journal, version):
-        world.want_segment()
+        world.rotate_due = True
         if chance(self.shape.seed, "save fails", version, self.incarnations) < 0.2:
             return  # the background save died
         self.checkpoints[version] = body.weights[version]

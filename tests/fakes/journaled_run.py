@@ -112,7 +112,7 @@ class Run:
                 self.known.add(event.id)
             if isinstance(event, ev.StepPublished) and event.version % 2 == 0:
                 self.checkpoints[event.version] = trainer.params
-                durable.want_segment()
+                durable.rotate_due = True
             seen[0] += 1
             if seen[0] == kill_at or kill_when(orchestrator.state):
                 raise Killed

@@ -19,7 +19,7 @@ from dora_jax.base import state_files
 from dora_jax.base.digest import digest
 from dora_jax.config import Config, ConfigError, field_context
 from dora_jax.models import hf, lora
-from dora_jax.runtime.journal.journal_digests import params_digest
+from dora_jax.runtime.journal.journal_audit import params_digest
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 

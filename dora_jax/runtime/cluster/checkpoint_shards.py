@@ -94,7 +94,7 @@ class StepBucket:
         self._stored.sweep()
 
     def steps(self) -> list[Version]:
-        return self._stored.steps()
+        return sorted(self._stored.whole)
 
     def unsealed(self) -> list[Version]:
         return []  # no process says that it has put all of one
@@ -106,7 +106,7 @@ class StepBucket:
         return []
 
     def fault(self, step: Version) -> str | None:
-        if (vouched := self._stored.manifest(step)) is None:
+        if (vouched := self._stored.whole.get(step)) is None:
             return "it has no manifest"
         folder = f"{STEPS}/{step}/"
 

@@ -17,24 +17,15 @@ tail stays where it is and is reported each time.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import errno
 import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from dora_jax.runtime.journal import frames
 from dora_jax.runtime.journal.forked_writer import Child, fork
-from dora_jax.runtime.journal.frames import (
-    FRAME,
-    MAX_RECORD_BYTES,
-    MAX_SEGMENT,
-    PREAMBLE,
-    Segment,
-    frame,
-    frames,
-    preamble,
-    unframe,
-)
 from dora_jax.runtime.journal.log_stores import JournalError, LogStore, write_all
 
 # Of a segment that is no file, is gone, or lies on a damaged disk. Any other error is not the segment's fault.
@@ -44,26 +35,28 @@ RETRY_PERIOD_S = 1.0  # how often a full disk is tried again
 ALARM_PERIOD_S = 30.0  # how often a disk that stays full is reported
 
 
+@dataclasses.dataclass
 class _Rotation:
     """A segment that a forked child is beginning."""
 
-    def __init__(self, number: int, head: Path, child: Child):
-        self.number, self.head, self.child = number, head, child
-        self.late: list[bytes] = []  # records that were written since the fork
-        self.late_bytes = 0
-        self.frames = 0  # that the child has written
-        self.staged: concurrent.futures.Future | None = None
+    number: int
+    head: Path
+    child: Child
+    late: list[bytes] = dataclasses.field(default_factory=list)  # records that were written since the fork
+    late_bytes: int = 0
+    frames: int = 0  # that the child has written
+    staged: concurrent.futures.Future | None = None
 
-    def drop(self) -> None:
-        self.child.kill()
-        self.head.unlink(missing_ok=True)
+
+def unheard(sentence: str) -> None:
+    """The alarm of a log, and the note of a replay, where nobody reads them."""
 
 
 class EventLog:
     """One writer of one log; used by one thread. `sync_s`: so many seconds after it was written a record is durable; 0:
     at once. JournalError: the log can no longer keep its promise."""
 
-    def __init__(self, log: LogStore, alarm: Callable[[str], None] = lambda sentence: None, sync_s: float = 0.0):
+    def __init__(self, log: LogStore, alarm: Callable[[str], None] = unheard, sync_s: float = 0.0):
         self._log = log
         self._alarm = alarm
         self._sync_s = sync_s
@@ -95,24 +88,22 @@ class EventLog:
     def segments(self) -> list[int]:
         return self._log.segments()
 
-    def read(self, segment: int) -> Segment:
+    def read(self, segment: int) -> frames.Segment:
         """UnknownFormat: another version of dora_jax wrote its frames. OSError: it could not be read for now."""
-        if segment > MAX_SEGMENT:
-            return Segment((), "has a number that no run reaches", 0)
+        if segment > frames.MAX_SEGMENT:
+            return frames.Segment((), "has a number that no run reaches", 0)
         try:
-            return unframe(self._log.read(segment), segment)
+            return frames.unframe(self._log.read(segment), segment)
         except OSError as error:
             if error.errno not in UNREADABLE:
                 raise
-            return Segment((), f"cannot be read: {os.strerror(error.errno)}", 0)
+            return frames.Segment((), f"cannot be read: {os.strerror(error.errno)}", 0)
 
     def rotate(self, records: Iterable[bytes]) -> int:
         """Begins the next segment with these records and returns its number; later appends go there. OSError: it could
         not be begun, and the present segment goes on."""
-        if not self.commit(sync=True):
-            raise OSError("the journal cannot begin a segment while older records wait for space")
-        number, head = self._following(), list(records)
-        self._log.begin(number, preamble(len(head)) + frames(head, number))
+        number, head = self._next_number(sync=True), list(records)
+        self._log.begin(number, frames.preamble(len(head)) + frames.frames(head, number))
         self._open, self._segment, self._index = True, number, len(head)
         return number
 
@@ -121,11 +112,21 @@ class EventLog:
         the new one begins with both."""
         if self._rotation is not None:
             return
-        if not self.commit(sync=not self._log.lasting) or self._buffer:
-            raise OSError("the journal cannot begin a segment while older records wait for space")
-        number = self._following()
+        number = self._next_number(sync=not self._log.lasting)
         head = self._log.head(number)
-        self._rotation = _Rotation(number, head, fork(lambda: _write_head(head, number, records())))
+
+        def write() -> None:
+            """In the child. It uses no buffer that a thread of the parent could have left locked."""
+            fd = os.open(head, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            write_all(fd, bytes(frames.PREAMBLE.size))
+            count = 0
+            for record in records():
+                write_all(fd, frames.frame(record, number, count))
+                count += 1
+            os.pwrite(fd, frames.preamble(count), 0)
+            os.fsync(fd)
+
+        self._rotation = _Rotation(number, head, fork(write))
 
     @property
     def rotating(self) -> bool:
@@ -143,14 +144,15 @@ class EventLog:
             return None
         try:
             if rotation.staged is None:
-                rotation.frames = _head_frames(rotation.head)
+                with rotation.head.open("rb") as head:
+                    rotation.frames = frames.PREAMBLE.unpack(head.read(frames.PREAMBLE.size))[2]
                 rotation.staged = self._pool.submit(self._log.stage, rotation.number)
             syncs = self._syncing is not None and not self._syncing.done()
             if syncs or not rotation.staged.done() or self._degraded_since is not None:
                 return None
             rotation.staged.result()
             self._syncing = None  # of the old segment, which the new one holds: `begin` makes that durable
-            late = frames(rotation.late, rotation.number, rotation.frames)
+            late = frames.frames(rotation.late, rotation.number, rotation.frames)
             self._log.begin(rotation.number, late, staged=True)
         except OSError as error:
             self._drop_rotation(str(error))
@@ -160,19 +162,22 @@ class EventLog:
         self._synced_s, self._unsynced = time.monotonic(), False
         return rotation.number
 
-    def _drop_rotation(self, why: str) -> None:
+    def _drop_rotation(self, why: str | None = None) -> None:
+        """why: what the alarm says; None: the log ends."""
         if self._rotation is not None:
-            self._rotation.drop()
+            self._rotation.child.kill()
+            self._rotation.head.unlink(missing_ok=True)
             self._rotation = None
-        self._alarm(f"the journal's next segment could not be begun ({why}): this one goes on")
+        if why is not None:
+            self._alarm(f"the journal's next segment could not be begun ({why}): this one goes on")
 
     def append(self, record: bytes) -> None:
         """Keeps a record for the next commit."""
         if not self._open:
             raise JournalError("the journal has no segment of this run yet: rotate first")
-        if len(record) > MAX_RECORD_BYTES:
-            raise JournalError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD_BYTES}")
-        self._bytes += FRAME.size + len(record)
+        if len(record) > frames.MAX_RECORD_BYTES:
+            raise JournalError(f"a record of {len(record)} bytes is over the limit of {frames.MAX_RECORD_BYTES}")
+        self._bytes += frames.FRAME.size + len(record)
         self._buffer.append(record)
         if self._bytes > MAX_BACKLOG_BYTES:
             raise JournalError(
@@ -201,7 +206,7 @@ class EventLog:
             if self._syncing is not None and self._syncing.done():
                 self._end_sync()
             if self._buffer or self._degraded_since is not None:
-                self._log.append(frames(self._buffer, self._segment, self._index))
+                self._log.append(frames.frames(self._buffer, self._segment, self._index))
                 self._index += len(self._buffer)
                 self._unsynced = True
                 self.commits += 1
@@ -225,7 +230,14 @@ class EventLog:
                 self._end_sync()  # else the disk is slow: the next sync covers what is written meanwhile
                 self.sync_soon()
         except OSError as error:
-            self._refused(error)
+            now = self._tried_s = time.monotonic()
+            self._degraded_since = self._degraded_since or now
+            if now - self._alarmed_s >= ALARM_PERIOD_S:
+                self._alarmed_s = now
+                self._alarm(
+                    f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and "
+                    f"what they tell of would be generated again after a kill"
+                )
             return False
         if self._degraded_since is not None:
             self._alarm(f"the journal is durable again after {time.monotonic() - self._degraded_since:.0f} s")
@@ -256,9 +268,7 @@ class EventLog:
         """Commits. Where that fails, an alarm says so: what is lost then will be generated again."""
         try:
             self._tried_s = 0.0
-            if self._rotation is not None:
-                self._rotation.drop()
-                self._rotation = None
+            self._drop_rotation()
             if not self.commit(sync=True):
                 self._alarm(
                     "the last journal records could not be made durable before the end: what they tell of may "
@@ -270,9 +280,11 @@ class EventLog:
 
     # ------------------------------------------------------------ private
 
-    def _following(self) -> int:
-        """The number of the next segment."""
-        return max((number for number in self._log.segments() if number < MAX_SEGMENT), default=0) + 1
+    def _next_number(self, sync: bool) -> int:
+        """The number of the next segment. OSError: records of the present one wait to be written."""
+        if not self.commit(sync=sync) or self._buffer:
+            raise OSError("the journal cannot begin a segment while older records wait for space")
+        return max((number for number in self._log.segments() if number < frames.MAX_SEGMENT), default=0) + 1
 
     def _end_sync(self) -> None:
         """Raises what the last sync on the other thread failed of."""
@@ -280,35 +292,3 @@ class EventLog:
         if syncing is not None and (error := syncing.exception()):
             self._unsynced = True
             raise error
-
-    def _refused(self, error: OSError) -> None:
-        now = self._tried_s = time.monotonic()
-        self._degraded_since = self._degraded_since or now
-        if now - self._alarmed_s >= ALARM_PERIOD_S:
-            self._alarmed_s = now
-            self._alarm(
-                f"the journal cannot be written ({error}): {len(self._buffer)} records wait in memory, and "
-                f"what they tell of would be generated again after a kill"
-            )
-
-
-# ---------------------------------------------------------------- the head that a child writes
-
-
-def _write_head(path: Path, segment: int, records: Iterable[bytes]) -> None:
-    """Write the head of a segment, in the child. It uses no buffer that a thread of the parent could have left
-    locked."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    write_all(fd, bytes(PREAMBLE.size))
-    count = 0
-    for record in records:
-        write_all(fd, frame(record, segment, count))
-        count += 1
-    os.pwrite(fd, preamble(count), 0)
-    os.fsync(fd)
-
-
-def _head_frames(path: Path) -> int:
-    """How many frames the child has written."""
-    with path.open("rb") as head:
-        return PREAMBLE.unpack(head.read(PREAMBLE.size))[2]

@@ -53,10 +53,15 @@ def unframe(data: bytes, segment: int) -> Segment:
     preamble is whole, and of a layout that this version does not read."""
     records: list[bytes] = []
     view, at, fault = memoryview(data), 0, None
-    numbered = _is_numbered(data, segment)
-    if numbered:
-        at = PREAMBLE.size
-    header = FRAME if numbered else UNNUMBERED
+    header = UNNUMBERED
+    if data.startswith(MAGIC) and len(data) >= PREAMBLE.size:
+        _, layout, _, crc = PREAMBLE.unpack_from(data)
+        if zlib.crc32(data[: PREAMBLE.size - 4]) == crc:  # else it reads as a frame that is torn
+            if layout != LAYOUT:
+                raise UnknownFormat(
+                    f"its frames are of layout {layout}, and this version of dora_jax reads 1 to {LAYOUT}"
+                )
+            header, at = FRAME, PREAMBLE.size
     while at < len(data) and fault is None:
         fault = _fault(view[at:], header, segment, len(records))
         if fault is None:
@@ -66,18 +71,6 @@ def unframe(data: bytes, segment: int) -> Segment:
     if fault:
         fault = f"record {len(records) + 1} at byte {at} {fault}"
     return Segment(tuple(records), fault, len(data) - at)
-
-
-def _is_numbered(data: bytes, segment: int) -> bool:
-    """Whether a segment begins with a preamble. One that is damaged reads as a frame that is torn."""
-    if not data.startswith(MAGIC) or len(data) < PREAMBLE.size:
-        return False
-    _, layout, _, crc = PREAMBLE.unpack_from(data)
-    if zlib.crc32(data[: PREAMBLE.size - 4]) != crc:
-        return False
-    if layout != LAYOUT:
-        raise UnknownFormat(f"its frames are of layout {layout}, and this version of dora_jax reads 1 to {LAYOUT}")
-    return True
 
 
 def _fault(view: memoryview, header: struct.Struct, segment: int, index: int) -> str | None:

@@ -1,9 +1,10 @@
-"""What became of every group that was ever issued, from the journal of a run alone.
+"""What became of every group that was ever issued, and what is known of a checkpoint's params: from a journal alone.
 
     issued = trained once + filtered + failed (with reasons) + in flight
 
 Consumes the segments of a workdir's journal, which must reach back to its first (journal.keep_all);
-produces an `Audit`. Law: it counts facts, not what the orchestrator believes, and then compares the two.
+produces an `Audit`. `params_digest` reads them newest first, without following them. Laws: an audit counts facts, not
+what the orchestrator believes, and then compares the two; nothing is written here, and nobody waited for.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.log_stores import FileLogStore, LogStore, ObjectLogStore
-from dora_jax.runtime.journal.object_storage import opened
-from dora_jax.runtime.journal.records import Batch, Entry, Fact, reader
+from dora_jax.runtime.common.codec import CodecError
+from dora_jax.runtime.journal.event_log import EventLog, unheard
+from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, LogStore, ObjectLogStore
+from dora_jax.runtime.journal.object_storage import JOURNAL, opened
+from dora_jax.runtime.journal.records import Batch, Entry, Fact, Head, Published, Saved, reader
 from dora_jax.runtime.journal.recovery import replay
-from dora_jax.types import GroupId, SampleId, is_training, issued_first_as
+from dora_jax.runtime.journal.workdir_mirror import url_of
+from dora_jax.types import GroupId, SampleId, Version, is_training, issued_first_as
+
+DIGESTS = (Saved.__name__.encode(), Published.__name__.encode())  # a record of another kind is not decoded for one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,7 @@ def audit(folder: Path | str) -> Audit:
     numbers = journal.segments()
     if not numbers or numbers[0] != 1:
         raise ValueError(f"{folder} begins at segment {numbers[:1]}: the first facts of the run are gone")
-    end = replay(journal, numbers, lambda sentence: None)
+    end = replay(journal, numbers, unheard)
     finished: collections.Counter[SampleId] = collections.Counter()
     ends: dict[GroupId, str] = {}
     for number in numbers:
@@ -104,3 +109,44 @@ def entries(records: Sequence[bytes]) -> list[Entry]:
 
 def facts(records: Sequence[bytes]) -> list[Fact]:
     return [entry for entry in entries(records) if isinstance(entry, Fact)]
+
+
+def params_digest(workdir: Path, version: Version) -> int | None:
+    """The digest of the params that the checkpoint of this version was given, else of those that were published as it.
+
+    None: the workdir has no journal, or it does not reach back to the version."""
+    place = url_of(workdir) or workdir
+    newest: int | None = None  # that was published as the version
+    if place == workdir and not (workdir / JOURNAL).is_dir():
+        return None
+    try:
+        journal = EventLog(reading(f"{place}/{JOURNAL}"))
+        numbers = sorted(journal.segments(), reverse=True)
+    except (JournalError, OSError):
+        return None
+    for number in numbers:
+        saved: dict[Version, int] = {}  # by this segment; the last of several holds
+        published: dict[Version, int] = {}
+        try:
+            records = journal.read(number).records
+            if not records:
+                continue
+            read = reader(records[0])
+            for item in map(read, [data for i, data in enumerate(records) if not i or any(k in data for k in DIGESTS)]):
+                match item:
+                    case Head():
+                        saved |= {int(at): each.params for at, each in item.saved.items()}
+                        published |= {int(at): each.digest for at, each in item.digests.items()}
+                    case Batch(entries=entries):
+                        for entry in entries:
+                            match entry:
+                                case Saved(version=at, params=digest):
+                                    saved[at] = digest
+                                case Fact(event=ev.StepPublished(version=at), payload=Published(digest=digest)):
+                                    published[at] = digest
+        except (JournalError, CodecError, OSError):
+            continue  # damaged, or of a newer format: an older segment may know the version
+        if version in saved:
+            return saved[version]
+        newest = published.get(version) if newest is None else newest
+    return newest

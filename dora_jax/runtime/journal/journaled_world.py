@@ -71,7 +71,7 @@ class JournaledWorld:
         self._entries: list[Entry] = []
         self._held: collections.deque[list[Entry]] = collections.deque()  # batches that were appended, not reported
         self._committed_s = time.monotonic()
-        self._rotate_due = True
+        self.rotate_due = True  # a new segment is wanted before the next facts: a checkpoint has been started
         self._rotation_base = 0  # at which the segment on its way begins
         world.listen(self._hear)
 
@@ -80,14 +80,22 @@ class JournaledWorld:
             number = self._journal.rotated()
             if number is not None:
                 self.payloads.prune_groups(self._orchestrator.state)
-                self._began(number, self._rotation_base)
-        elif self._rotate_due and not self._held:
+                self._own += 1
+                self.segments[number] = self._rotation_base
+        elif self.rotate_due and not self._held:
             self.rotate()
         if self._journal.holds or not self._held:
             # takes one batch of the world's facts into the journal
             try:
                 for event in self._world.events():
-                    self._entries.append(Fact(event=event, payload=self._payload_of(event)))
+                    payload: Sample | ScoredGroup | Published | None = None
+                    match event:
+                        case ev.SampleDone(id=key) | ev.GroupScored(group_id=key):
+                            payload = self._payload.pop(key, None)
+                        case ev.StepPublished(version=version) if version in self._digests:  # else it is a repetition
+                            digest, copy = self._digests.pop(version)
+                            payload = Published(epoch=self._epoch, digest=digest, copy=copy)
+                    self._entries.append(Fact(event=event, payload=payload))
             finally:  # what a stage reported before another one raised
                 entries, self._entries = self._entries, []
                 for batch in batches(entries):
@@ -117,10 +125,6 @@ class JournaledWorld:
         if isinstance(command, ev.Train):  # its groups: while the trainer works
             self._journal.sync_soon()
 
-    def want_segment(self) -> None:
-        """Asks for a new segment before the next facts: a checkpoint has been started."""
-        self._rotate_due = True
-
     def rotate(self) -> None:
         """Begins a segment with the state as it is. A full disk leaves the old one in use, and this is tried again."""
         state = self._orchestrator.state
@@ -128,15 +132,16 @@ class JournaledWorld:
         try:
             if self._own and sum(state.queue.unfinished.values()) >= LARGE_SAMPLES:
                 self._journal.rotate_behind(make)
-                self._rotation_base, self._rotate_due = state.ledger.base, False
+                self._rotation_base, self.rotate_due = state.ledger.base, False
                 return
             number = self._journal.rotate(make())
         except OSError:
             if not self._own:
                 raise
             return  # the journal has raised the alarm, or will at the next commit
-        self._rotate_due = False
-        self._began(number, state.ledger.base)
+        self.rotate_due = False
+        self._own += 1
+        self.segments[number] = state.ledger.base
 
     def record_saved(self, saved: Saved) -> None:
         """Writes the digests of a checkpoint that is being saved. They belong to no batch of facts, so that a replay
@@ -159,10 +164,6 @@ class JournaledWorld:
 
     # ------------------------------------------------------------ private
 
-    def _began(self, number: int, base: Version) -> None:
-        self._own += 1
-        self.segments[number] = base
-
     def _hear(self, item: Any) -> None:
         match item:
             case Partial(id=id) if not is_served(id.group_id):  # after a restart no client waits for it
@@ -173,14 +174,3 @@ class JournaledWorld:
                 self._digests[version] = digest, copy
             case ScoredGroup(group_id=group_id):
                 self._payload[group_id] = dataclasses.replace(item, samples=())
-
-    def _payload_of(self, event: ev.Event) -> Any:
-        match event:
-            case ev.SampleDone(id=id):
-                return self._payload.pop(id, None)
-            case ev.GroupScored(group_id=group_id):
-                return self._payload.pop(group_id, None)
-            case ev.StepPublished(version=version) if version in self._digests:  # else it is a repetition
-                digest, copy = self._digests.pop(version)
-                return Published(epoch=self._epoch, digest=digest, copy=copy)
-        return None

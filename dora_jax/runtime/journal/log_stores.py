@@ -56,7 +56,14 @@ class FileLogStore:
         if not read_only:
             try:
                 self._dir.mkdir(parents=True, exist_ok=True)
-                self._lock = self._locked()
+                path = self._dir / "lock"
+                if path.is_dir():  # no run made that, and it says nothing of the journal
+                    set_aside(path)
+                self._lock = path.open("a+")
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self.close()
+                raise JournalError(f"another run writes {self._dir}: end it first") from error
             except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
                 raise JournalError(f"{error.filename}: {error.strerror}: no run wrote that, move it away") from error
             for part in self._dir.glob("*.part"):  # a segment that a killed run never finished
@@ -149,18 +156,6 @@ class FileLogStore:
         if self._lock is not None:
             self._lock.close()
 
-    def _locked(self) -> IO[str]:
-        path = self._dir / "lock"
-        if path.is_dir():  # no run made that, and it says nothing of the journal
-            set_aside(path)
-        lock = path.open("a+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.close()
-            raise JournalError(f"another run writes {self._dir}: end it first") from error
-        return lock
-
     def _path(self, segment: int) -> Path:
         return self._dir / f"{segment:06d}.log"
 
@@ -187,7 +182,7 @@ class ObjectLogStore:
             folder = self._folders[max(self._folders)]
             # puts an empty object where the writer of the segment would put its next one
             while keys := self._keys(folder):
-                if self._try(f"{folder}/{len(keys):06d}", b"", ABSENT):
+                if self._answer(store.write(f"{folder}/{len(keys):06d}", b"", if_equal=ABSENT)).generation:
                     return
             raise JournalError(f"the manifest names {folder}, which is not there")
 
@@ -258,16 +253,13 @@ class ObjectLogStore:
         self._unanswered, self._folders = b"", folders
 
     def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
-        stamp = self._try(key, data, generation)
+        # the new generation; empty: another one was found
+        stamp = self._answer(self._store.write(key, data, if_equal=generation)).generation
         if not stamp and (found := self._answer(self._store.read(key))).value == data:
             stamp = found.stamp.generation  # ours: the answer to an earlier try was lost
         if not stamp:
             raise JournalError(f"{key} has another writer: this run was taken for dead and is over")
         return stamp
-
-    def _try(self, key: str, data: bytes, generation: bytes) -> bytes:
-        """The new generation; empty: another one was found."""
-        return self._answer(self._store.write(key, data, if_equal=generation)).generation
 
     def _answer(self, asked: tensorstore.Future) -> Any:
         try:

@@ -6,11 +6,12 @@ Produces and consumes bytes by name. Law: a step without its manifest is none, a
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,6 @@ class Objects:
         """The tensorstore spec of a folder."""
         return (self._store / folder).spec().to_json()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
     def keys(self, folder: str = "") -> list[str]:
         return sorted(key.decode() for key in self._done(self._store.list(_within(folder) if folder else None)))
 
@@ -69,41 +67,35 @@ class Objects:
             raise StoreError(f"{self.url}: {one_line(error)}") from error
 
 
+@dataclasses.dataclass
 class StoredSteps:
     """The steps that the store holds, as far as this process has looked or put them. StoreError: as of `Objects`."""
 
-    def __init__(self, store: Objects):
-        self._store = store
-        self._whole: dict[int, bytes] = {}  # step -> its manifest
+    store: Objects
+    whole: dict[int, bytes] = dataclasses.field(default_factory=dict)  # step -> its manifest
 
     def look(self) -> list[str]:
         """Finds the steps that are whole. Returns the names of all objects, also of steps that are not whole."""
-        keys = self._store.keys(STEPS)
-        manifests = {int(key.split("/")[1]): self._store.get(key) for key in keys if key.endswith(f"/{MANIFEST}")}
-        self._whole = {step: vouched for step, vouched in manifests.items() if vouched is not None}
+        keys = self.store.keys(STEPS)
+        manifests = {int(key.split("/")[1]): self.store.get(key) for key in keys if key.endswith(f"/{MANIFEST}")}
+        self.whole = {step: vouched for step, vouched in manifests.items() if vouched is not None}
         return keys
 
     def sweep(self, before: float = math.inf) -> None:
         """Deletes the rest of steps that were never whole. Steps from `before` on may be under way."""
-        for step in {int(key.split("/")[1]) for key in self._store.keys(STEPS)} - set(self._whole):
+        for step in {int(key.split("/")[1]) for key in self.store.keys(STEPS)} - set(self.whole):
             if step < before:
-                self._store.drop_folder(f"{STEPS}/{step}")
-
-    def steps(self) -> list[int]:
-        return sorted(self._whole)
-
-    def manifest(self, step: int) -> bytes | None:
-        return self._whole.get(step)
+                self.store.drop_folder(f"{STEPS}/{step}")
 
     def seal(self, step: int, vouched: bytes) -> None:
         """All files of the step are there: from now on it is a step."""
-        self._store.put(f"{STEPS}/{step}/{MANIFEST}", vouched)
-        self._whole[step] = vouched
+        self.store.put(f"{STEPS}/{step}/{MANIFEST}", vouched)
+        self.whole[step] = vouched
 
     def drop(self, step: int) -> None:
-        del self._whole[step]
-        self._store.drop(f"{STEPS}/{step}/{MANIFEST}")
-        self._store.drop_folder(f"{STEPS}/{step}")
+        del self.whole[step]
+        self.store.drop(f"{STEPS}/{step}/{MANIFEST}")
+        self.store.drop_folder(f"{STEPS}/{step}")
 
 
 def push_part(put: Callable[[str, bytes], None], root: Path, files: Files) -> None:

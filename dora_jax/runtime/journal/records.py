@@ -12,6 +12,7 @@ Law: a segment that any format from OLDEST on wrote reads as the records of toda
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,59 +127,49 @@ def upgrade(row: Any, written: int) -> Any:
         if written == 3:  # a sample had no table, and each event was decided on by itself
             row = _with_tables(row)
             row = [Batch.__name__, [row], True] if _is(row, Fact) else row
-        if written <= 4 and _is(row, Batch) and isinstance(row[1], list):
-            row = [row[0], [_with_group(_with_decoding(entry)) for entry in row[1]], *row[2:]]
-        if written <= 5:
-            row = _with_lead(_with_episodes(row))
-        if written <= 6:
-            # the row of a head: its configuration kept no version for sessions
-            kept = {"hold_versions": 0, "hold_s": 0.0}
-            row = [*row[:3], kept | row[3], *row[4:]] if _is(row, Head) else row
-        if written <= 7:  # it lent no chips; late runs of format 7 say so themselves
-            row = [*row[:3], {"lendable": [], "switch_s": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
-        if written <= 7 and _is(row, Batch) and isinstance(row[1], list):
-            row = [row[0], [_with_drafts(entry) for entry in row[1]], *row[2:]]
-        if written <= 8:
-            row = _with_digests(row)
+        for older in range(written, FORMAT):
+            if older == 5:
+                row = _with_episodes(row)
+            if _is(row, Head) and older in CONFIGURED:
+                row = [*row[:3], CONFIGURED[older] | row[3], *row[4:]]
+            if _is(row, Head) and older == 8 and isinstance(row[5], dict):
+                digests = {version: _with_added(published, older) for version, published in row[5].items()}
+                row = [*row[:5], digests, *row[6:], {}]
+            if _is(row, Batch) and isinstance(row[1], list):
+                row = [row[0], [_entry(entry, older) for entry in row[1]], *row[2:]]
         return row
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise CodecError(f"it is no record of format {written}: {type(error).__name__} {error}") from error
 
 
-def _with_digests(row: Any) -> Any:
-    """The row of a head or a batch, as digests of checkpoints and of the copies that travel are kept, and as facts of a
-    sample name the attempt that placed it."""
-    if _is(row, Head) and isinstance(row[5], dict):
-        return [*row[:5], {version: _with_copy(published) for version, published in row[5].items()}, *row[6:], {}]
-    if _is(row, Batch) and isinstance(row[1], list):
-        facts = [
-            [e[0], _with_attempt(e[1]), _with_copy(e[2]), *e[3:]] if _is(e, Fact) and len(e) > 2 else e for e in row[1]
-        ]
-        return [row[0], facts, *row[2:]]
-    return row
-
-
 NAME_ATTEMPTS = (ev.SampleStarted, ev.SampleParked, ev.SampleResumed, ev.SampleWaiting, ev.SampleReady, ev.RequestCame)
+# format -> what the next one added to the end of a record's row
+ADDED: dict[int, dict[type, list[Any]]] = {
+    4: {ev.InstanceReported: [0, 0.0, 0.0]},  # what its decoding took
+    7: {ev.InstanceReported: [None]},  # what drafts did
+    8: {Published: [0]}
+    | {event: [None] for event in NAME_ATTEMPTS},  # the copy that travels; the attempt that placed it
+}
+# format -> what the next one added to the configuration in a head: the values under which nothing changes
+CONFIGURED: dict[int, dict[str, Any]] = {
+    5: {"task_lead": 0.0},  # a task was ahead of another by any number of prompts
+    6: {"hold_versions": 0, "hold_s": 0.0},  # it kept no version for sessions
+    7: {"lendable": [], "switch_s": 0.0},  # it lent no chips; late runs of format 7 say so themselves
+}
 
 
-def _with_attempt(row: Any) -> Any:
-    return [*row, None] if any(_is(row, kind) for kind in NAME_ATTEMPTS) else row
+def _with_added(row: Any, older: int) -> Any:
+    return [*row, *next((added for record, added in ADDED.get(older, {}).items() if _is(row, record)), ())]
 
 
-def _with_copy(row: Any) -> Any:
-    return [*row, 0] if _is(row, Published) else row
-
-
-def _with_drafts(row: Any) -> Any:
-    """A fact's row, as an instance reports what drafts did."""
-    if _is(row, Fact) and _is(row[1], ev.InstanceReported):
-        return [row[0], [*row[1], None], *row[2:]]
-    return row
-
-
-def _with_lead(row: Any) -> Any:
-    """The row of a head: its configuration let a task be ahead of another by any number of prompts."""
-    return [*row[:3], {"task_lead": 0.0} | row[3], *row[4:]] if _is(row, Head) else row
+def _entry(row: Any, older: int) -> Any:
+    """The row of an entry of a batch, one format later."""
+    match row if older == 4 else None:
+        case [name, [_, group_id, *_] as event, ["Scores", version, rewards, parts]]:  # of a group without its samples
+            row = [name, event, [ScoredGroup.__name__, group_id, version, [], rewards, parts]]
+    if not _is(row, Fact):
+        return row
+    return [row[0], *(_with_added(field, older) if isinstance(field, list) else field for field in row[1:])]
 
 
 def _with_episodes(row: Any) -> Any:
@@ -193,21 +184,6 @@ def _with_episodes(row: Any) -> Any:
             return [*row, [], None]
         case [name] if name == Partial.__name__:
             return [*row, SAMPLED, 0, NO_TABLE]
-    return row
-
-
-def _with_decoding(row: Any) -> Any:
-    """A fact's row, as an instance reports what its decoding took."""
-    if _is(row, Fact) and _is(row[1], ev.InstanceReported):
-        return [row[0], [*row[1], 0, 0.0, 0.0], *row[2:]]
-    return row
-
-
-def _with_group(row: Any) -> Any:
-    """A fact's row, as the scores of a group are that group without its samples."""
-    match row:
-        case [name, [_, group_id, *_] as event, ["Scores", version, rewards, parts]]:
-            return [name, event, [ScoredGroup.__name__, group_id, version, [], rewards, parts]]
     return row
 
 
@@ -232,10 +208,9 @@ def reader(head: bytes) -> Callable[[bytes], Any]:
     formats: list[Any] = []
 
     def note(row: Any) -> Any:
-        formats.append(row[1] if isinstance(row, list) and row[1:] and row[0] == Head.__name__ else None)
+        if not formats:
+            formats.append(row[1] if isinstance(row, list) and row[1:] and row[0] == Head.__name__ else None)
         return upgrade(row, formats[0])
 
     CODEC.decode(head, note)
-    return (
-        CODEC.decode if formats == [FORMAT] else lambda data: CODEC.decode(data, lambda row: upgrade(row, formats[0]))
-    )
+    return CODEC.decode if formats == [FORMAT] else functools.partial(CODEC.decode, upgrade=note)

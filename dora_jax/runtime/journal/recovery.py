@@ -23,7 +23,7 @@ from dora_jax.orchestrate import snapshot
 from dora_jax.orchestrate.core import Orchestrator, Outstanding, restart
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.common.codec import CodecError, UnknownRecord
-from dora_jax.runtime.journal.event_log import EventLog
+from dora_jax.runtime.journal.event_log import EventLog, unheard
 from dora_jax.runtime.journal.frames import Segment
 from dora_jax.runtime.journal.log_stores import JournalError
 from dora_jax.runtime.journal.payload_state import PayloadState, Step
@@ -115,7 +115,7 @@ def recover(
             continue
         chain = [n for n in sorted(heads) if n >= first]
         with _sensible(first):
-            past = end if chain == [newest] else replay(journal, chain, lambda sentence: None)
+            past = end if chain == [newest] else replay(journal, chain, unheard)
         steps = tuple(step for step in past.steps if step.base >= start)
         if [step.base for step in steps] != list(range(start, end.base)):
             if unknown:
@@ -138,11 +138,11 @@ def recover(
 
 def steps_since(journal: EventLog, version: Version) -> tuple[Step, ...]:
     """The steps made since this version, oldest first. Another thread may be writing the log."""
-    heads, _ = _heads(journal, lambda sentence: None)
+    heads, _ = _heads(journal, unheard)
     if not heads:
         return ()
     first = max((n for n, base in heads.items() if base <= version), default=min(heads))
-    end = replay(journal, [n for n in sorted(heads) if n >= first], lambda sentence: None)
+    end = replay(journal, [n for n in sorted(heads) if n >= first], unheard)
     return tuple(step for step in end.steps if step.base >= version)
 
 
@@ -169,18 +169,26 @@ def _replay_one(
     """rest: of a batch behind the last record."""
     head, payloads, tail, read = _open(number, records)
     with _sensible(number):
-        orchestrator = Orchestrator.restore(_config(head.config), head.orchestrator)
+        config = dict(head.config)  # under which the segment was written: its tuples were written as lists
+        config["task_cycle"], config["lendable"] = tuple(config["task_cycle"]), tuple(config["lendable"])
+        config["task_ratios"] = tuple((task, ratio) for task, ratio in config["task_ratios"])
+        orchestrator = Orchestrator.restore(OrchestratorConfig(**config), head.orchestrator)
     state = ReplayedState(orchestrator, payloads, head.epoch)
     state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
     for i, data in enumerate(tail, start=1 + head.payload_records):
         followed: list[Entry] = []
         try:
-            batch = _batch(read(data))
+            batch = read(data)
+            if isinstance(batch, Partial):  # in format 3 it stood by itself
+                batch = Batch(entries=(batch,), last=True)
+            if not isinstance(batch, Batch):
+                raise JournalError(f"a {type(batch).__name__} stands among its facts")
             for entry in batch.entries:
                 _follow(state, entry)
                 followed.append(entry)
             if batch.last:
-                _decide(state)
+                for command in state.orchestrator.decide():
+                    state.payloads.follow(command)
         except UnknownRecord as error:
             raise _unknown(number, f"record {i + 1}: {error}") from error
         except SENSELESS as error:
@@ -191,21 +199,9 @@ def _replay_one(
             return _replay_one(number, records[:i], steps, notify, followed)  # the next was perhaps followed in part
     for entry in rest:
         _follow(state, entry)
-    _decide(state)  # where a batch was torn
-    return state
-
-
-def _decide(state: ReplayedState) -> None:
-    for command in state.orchestrator.decide():
+    for command in state.orchestrator.decide():  # where a batch was torn
         state.payloads.follow(command)
-
-
-def _batch(record: Any) -> Batch:
-    if isinstance(record, Partial):  # in format 3 it stood by itself
-        return Batch(entries=(record,), last=True)
-    if not isinstance(record, Batch):
-        raise JournalError(f"a {type(record).__name__} stands among its facts")
-    return record
+    return state
 
 
 def _follow(state: ReplayedState, entry: Entry) -> None:
@@ -302,11 +298,3 @@ def _sensible(number: int) -> Iterator[None]:
             f"the journal from segment {number} on cannot be followed by this version of dora_jax: "
             f"{type(error).__name__} {error}"
         ) from error
-
-
-def _config(data: dict[str, Any]) -> OrchestratorConfig:
-    """The configuration under which a segment was written. Its tuples were written as lists."""
-    data = dict(data)
-    data["task_cycle"], data["lendable"] = tuple(data["task_cycle"]), tuple(data["lendable"])
-    data["task_ratios"] = tuple((task, ratio) for task, ratio in data["task_ratios"])
-    return OrchestratorConfig(**data)

@@ -11,6 +11,7 @@ published again with equal weights has the copy that it had, or the run does not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -90,9 +91,9 @@ def begin(
         except JournalError as error:
             fault = str(error)
     if found is not None:
-        return _again(found, checkpoints, starts, trainer, weights, pack, digest, writer)
+        return _again(found, starts, weights, pack, digest)
     if starts.newest() is None:
-        _refuse_lost(journal, checkpoints, starts, fault, writer.file)
+        starts.refuse_lost(journal, fault)
     elif fault:
         writer.note(f"{fault}; the run goes on from its newest checkpoint, and what was in flight is generated again")
     # starts after the checkpoint that was read last. Every group that was issued and has not ended is issued again
@@ -110,44 +111,46 @@ def begin(
 # ---------------------------------------------------------------- private
 
 
+@dataclasses.dataclass
 class _Starts:
     """The checkpoints that a run may start from. Each is read when it is asked for, and what proves good is kept for
     the trainer; those that do not are moved aside once the run has another start."""
 
-    def __init__(self, checkpoints: CheckpointStore, trainer: PolicyTrainer, writer: Writer):
-        self.faults: dict[Version, str] = {}  # checkpoint -> why it cannot be used
-        self.step: Version = INITIAL  # read last
-        self._restored: Restored | None = None
-        self._digests: dict[Version, Digests] = {}
-        self._checkpoints, self._trainer, self._writer = checkpoints, trainer, writer
+    checkpoints: CheckpointStore
+    trainer: PolicyTrainer
+    writer: Writer
+    faults: dict[Version, str] = dataclasses.field(default_factory=dict)  # checkpoint -> why it cannot be used
+    step: Version = INITIAL  # read last
+    restored: Restored | None = None
+    digests: dict[Version, Digests] = dataclasses.field(default_factory=dict)  # what the journal holds of checkpoints
 
     def adopt(self, saved: Mapping[Version, Saved]) -> list[Version]:
         """Takes what the journal holds of checkpoints; the unsealed ones that restore to it are sealed, and
         returned."""
-        self._digests = {v: Digests(each.params, each.opt_state, each.rl_state) for v, each in saved.items()}
+        self.digests = {v: Digests(each.params, each.opt_state, each.rl_state) for v, each in saved.items()}
         adopted = []
-        for step in self._checkpoints.unsealed():
-            digests, like = self._digests.get(step), self._trainer.abstract_state()
+        for step in self.checkpoints.unsealed():
+            digests, like = self.digests.get(step), self.trainer.abstract_state()
             if digests is None or not all(digests):
                 continue
             try:
-                self._checkpoints.adopt(step, like.params, like.opt_state, digests)
+                self.checkpoints.adopt(step, like.params, like.opt_state, digests)
             except UnusableCheckpoint as error:
                 self._step_over(step, f"it has no manifest, and {error}")
                 continue
-            self._writer.note(f"checkpoint {step} had no manifest; it restores to what was saved, and is used")
+            self.writer.note(f"checkpoint {step} had no manifest; it restores to what was saved, and is used")
             adopted.append(step)
         return adopted
 
     def usable(self, step: Version) -> bool:
-        self.step, self._restored = step, None
+        self.step, self.restored = step, None
         if step == INITIAL:
             return True
         if step in self.faults:
             return False
-        like = self._trainer.abstract_state()
+        like = self.trainer.abstract_state()
         try:
-            self._restored = self._checkpoints.restore(step, like.params, like.opt_state, self._digests.get(step))
+            self.restored = self.checkpoints.restore(step, like.params, like.opt_state, self.digests.get(step))
         except UnusableCheckpoint as error:
             self._step_over(step, str(error))
             return False
@@ -155,7 +158,7 @@ class _Starts:
 
     def newest(self) -> Version | None:
         """The newest checkpoint that is usable, whatever the journal holds; None: there is none."""
-        for step in reversed(self._checkpoints.steps()):
+        for step in reversed(self.checkpoints.steps()):
             if self.usable(step):
                 return step
         self.step = INITIAL
@@ -163,75 +166,58 @@ class _Starts:
 
     def load(self) -> dict[str, Any]:
         """Loads what proved good last into the trainer. Returns its rl_state; that of the initial weights is empty."""
-        restored, self._restored = self._restored, None
+        restored, self.restored = self.restored, None
         if restored is not None:
-            self._trainer.load(restored.params, restored.opt_state, self.step)
-        for step in self._checkpoints.steps():
+            self.trainer.load(restored.params, restored.opt_state, self.step)
+        for step in self.checkpoints.steps():
             if step in self.faults:
-                self._checkpoints.set_aside(step, "broken")
-        for step in self._checkpoints.unsealed():
+                self.checkpoints.set_aside(step, "broken")
+        for step in self.checkpoints.unsealed():
             if step not in self.faults:
-                self._writer.note(
+                self.writer.note(
                     f"checkpoint {step} has no manifest, and no journal says what was saved: it is moved aside"
                 )
-            self._checkpoints.set_aside(step, UNPROVED)
+            self.checkpoints.set_aside(step, UNPROVED)
         return restored.rl_state if restored is not None else {}
 
     def _step_over(self, step: Version, fault: str) -> None:
         self.faults[step] = fault
-        self._writer.note(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+        self.writer.note(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
+
+    def refuse_lost(self, journal: EventLog | None, fault: str) -> None:
+        """ConfigError: the run is not new, so that beginning at version 0 would give up what it did."""
+        metrics = self.writer.file
+        lost = [f"checkpoint {step}: {why}" for step, why in sorted(self.faults.items(), reverse=True)[:NAMED]]
+        lost += [
+            f"checkpoint {step} has no manifest, and no journal says what was saved"
+            for step in self.checkpoints.unsealed()
+            if step not in self.faults
+        ]
+        lost += [f"checkpoints/{name} was moved aside" for name in self.checkpoints.aside()]
+        if journal is not None and journal.segments():
+            lost.append(fault or "its journal cannot be read")
+        reached = INITIAL  # the last step in this file, as far as it can be read
+        for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                step = json.loads(line)["step"]
+                reached = max(reached, step) if type(step) is int else reached
+        if reached:
+            lost.append(f"{metrics.name} reaches step {reached}")
+        if not lost:
+            return
+        workdir = metrics.parent
+        url, name = workdir_mirror.url_of(workdir), workdirs.free_history(workdir)
+        anew = f"begin at version 0 with --begin_anew={name}, which moves them there"
+        raise ConfigError(
+            f"workdir: {url or workdir} holds a run that has nothing left to go on from ({'; '.join(lost)}): restore "
+            f"its files, or {'choose another --workdir' if url else anew}"
+        )
 
 
-def _refuse_lost(
-    journal: EventLog | None, checkpoints: CheckpointStore, starts: _Starts, fault: str, metrics: Path
-) -> None:
-    """ConfigError: the run is not new, so that beginning at version 0 would give up what it did."""
-    lost = [f"checkpoint {step}: {why}" for step, why in sorted(starts.faults.items(), reverse=True)[:NAMED]]
-    lost += [
-        f"checkpoint {step} has no manifest, and no journal says what was saved"
-        for step in checkpoints.unsealed()
-        if step not in starts.faults
-    ]
-    lost += [f"checkpoints/{name} was moved aside" for name in checkpoints.aside()]
-    if journal is not None and journal.segments():
-        lost.append(fault or "its journal cannot be read")
-    if reached := _reached(metrics):
-        lost.append(f"{metrics.name} reaches step {reached}")
-    if not lost:
-        return
-    workdir = metrics.parent
-    url, name = workdir_mirror.url_of(workdir), workdirs.free_history(workdir)
-    anew = "choose another --workdir" if url else f"begin at version 0 with --begin_anew={name}, which moves them there"
-    raise ConfigError(
-        f"workdir: {url or workdir} holds a run that has nothing left to go on from ({'; '.join(lost)}): restore its "
-        f"files, or {anew}"
-    )
-
-
-def _reached(metrics: Path) -> Version:
-    """The last step in this file, as far as it can be read."""
-    reached = INITIAL
-    for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        reached = max(reached, step) if type(step) is int else reached
-    return reached
-
-
-def _again(
-    found: Recovered,
-    checkpoints: CheckpointStore,
-    starts: _Starts,
-    trainer: PolicyTrainer,
-    weights: PublishedWeights,
-    pack: Pack,
-    digest: Digest,
-    writer: Writer,
-) -> Begun:
+def _again(found: Recovered, starts: _Starts, weights: PublishedWeights, pack: Pack, digest: Digest) -> Begun:
     """Makes the steps since the checkpoint again, from the groups of the journal."""
     starts.load()
+    checkpoints, trainer, writer = starts.checkpoints, starts.trainer, starts.writer
     made = digest(trainer.params)
     if found.start == INITIAL:
         published = found.payloads.digests.get(INITIAL)

@@ -54,14 +54,22 @@ LOGS_PERIOD_S = 30.0  # each copy of a log is whole
 
 def attach(url: str, purpose: str) -> Path:
     """The scratch folder of this URL, with the config.json of the run if one has begun. ConfigError: the store cannot
-    be read."""
+    be read, or the scratch folders' own is another user's, a link, or writable by others."""
     folder, store = scratch(url, purpose), Objects(url)
     try:
         found = store.get("config.json")
         begun = purpose == "evaluate" or any(store.keys(folder) for folder in (JOURNAL, STEPS))
     except OSError as error:
         raise ConfigError(f"workdir: {url} cannot be read: {one_line(error)}") from error
-    _own(folder.parent.parent)
+    mine = folder.parent.parent
+    with contextlib.suppress(FileExistsError):
+        mine.mkdir(mode=0o700, parents=True)
+    found_here = mine.lstat()
+    if not stat.S_ISDIR(found_here.st_mode) or found_here.st_uid != os.getuid() or found_here.st_mode & 0o022:
+        raise ConfigError(
+            f"workdir: a run in a bucket works in {mine}, which is not a folder of this user's alone: remove "
+            f"it, or set TMPDIR"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).write_text(url)
     (folder / "config.json").unlink(missing_ok=True)
@@ -74,18 +82,6 @@ def scratch(url: str, purpose: str) -> Path:
     """The scratch folder of this URL: this user's alone, because the machine may have others."""
     mine = Path(tempfile.gettempdir()) / f"dora_jax-{os.getuid()}"
     return mine / purpose / urllib.parse.quote(url.rstrip("/"), safe="")
-
-
-def _own(folder: Path) -> None:
-    """Makes this folder. ConfigError: it is there, and is another user's, a link, or writable by others."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise ConfigError(
-            f"workdir: a run in a bucket works in {folder}, which is not a folder of this user's alone: remove "
-            f"it, or set TMPDIR"
-        )
 
 
 def claim(workdir: Path) -> None:
@@ -151,7 +147,7 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """The steps that are whole in the store, oldest first."""
-        return self._copy.steps.steps()
+        return sorted(self._copy.steps.whole)
 
     def poll(self) -> None:
         """Cheap; call it every step."""
@@ -161,9 +157,9 @@ class Mirror:
 
     def settle(self) -> None:
         """Blocks until the store holds what the scratch folder holds. Stop: it does not, and another start may help."""
-        self._wait()  # this copy may have begun too early
+        concurrent.futures.wait([self._under_way] if self._under_way else [])  # it may have begun too early
         self.poll()
-        self._wait()
+        concurrent.futures.wait([self._under_way] if self._under_way else [])
         if fault := self._last_fault():
             raise Stop(
                 f"{self._url} does not take the newest checkpoint ({fault}); the same command goes on from its journal"
@@ -177,9 +173,6 @@ class Mirror:
             self._copy.push_files()
         except OSError as error:
             self._notify(f"{self._url} does not take the last lines of the logs: {one_line(error)}")
-
-    def _wait(self) -> None:
-        concurrent.futures.wait([self._under_way] if self._under_way else [])
 
     def _last_fault(self) -> str | None:
         """The fault of the last copy. It is reported when copies begin to fail, and when they succeed again."""
@@ -218,7 +211,7 @@ class _Copy:
             same = step is None or self._same(path)
             if not same or (step is not None and manifest.fault(path, full=True)):
                 shutil.rmtree(path)
-        for step in self.steps.steps():
+        for step in sorted(self.steps.whole):
             if not (folder / str(step)).exists():
                 part = folder / f"{step}{TEMPORARY}.pulled"
                 names = [key.split("/", 2)[2] for key in keys if key.startswith(f"{STEPS}/{step}/")]
@@ -242,9 +235,20 @@ class _Copy:
         if self._copies_steps:
             here = manifest.steps(self._dir / STEPS)
             for step in here:
-                if not self._same(self._dir / STEPS / str(step)):
-                    self._push_step(step)
-            for step in [step for step in self.steps.steps() if step not in here]:
+                root = self._dir / STEPS / str(step)
+                if self._same(root):
+                    continue
+                if step in self.steps.whole:
+                    self.steps.drop(step)  # it was made again
+                try:
+                    vouched = (root / MANIFEST).read_bytes()
+                    push_part(self._put, root, json.loads(vouched)["files"])
+                except FileNotFoundError:
+                    if root.exists():
+                        raise
+                    continue  # the step was deleted meanwhile, for a newer one
+                self.steps.seal(step, vouched)
+            for step in sorted(set(self.steps.whole) - set(here)):
                 self.steps.drop(step)
         if time.monotonic() - self._pushed_s > LOGS_PERIOD_S:
             self._pushed_s = time.monotonic()
@@ -260,23 +264,10 @@ class _Copy:
                 self._put(name, path.read_bytes())
                 self._pushed[name] = stat.st_size, stat.st_mtime_ns
 
-    def _push_step(self, step: int) -> None:
-        root = self._dir / STEPS / str(step)
-        if step in self.steps.steps():
-            self.steps.drop(step)  # it was made again
-        try:
-            vouched = (root / MANIFEST).read_bytes()
-            push_part(self._put, root, json.loads(vouched)["files"])
-        except FileNotFoundError:
-            if root.exists():
-                raise
-            return  # the step was deleted meanwhile, for a newer one
-        self.steps.seal(step, vouched)
-
     # ------------------------------------------------------------ private
 
     def _same(self, root: Path) -> bool:
-        vouched = self.steps.manifest(int(root.name))
+        vouched = self.steps.whole.get(int(root.name))
         return vouched is not None and (root / MANIFEST).is_file() and (root / MANIFEST).read_bytes() == vouched
 
     def _get(self, key: str) -> bytes:

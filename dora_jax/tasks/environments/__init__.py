@@ -9,7 +9,8 @@ Laws: neither open, turn nor poll waits; each question has one answer, unless th
 again meanwhile. An error is tried again environment.retries times where a retry can help; then, as after a deadline,
 the episode fails with its group, and is never a reward of 0. A process that dies or answers late is killed and started
 again, and its episodes are made again by their messages; so is an episode whose controller was killed. A replay whose
-observations are not those that the policy saw loses the episode, which begins again.
+observations are not those that the policy saw loses the episode, which begins again. What was asked and not answered
+when a process went is asked again once the next process is there.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
+import multiprocessing.connection
 import queue
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from dora_jax.config import EnvironmentSection
-from dora_jax.tasks import code
+from dora_jax.config import ConfigError, EnvironmentSection
+from dora_jax.tasks import code, sandbox
 from dora_jax.tasks.environment import NO_POLICY, Message, PolicyFacts
 from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
-from dora_jax.tasks.environments.environment_process import EnvironmentProcess
+from dora_jax.tasks.environments.noise import Noise
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
+from dora_jax.tasks.pool import drained
 from dora_jax.tasks.sandbox import calls
 from dora_jax.tasks.source import identity_hash
 from dora_jax.types import (
@@ -45,40 +50,26 @@ from dora_jax.types import (
 
 Answer = Observed | EpisodeEnded | EpisodeFailed | EpisodeLost
 GRACE_S = 10.0  # beyond its deadline, for an answer of a process that is busy; then it hangs
+POLL_S = 1.0  # how often a receiver looks for questions that are open for too long
+CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 LENGTHS = 256  # failures are counted by the length of the response, in powers of two from here on
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Episode:
     """What is known here of an episode that has not ended."""
 
-    __slots__ = (
-        "asked_s",
-        "branches",
-        "conversation",
-        "messages",
-        "number",
-        "prompt",
-        "retries",
-        "room",
-        "terms",
-        "tokens",
-        "turns",
-    )
-
-    def __init__(self, prompt: Prompt, conversation: Conversation | None):
-        self.prompt = prompt
-        self.conversation = (
-            conversation  # None: an earlier controller has observed its turns, and a replay tells them again
-        )
-        self.messages: list[Message] = []  # of the policy
-        self.turns: list[tuple[int, int]] = []  # where they stand among `tokens`
-        self.tokens = prompt.token_ids  # and all that followed
-        self.branches = 0
-        self.retries = 0
-        self.room = 0  # tokens that may still follow
-        self.number = 0  # of the last question; 0: none is open
-        self.asked_s = 0.0
-        self.terms: dict[str, float] = {}  # so far
+    prompt: Prompt
+    conversation: Conversation | None  # None: of an earlier controller, and a replay tells its turns again
+    tokens: np.ndarray  # the prompt and all that followed
+    messages: list[Message] = dataclasses.field(default_factory=list)  # of the policy
+    turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # where they stand among `tokens`
+    branches: int = 0
+    retries: int = 0
+    room: int = 0  # tokens that may still follow
+    number: int = 0  # of the last question; 0: none is open
+    asked_s: float = 0.0
+    terms: dict[str, float] = dataclasses.field(default_factory=dict)  # so far
 
 
 class EnvironmentPool:
@@ -95,11 +86,11 @@ class EnvironmentPool:
         self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._numbers = 0
         self._lock = threading.Lock()
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # which the next call raises
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed: collections.Counter[tuple[str, int]] = collections.Counter()
         self._seconds = 0.0
-        noise = {f.name: getattr(section, f"noise_{f.name}") for f in dataclasses.fields(_NoiseRates)}
+        noise = {f.name: getattr(section, f"noise_{f.name}") for f in dataclasses.fields(Noise) if f.name != "seed"}
         setup = {
             "name": section.name,
             "params": dict(section.params),
@@ -113,17 +104,19 @@ class EnvironmentPool:
 
     def wait_ready(self) -> tuple[str, ...]:
         """The reward terms, once a process has loaded the environment; ConfigError says why none can."""
-        terms = self._workers[0].ready(calls.START_TIMEOUT_S * calls.START_ATTEMPTS)
+        first, timeout_s = self._workers[0], calls.START_TIMEOUT_S * calls.START_ATTEMPTS
+        if not first.ready.wait(timeout_s):
+            raise RuntimeError(f"no environment worker was ready within {timeout_s:.0f} s")
         self._check()
-        if self._workers[0].speaks_tokens:
+        if first.speaks_tokens:
             self._bridge = TokenBridge(self._stop_ids)
-        return terms
+        return first.terms
 
     def open(self, id: SampleId, prompt: Prompt) -> None:
         """Asks what follows the prompt before the first turn: Observed, perhaps of no tokens."""
         self._check()
         with self._lock:
-            episode = self._episodes[id] = Episode(prompt, self._bridge.begin(prompt))
+            episode = self._episodes[id] = Episode(prompt, self._bridge.begin(prompt), prompt.token_ids)
             self._ask(id, episode)
 
     def turn(self, prompt: Prompt, so_far: EpisodeSoFar) -> None:
@@ -138,7 +131,8 @@ class EnvironmentPool:
         with self._lock:
             episode = self._episodes.get(id)
             if episode is None or len(episode.messages) + 1 != len(runs) and not episode.branches:
-                episode = self._episodes[id] = Episode(prompt, None if runs[1:] else self._bridge.begin(prompt))
+                conversation = None if runs[1:] else self._bridge.begin(prompt)
+                episode = self._episodes[id] = Episode(prompt, conversation, tokens)
                 episode.messages = [self._message(so_far, run) for run in runs[:-1]]
             episode.tokens, episode.turns, episode.room = tokens, runs, so_far.room
             episode.messages.append(self._message(so_far, runs[-1]))
@@ -151,17 +145,13 @@ class EnvironmentPool:
             episode = self._episodes.pop(id, None)
             if episode is None:
                 return {}
-            self._of(id).send({"id": id, "close": True})
+            self._of(id).outgoing.put({"id": id, "close": True})
             return episode.terms
 
     def poll(self) -> list[Answer]:
         """The answers since the last call."""
         self._check()
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._results.get_nowait())
-        return found
+        return drained(self._results)
 
     @property
     def waiting(self) -> int:
@@ -172,7 +162,7 @@ class EnvironmentPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Of its processes."""
-        return tuple(pid for process in self._workers if (pid := process.pid) is not None)
+        return tuple(pid for worker in self._workers if (pid := worker.process.pid) is not None)
 
     def stats(self) -> dict[str, float]:
         """Since the start."""
@@ -199,13 +189,9 @@ class EnvironmentPool:
 
     # ------------------------------------------------------------ private
 
-    def broken(self, error: Exception) -> None:
-        """The next call raises this."""
-        self._error = error
-
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _message(self, so_far: EpisodeSoFar, run: tuple[int, int]) -> Message:
         turn = so_far.tokens[slice(*run)]
@@ -224,7 +210,7 @@ class EnvironmentPool:
         seed = identity_hash("environment", self._seed, issued_first_as(prompt.group_id))
         begin = {"task": prompt.task, "text": prompt.text, "answer": prompt.answer, "seed": seed}
         question = {"id": id, "number": episode.number, "prompt": begin, "messages": episode.messages}
-        self._of(id).send(question | {"again": episode.conversation is None})
+        self._of(id).outgoing.put(question | {"again": episode.conversation is None})
 
     def answered(self, reply: calls.Request) -> None:
         """On a receiver's thread."""
@@ -312,7 +298,7 @@ class EnvironmentPool:
             case None:
                 return
         del self._episodes[id]
-        self._of(id).send({"id": id, "close": True})
+        self._of(id).outgoing.put({"id": id, "close": True})
 
     def asks(self, request: calls.Request) -> bool:
         """Whether the question is still open; a notice that an episode is over is sent in any case."""
@@ -350,13 +336,89 @@ class EnvironmentPool:
         return bool(episode.number) and time.monotonic() - episode.asked_s > patience_s
 
 
-@dataclasses.dataclass(frozen=True)
-class _NoiseRates:
-    """The fields of environment.noise_*."""
+class EnvironmentProcess:
+    """One process, with its sender and its receiver: threads that call the pool."""
 
-    failed: float
-    truncated: float
-    late: float
-    irrelevant: float
-    late_s: float
-    ramp_groups: int
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        setup: calls.Request,
+        section: EnvironmentSection,
+        number: int,
+        runs_programs: bool = False,
+    ):
+        self._pool = pool
+        self.process = calls.Process(
+            "dora_jax.tasks.environments.environment_worker",
+            setup,
+            form=sandbox.best(),
+            variables=section.env,
+            runs_programs=runs_programs,
+            python=section.python,
+        )
+        self._name = str(setup["name"])
+        self.outgoing: queue.SimpleQueue[calls.Request | None] = queue.SimpleQueue()
+        self.ready, self._closed = threading.Event(), False
+        self.terms: tuple[str, ...] = ()
+        self.speaks_tokens = False  # known once it is ready
+        self._connection: Any = None  # while the process answers
+        self._threads = [threading.Thread(target=call, name=f"environments-{number}-{what}", daemon=True)
+                         for what, call in (("receives", self._receive), ("sends", self._send))]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._closed = True
+        self.outgoing.put(None)
+        self.process.close()
+        for thread in self._threads:
+            thread.join(timeout=CLOSE_TIMEOUT_S)
+
+    def _start(self) -> Any:
+        """Its connection, which the sender uses from now on."""
+        self._connection = None
+        try:
+            self.process.start()
+            answer = self.process.ask({}, calls.START_TIMEOUT_S, self._name)
+            self.terms, self.speaks_tokens = tuple(answer["terms"]), answer["tokens"]
+        except calls.Refused as error:
+            raise ConfigError(str(error)) from error
+        except calls.NoAnswer as error:
+            raise RuntimeError(f"environment workers failed {calls.START_ATTEMPTS} times to start; {error}") from error
+        connection = self._connection = self.process.connection
+        assert connection is not None  # it has just answered
+        connection.settimeout(None)
+        self.ready.set()
+        return connection
+
+    def _receive(self) -> None:
+        try:
+            connection = self._start()
+            while not self._closed:
+                late = False
+                try:  # no deadline on the socket: the sender has the same one
+                    if multiprocessing.connection.wait([connection], POLL_S):
+                        self._pool.answered(calls.receive(connection))
+                        continue
+                    if not (late := self._pool.hangs(self)):
+                        continue
+                except (EOFError, OSError, ValueError):
+                    pass
+                if not self._closed:
+                    connection = self._start()
+                    self._pool.died(self, late)
+        except Exception as error:  # handed to the next call: a thread has no caller to raise to
+            if not self._closed:
+                self._pool.error = error
+        finally:
+            self.ready.set()
+
+    def _send(self) -> None:
+        """What cannot be sent is asked again once the receiver has found the process dead."""
+        self.ready.wait()
+        while (request := self.outgoing.get()) is not None:
+            if (connection := self._connection) is None or not self._pool.asks(request):
+                continue
+            payload = json.dumps(request).encode()
+            with contextlib.suppress(OSError):
+                connection.sendall(calls.HEADER.pack(len(payload)) + payload)

@@ -57,7 +57,11 @@ class Bridge:
         turn: the policy's last message, at their end; empty before its first. `conversation` goes on to behind what is
         observed."""
         if self._around is not None:
-            return self._plain(observed), None
+            before, after = (self._tokenizer.encode(text) for text in self._around)
+            plain: list[int] = []
+            for message in observed:
+                plain += [*before, *self._tokenizer.encode_text(str(message["content"])), *after]
+            return np.array(plain, np.int32), None
         own_turn = [self.message(turn)] if len(turn) else []
         conversation.messages += own_turn
         seen = conversation.text + self._tokenizer.decode(turn, keep_special=True)
@@ -78,9 +82,13 @@ class Bridge:
 
     def _render(self, messages: Sequence[Message], later: Sequence[Message]) -> tuple[str, list[str]]:
         """The rendered text with slots for what `later` messages of others than the policy say, and what goes there."""
-        contents = [message["content"] for message in later if _is_text(message)]
-        slots = iter(range(len(contents)))
-        slotted = [{**m, "content": SLOT.format(next(slots))} if _is_text(m) else m for m in later]
+        contents: list[str] = []
+        slotted = []
+        for message in later:
+            if message["role"] != "assistant" and isinstance(message.get("content"), str):
+                contents.append(message["content"])
+                message = {**message, "content": SLOT.format(len(contents) - 1)}
+            slotted.append(message)
         return self._tokenizer.chat([*messages, *slotted]), contents
 
     def _encoded(self, text: str, contents: Sequence[str]) -> np.ndarray:
@@ -89,23 +97,11 @@ class Bridge:
             ids += self._tokenizer.encode_text(contents[int(piece)]) if i % 2 else self._tokenizer.encode(piece)
         return np.array(ids, np.int32)
 
-    def _plain(self, observed: Sequence[Message]) -> np.ndarray:
-        assert self._around is not None
-        before, after = (self._tokenizer.encode(text) for text in self._around)
-        ids: list[int] = []
-        for message in observed:
-            ids += [*before, *self._tokenizer.encode_text(str(message["content"])), *after]
-        return np.array(ids, np.int32)
-
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
     """How many leading tokens both have."""
     n = min(len(a), len(b))
     return int(np.argmin(np.append(a[:n] == b[:n], False)))
-
-
-def _is_text(message: Message) -> bool:
-    return message["role"] != "assistant" and isinstance(message.get("content"), str)
 
 
 def _filled(text: str, contents: Sequence[str]) -> str:

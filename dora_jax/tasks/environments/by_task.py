@@ -14,11 +14,12 @@ policy's first message is its answer, which they score.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from dora_jax.tasks import rewards
 from dora_jax.tasks.environment import Environment, EnvironmentError, EpisodePrompt, Message
 from dora_jax.tasks.environments.environment_worker import resolved, speaks_tokens
+from dora_jax.tasks.rewards import RewardError, resolve, score
 from dora_jax.tasks.sandbox import calls
 
 
@@ -57,7 +58,10 @@ class OneAnswer:
     replays = True
 
     def __init__(self, rewards: list[str], terms: list[str] | None = None):
-        self._rewards = _resolved(rewards)
+        try:
+            self._rewards = resolve(rewards)
+        except RewardError as error:
+            raise calls.Refused(str(error)) from error
         self.terms = tuple(terms or self._rewards)
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
@@ -66,8 +70,8 @@ class OneAnswer:
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
         try:
-            found = rewards.score(self._rewards, self._prompt.text, message["content"], self._prompt.answer)
-        except rewards.RewardError as error:
+            found = score(self._rewards, self._prompt.text, message["content"], self._prompt.answer)
+        except RewardError as error:
             raise EnvironmentError(str(error)) from error
         return [], True, found
 
@@ -80,7 +84,7 @@ def _maker(task: str, entry: dict[str, Any]) -> Any:
     if "rewards" in entry:
         if unknown := set(entry) - {"rewards", "terms"}:
             raise calls.Refused(f"environment.params.{task}: {min(unknown)} is none of rewards, terms")
-        return lambda: OneAnswer(**entry)
+        return functools.partial(OneAnswer, **entry)
     if not entry.get("name") or (unknown := set(entry) - {"name", "params"}):
         raise calls.Refused(f"environment.params.{task}: it takes name and params, or rewards and terms")
     kind: Any = resolved(entry["name"])
@@ -88,11 +92,4 @@ def _maker(task: str, entry: dict[str, Any]) -> Any:
         raise calls.Refused(
             f"environment.params.{task}: {entry['name']} speaks token ids, which no mix of environments does"
         )
-    return lambda: kind(**entry.get("params", {}))
-
-
-def _resolved(paths: list[str]) -> dict[str, Any]:
-    try:
-        return rewards.resolve(paths)
-    except rewards.RewardError as error:
-        raise calls.Refused(str(error)) from error
+    return functools.partial(kind, **entry.get("params", {}))

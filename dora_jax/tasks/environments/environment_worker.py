@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import json
 import math
@@ -36,18 +37,15 @@ class Lost(Exception):
     """The object of the episode is gone, and its messages cannot make it again."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Session:
     """An episode of this process."""
 
-    __slots__ = ("began_s", "done", "environment", "messages", "opening", "terms")
-
-    def __init__(self, environment: Environment, began_s: float):
-        self.environment = environment
-        self.began_s = began_s
-        self.messages: list[Message] = []  # answered
-        self.opening: list[Message] = []
-        self.terms: dict[str, float] = {}
-        self.done = False
+    environment: Environment
+    began_s: float
+    messages: list[Message] = dataclasses.field(default_factory=list)  # answered
+    terms: dict[str, float] = dataclasses.field(default_factory=dict)
+    done: bool = False
 
 
 class Server:
@@ -65,20 +63,18 @@ class Server:
         with contextlib.suppress(asyncio.IncompleteReadError):  # the caller is gone
             while True:
                 (size,) = calls.HEADER.unpack(await reader.readexactly(calls.HEADER.size))
-                self._take(json.loads(await reader.readexactly(size)), writer)
-
-    def _take(self, request: calls.Request, writer: asyncio.StreamWriter) -> None:
-        """A question takes the place of an earlier one about the same episode, whose object may have got that one."""
-        id = tuple(request["id"])
-        earlier = self._asked.pop(id, None)
-        if request.get("close") or earlier is not None:
-            if earlier is not None:
-                earlier.cancel()
-            closing = asyncio.create_task(self._close(self._sessions.pop(id, None)))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        if not request.get("close"):
-            self._asked[id] = asyncio.create_task(self._reply(id, request, writer))
+                request = json.loads(await reader.readexactly(size))
+                id = tuple(request["id"])
+                # A question takes the place of an earlier one about the same episode, whose object may have got that.
+                earlier = self._asked.pop(id, None)
+                if request.get("close") or earlier is not None:
+                    if earlier is not None:
+                        earlier.cancel()
+                    closing = asyncio.create_task(self._close(self._sessions.pop(id, None)))
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+                if not request.get("close"):
+                    self._asked[id] = asyncio.create_task(self._reply(id, request, writer))
 
     async def _reply(self, id: tuple[int, int], request: calls.Request, writer: asyncio.StreamWriter) -> None:
         reply: calls.Request = {"id": request["id"], "number": request["number"]}
@@ -109,27 +105,23 @@ class Server:
                 raise Lost("the environment does not replay")
             session = Session(self._kind(**self._params), asyncio.get_running_loop().time())
             opening = session.environment.reset(EpisodePrompt(**request["prompt"]))
-            session.opening = await asyncio.wait_for(opening, self._step_s)
+            observed.append(await asyncio.wait_for(opening, self._step_s))
             self._sessions[id] = session
-            observed.append(session.opening)
         for message in messages[len(session.messages) :]:
             if session.done:
                 raise Lost("the environment ended the episode earlier than it did before")
-            observed.append(await self._step(session, id, message))
+            left_s = session.began_s + self._episode_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                raise EnvironmentError(f"the episode took over environment.episode_timeout_s = {self._episode_s:g} s")
+            turn = len(session.messages)
+            said, session.done, terms = await asyncio.wait_for(session.environment.step(message), self._step_s)
+            for name, value in terms.items():
+                if name not in self._terms or not math.isfinite(value):
+                    raise EnvironmentError(f"the reward term {name!r} is {value}; terms are {', '.join(self._terms)}")
+                session.terms[name] = session.terms.get(name, 0.0) + float(value)
+            session.messages.append(message)
+            observed.append(said if session.done else await self._noise.on(said, id, turn))
         return {"observed": observed, "done": session.done, "terms": session.terms, "replayed": len(observed) > 1}
-
-    async def _step(self, session: Session, id: tuple[int, int], message: Message) -> list[Message]:
-        left_s = session.began_s + self._episode_s - asyncio.get_running_loop().time()
-        if left_s <= 0:
-            raise EnvironmentError(f"the episode took over environment.episode_timeout_s = {self._episode_s:g} s")
-        turn = len(session.messages)
-        observed, session.done, terms = await asyncio.wait_for(session.environment.step(message), self._step_s)
-        for name, value in terms.items():
-            if name not in self._terms or not math.isfinite(value):
-                raise EnvironmentError(f"the reward term {name!r} is {value}; terms are {', '.join(self._terms)}")
-            session.terms[name] = session.terms.get(name, 0.0) + float(value)
-        session.messages.append(message)
-        return observed if session.done else await self._noise.on(observed, id, turn)
 
     async def _close(self, session: Session | None) -> None:
         if session is not None:
@@ -170,17 +162,16 @@ def main(fd: int) -> None:
     try:
         kind = resolved(opening["setup"]["name"])
         tried = kind(**keywords(kind, opening["setup"]))
+        fault = None
     except calls.Refused as error:
-        calls.send(sock, {"nonce": opening["nonce"], "error": str(error)})
-        return
+        fault = str(error)
     except ImportError as error:  # of what an adapter needs
-        calls.send(sock, {"nonce": opening["nonce"], "error": f"environment.name: {opening['setup']['name']}: {error}"})
-        return
+        fault = f"environment.name: {opening['setup']['name']}: {error}"
     except Exception as error:  # the constructor's
-        message = f"environment.params: {type(error).__name__}: {error}"
-        calls.send(sock, {"nonce": opening["nonce"], "error": message})
+        fault = f"environment.params: {type(error).__name__}: {error}"
+    calls.send(sock, {"nonce": opening["nonce"]} | ({"error": fault} if fault is not None else {}))
+    if fault is not None:
         return
-    calls.send(sock, {"nonce": opening["nonce"]})
     asked = calls.receive(sock)
     properties = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": speaks_tokens(kind)}
     calls.send(sock, {"nonce": asked["nonce"]} | properties)

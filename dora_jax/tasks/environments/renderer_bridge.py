@@ -7,7 +7,6 @@ begins.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,11 @@ class RendererBridge:
             raise ConfigError(
                 "environment.renderer: it needs the package renderers: pip install 'dora_jax[agents]'"
             ) from error
-        known = {each.model_fields["name"].default: each for each in vars(renderers).values() if _is_config(each)}
+        known: dict[str, Any] = {}  # name of a renderer -> its configuration
+        for each in vars(renderers).values():
+            field = getattr(each, "model_fields", {}).get("name") if isinstance(each, type) else None
+            if field is not None and isinstance(field.default, str):
+                known[field.default] = each
         if name not in known:
             raise ConfigError(f"environment.renderer: {name!r} is none of: {', '.join(sorted(known))}")
         self._tokenizer = tokenizer
@@ -62,7 +65,12 @@ class RendererBridge:
         self, conversation: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
         """As Bridge.observe."""
-        new = [self._as_text(message) for message in observed]
+        new = [
+            {**message, "content": self._tokenizer.jointed(message["content"], JOINT)}
+            if isinstance(message.get("content"), str)
+            else message
+            for message in observed
+        ]
         if len(turn):
             conversation.messages.append(self.message(turn))
         conversation.messages += new
@@ -73,27 +81,14 @@ class RendererBridge:
         keep = min(shared_length(ids, tokens), len(ids) - 1)
         return ids[keep:], None if keep == len(tokens) else keep
 
-    def _as_text(self, message: Message) -> Message:
-        if not isinstance(message.get("content"), str):
-            return message
-        return {**message, "content": self._tokenizer.jointed(message["content"], JOINT)}
 
-
-@dataclasses.dataclass
 class _Encoder:
     """What a renderer asks of a tokenizer."""
 
-    tokenizer: Tokenizer
-
     unk_token_id = None
 
-    @property
-    def name_or_path(self) -> str:
-        return str(self.tokenizer.path)
-
-    @property
-    def eos_token_id(self) -> int:
-        return self.tokenizer.eos_ids[0]
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.name_or_path, self.eos_token_id = tokenizer, str(tokenizer.path), tokenizer.eos_ids[0]
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         return [id for piece in re.split(JOINT, text) for id in self.tokenizer.encode(piece)]
@@ -105,9 +100,3 @@ class _Encoder:
         if isinstance(tokens, str):
             return self.tokenizer.token_id(tokens)
         return [self.tokenizer.token_id(token) for token in tokens]
-
-
-def _is_config(found: Any) -> bool:
-    """A configuration of one named renderer."""
-    fields = getattr(found, "model_fields", {})
-    return isinstance(found, type) and "name" in fields and isinstance(fields["name"].default, str)

@@ -56,20 +56,14 @@ class NoSandbox(RuntimeError):
 
 
 class Walled:
-    """A program that `start` has started. wait, poll: the program's exit code, negative for a signal."""
+    """A program that `start` has started. wait, poll: the program's exit code, negative for a signal; `wait` returns
+    once every descendant is gone too, or raises subprocess.TimeoutExpired."""
 
     def __init__(self, supervisor: subprocess.Popen, leash: int):
-        self.pid = supervisor.pid  # of the supervisor
+        self.pid, self.poll, self.wait = supervisor.pid, supervisor.poll, supervisor.wait
         self._supervisor = supervisor
         self._leash = leash
         self._lock = threading.Lock()
-
-    def poll(self) -> int | None:
-        return self._supervisor.poll()
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Returns once every descendant is gone too; raises subprocess.TimeoutExpired."""
-        return self._supervisor.wait(timeout_s)
 
     def end(self) -> None:
         """Kills the program and every descendant, and waits for that. May be called from any thread, and again."""

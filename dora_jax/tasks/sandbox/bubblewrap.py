@@ -27,19 +27,7 @@ import shutil
 import signal
 from typing import Any, NoReturn
 
-from dora_jax.tasks.sandbox import seccomp
-from dora_jax.tasks.sandbox.supervisor import (
-    CLONE_NEWNS,
-    CLONE_NEWUSER,
-    MS_NODEV,
-    MS_NOSUID,
-    MS_PRIVATE,
-    MS_REC,
-    PR_SET_DUMPABLE,
-    PR_SET_PDEATHSIG,
-    call,
-    prctl,
-)
+from dora_jax.tasks.sandbox import seccomp, supervisor
 
 NOBODY = 65534  # the user id that the program sees
 FRESH_IDS = 2**22  # process numbers are below it, so that ids made of them differ
@@ -72,7 +60,9 @@ def become_bwrap(program: bytes, limits: dict[str, Any], fds: list[int]) -> NoRe
         os.setsid()
         os.umask(0o022)
         _take_fresh_ids()
-        _enter_namespace(limits["files_bytes"])
+        supervisor.new_namespaces(supervisor.CLONE_NEWUSER | supervisor.CLONE_NEWNS, NOBODY, NOBODY)
+        options = f"size={limits['files_bytes']},nr_inodes={FILES},mode=700".encode()
+        supervisor.call("mount", b"tmpfs", b"/tmp", b"tmpfs", supervisor.MS_NOSUID | supervisor.MS_NODEV, options)
         with open(PROGRAM, "xb") as file:
             file.write(program)
         # Of each process; the number of processes is of the user id within the namespace, so of this program alone.
@@ -89,10 +79,15 @@ def become_bwrap(program: bytes, limits: dict[str, Any], fds: list[int]) -> NoRe
             _, ours = resource.getrlimit(kind)
             most = hard if ours == resource.RLIM_INFINITY else min(hard, ours)
             resource.setrlimit(kind, (min(soft, most), most))
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user id clears it
+        supervisor.prctl(supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user id clears it
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        command = [*_bwrap(), "--", "/bin/sh", "-c", START, "sh", _python(), "-I", "-B", PROGRAM]
+        bwrap = _bwrap()
+        # The interpreter of programs: one that read-only /usr holds, whatever the run's own is.
+        pythons = [path for path in PYTHONS if os.path.realpath(path).startswith("/usr/") and os.access(path, os.X_OK)]
+        if not pythons:
+            raise Unavailable(0, f"there is no Python among {', '.join(PYTHONS)}")
+        command = [*bwrap, "--", "/bin/sh", "-c", START, "sh", pythons[0], "-I", "-B", PROGRAM]
         os.execve(command[0], command, ENVIRONMENT)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -103,7 +98,12 @@ def become_bwrap(program: bytes, limits: dict[str, Any], fds: list[int]) -> NoRe
 
 def _take_fresh_ids() -> None:
     """A user and group id that no other process has, made of our process number; without root, our own remain."""
-    ids = _most_ids() if os.geteuid() == 0 else 0
+    if os.geteuid() != 0:
+        return
+    with open("/proc/self/uid_map") as file:
+        lines = [tuple(map(int, line.split())) for line in file]
+    # how many user ids from 0 on this user namespace has; the highest are the least likely to be in use
+    ids = min(max((first + count for first, _, count in lines if first == 0), default=0), 2**31)
     if ids < 2:
         return
     fresh = ids - 1 - os.getpid() % min(ids // 2, FRESH_IDS)
@@ -115,25 +115,7 @@ def _take_fresh_ids() -> None:
         os.setresuid(fresh, fresh, fresh)
     except PermissionError:  # a root without the right to; what its sandbox then lacks is found by programs.lack()
         return
-    prctl(PR_SET_DUMPABLE, 1)  # our /proc/self/uid_map is ours again
-
-
-def _most_ids() -> int:
-    """How many user ids from 0 on this user namespace has; the highest are the least likely to be in use."""
-    with open("/proc/self/uid_map") as file:
-        lines = [tuple(map(int, line.split())) for line in file]
-    return min(max((first + count for first, _, count in lines if first == 0), default=0), 2**31)
-
-
-def _enter_namespace(files_bytes: int) -> None:
-    uid, gid = os.geteuid(), os.getegid()
-    call("unshare", CLONE_NEWUSER | CLONE_NEWNS)
-    for name, line in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(line)
-    call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-    options = f"size={files_bytes},nr_inodes={FILES},mode=700".encode()
-    call("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    supervisor.prctl(supervisor.PR_SET_DUMPABLE, 1)  # our /proc/self/uid_map is ours again
 
 
 def _bwrap() -> list[str]:
@@ -155,14 +137,6 @@ def _bwrap() -> list[str]:
     for name, target in LINKS.items():
         command += ["--symlink", target, f"/dev/{name}"]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp"]
-
-
-def _python() -> str:
-    """The interpreter of programs: one that read-only /usr holds, whatever the run's own is."""
-    for path in PYTHONS:
-        if os.path.realpath(path).startswith("/usr/") and os.access(path, os.X_OK):
-            return path
-    raise Unavailable(0, f"there is no Python among {', '.join(PYTHONS)}")
 
 
 def machine() -> str:

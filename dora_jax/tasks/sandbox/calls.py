@@ -10,6 +10,7 @@ refused. The asked code runs inside the answering process itself, and no wall se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -80,7 +81,7 @@ class Process:
         self._runs_programs = runs_programs  # it may call programs.run, whatever its own sandbox
         self._walled: sandbox.Walled | None = None
         self._server: programs.Server | None = None
-        self._sock: socket.socket | None = None
+        self.connection: socket.socket | None = None  # of the process, also for frames that are no answers to `ask`
         self._noise = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open as long as the process)
         self._held: dict[str, Any] = {
             "noise": self._noise
@@ -94,17 +95,21 @@ class Process:
         """Of the supervisor, while there is a process."""
         return self._walled.pid if self._walled and self._walled.poll() is None else None
 
-    @property
-    def connection(self) -> socket.socket | None:
-        """Of the process, for frames that are no answers to `ask`."""
-        return self._sock
-
     def start(self) -> None:
         """A fresh process that has taken the setup; Refused where it says no, NoAnswer where it keeps dying."""
         for attempt in range(1, START_ATTEMPTS + 1):
             self._end()
             ours, theirs = socket.socketpair()
-            env, fds = environment(self._variables, foreign=bool(self._python)), [theirs.fileno()]
+            # A clean environment, with the modules that we can import; no accelerator, which belongs to the run.
+            # Another interpreter imports its own packages, and of ours this one and what PYTHONPATH and the working
+            # directory hold.
+            path = [entry for entry in sys.path if entry]
+            if self._python:
+                given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+                path = [str(Path(__file__).parents[3]), *filter(None, given)]
+            modules = os.pathsep.join(dict.fromkeys([*path, os.getcwd()]))
+            env = sandbox.clean_environment(self._variables) | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
+            fds = [theirs.fileno()]
             with theirs, self._lock:
                 if self._runs_programs:
                     self._server = programs.Server()
@@ -119,7 +124,7 @@ class Process:
                     stdout=self._noise,
                     memory_bytes=self._memory_bytes,
                 )
-            self._sock = self._held["sock"] = ours
+            self.connection = self._held["sock"] = ours
             if self._closed:  # close() came between
                 self.close()
             try:
@@ -133,7 +138,7 @@ class Process:
 
     def ask(self, request: Request, timeout_s: float, what: str) -> Request:
         """The reply. `what` is what a sentence calls the code that is asked."""
-        sock = self._sock
+        sock = self.connection
         if sock is None:
             raise NoAnswer(f"{what}: the worker is gone")
         if os.fstat(self._noise.fileno()).st_size > NOISE_LIMIT_BYTES:
@@ -148,7 +153,12 @@ class Process:
         except TimeoutError:
             reason = kind = f"{what} took over {timeout_s:g} s"
         except (EOFError, OSError):
-            kind = f"{what}: the worker {self._exit_status()}"
+            ended = "closed its socket"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert self._walled is not None
+                code = self._walled.wait(EXIT_TIMEOUT_S)
+                ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            kind = f"{what}: the worker {ended}"
             size = os.fstat(self._noise.fileno()).st_size
             tail = os.pread(self._noise.fileno(), NOISE_TAIL_BYTES, max(0, size - NOISE_TAIL_BYTES))
             lines = tail.decode(errors="replace").strip().splitlines()
@@ -165,47 +175,25 @@ class Process:
     def close(self) -> None:
         """Kills the process; a thread that waits for a reply wakes up and gives up."""
         self._closed = True
-        with self._lock:
-            self._end_processes()
+        self._end(keep_socket=True)
 
     # ------------------------------------------------------------ private
 
-    def _exit_status(self) -> str:
-        try:
-            assert self._walled is not None
-            code = self._walled.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "closed its socket"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def _end(self) -> None:
+    def _end(self, keep_socket: bool = False) -> None:
+        """keep_socket: another thread may be reading from it."""
         with self._lock:
-            self._end_processes()
-            if self._sock is not None:
-                self._sock.close()
-                self._sock = None
-
-    def _end_processes(self) -> None:
-        if self._walled is not None:
-            self._walled.end()
-        if self._server is not None:
-            self._server.end()
+            if self._walled is not None:
+                self._walled.end()
+            if self._server is not None:
+                self._server.end()
+            if self.connection is not None and not keep_socket:
+                self.connection.close()
+                self.connection = None
 
 
 def _close_all(held: dict[str, Any]) -> None:
     for file in held.values():
         file.close()
-
-
-def environment(more: Iterable[str] = (), foreign: bool = False) -> dict[str, str]:
-    """A clean one, with the modules that we can import; no accelerator, which belongs to the run. foreign: another
-    interpreter imports its own packages, and of ours this one and what PYTHONPATH and the working directory hold."""
-    path = [entry for entry in sys.path if entry]
-    if foreign:
-        path = [str(Path(__file__).parents[3]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    path.append(os.getcwd())
-    ours = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "JAX_PLATFORMS": "cpu"}
-    return {**sandbox.clean_environment(more), **ours}
 
 
 # ---------------------------------------------------------------- the other side

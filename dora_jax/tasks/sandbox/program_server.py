@@ -11,6 +11,7 @@ them; the death of client, server or runner ends the program. Imports the standa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -105,7 +106,9 @@ class _Runner:
         self._started_s = math.inf
 
     def run(self) -> dict[str, Any]:
-        filter_fd = _filled(seccomp.compiled(machine()))
+        filter_fd, write_end = os.pipe()
+        os.write(write_end, seccomp.compiled(machine()))  # which is less than a pipe holds
+        os.close(write_end)
         taken, self._feed = os.pipe()
         (out, out_end), (err, err_end), (status, status_end), (started, started_end) = (os.pipe() for _ in range(4))
         theirs = [taken, out_end, err_end, filter_fd, status_end, started_end]
@@ -147,7 +150,12 @@ class _Runner:
                     self._ended_by = "memory"
             if now_s >= deadline_s and not over:
                 self._ended_by = "time"
-        _end_children()
+        # Kills every child, adopted ones included, until none is left; a namespace ends when its first process has.
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                for pid in _children(os.getpid()):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
         for fd in list(self._sources):
             while not self._ended_by and self._read(fd):
                 pass
@@ -203,26 +211,7 @@ class _Runner:
         }
 
 
-def _filled(content: bytes) -> int:
-    """The reading end of a pipe that holds `content`, which is less than a pipe holds."""
-    read, write = os.pipe()
-    os.write(write, content)
-    os.close(write)
-    return read
-
-
 # ---------------------------------------------------------------- processes
-
-
-def _end_children() -> None:
-    """Kills every child, adopted ones included, until none is left; a namespace ends when its first process has."""
-    while True:
-        for pid in _children(os.getpid()):
-            os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
 
 
 def _children(pid: int) -> list[int]:

@@ -70,11 +70,7 @@ class Server:
                 env={"PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONDONTWRITEBYTECODE": "1"},
                 pass_fds=(theirs.fileno(),),
             )
-        self.client = ours
-
-    @property
-    def pid(self) -> int:
-        return self._walled.pid
+        self.client, self.pid = ours, self._walled.pid
 
     def run(self, program: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Ran:
         return ask(self.client, program, stdin, limits)

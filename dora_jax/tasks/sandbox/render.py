@@ -34,7 +34,15 @@ class Renderer:
         """The text, None where an expression does not match; ValueError in one sentence, NeverEnds where none came."""
         with self._lock:
             if self._process is None:
-                self._process = self._started()
+                process = calls.Process(
+                    "dora_jax.tasks.sandbox.render_worker", self._setup, form=sandbox.best(), memory_bytes=MEMORY_BYTES
+                )
+                weakref.finalize(self, process.close)
+                try:
+                    process.start()
+                except calls.NoAnswer as error:
+                    raise RuntimeError(f"the process for {self._what} does not start: {error}") from error
+                self._process = process
             try:
                 return self._process.ask(request, RENDER_S, self._what).get("text")
             except calls.Refused as error:
@@ -42,14 +50,3 @@ class Renderer:
             except calls.NoAnswer as error:
                 self._process = None
                 raise NeverEnds(str(error)) from error
-
-    def _started(self) -> calls.Process:
-        process = calls.Process(
-            "dora_jax.tasks.sandbox.render_worker", self._setup, form=sandbox.best(), memory_bytes=MEMORY_BYTES
-        )
-        weakref.finalize(self, process.close)
-        try:
-            process.start()
-        except calls.NoAnswer as error:
-            raise RuntimeError(f"the process for {self._what} does not start: {error}") from error
-        return process

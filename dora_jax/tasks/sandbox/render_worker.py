@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
     if "extract" in setup:
-        return lambda request: {"text": _extract(setup["extract"], request["raw"])}
+
+        def extract(request: calls.Request) -> calls.Request:
+            match = re.search(setup["extract"], request["raw"])
+            return {"text": match.group(1) if match else None}
+
+        return extract
     import jinja2  # an expression does without
 
     @functools.cache
@@ -48,11 +53,6 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
             raise calls.Refused(f"refused the messages: {type(error).__name__}: {error}") from error
 
     return answer
-
-
-def _extract(pattern: str, raw: str) -> str | None:
-    match = re.search(pattern, raw)
-    return match.group(1) if match else None
 
 
 def _environment() -> jinja2.Environment:

@@ -9,7 +9,6 @@ Laws: one thread; the standard library only, so that it starts in hundredths of 
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
 import resource
@@ -58,8 +57,20 @@ class _Supervisor:
             self._fail(error)
         for fd in self._spec["fds"]:  # whose other end is to see when the program is gone
             os.close(fd)
-        self._wait()
-        self._end_all(strike)
+        leash = self._spec["leash"]
+        while self._status is None and not self._stopping:  # until the program has ended, or is to end
+            ready, _, _ = select.select([leash, self._readable], [], [])
+            if leash in ready:
+                break  # its writers have closed it
+            os.read(self._readable, 4096)
+            self._reap()
+        over_s = time.monotonic() + STRIKES_S
+        while not self._reap():
+            if time.monotonic() > over_s:
+                print("sandbox: descendants are left that start others faster than they are killed", file=sys.stderr)
+                break
+            strike()
+            time.sleep(STRIKE_PERIOD_S)
         # As the program did.
         code = SETUP_FAILED if self._status is None else os.waitstatus_to_exitcode(self._status)
         sys.stderr.flush()
@@ -68,25 +79,6 @@ class _Supervisor:
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code)
-
-    def _wait(self) -> None:
-        """Until the program has ended, or is to end."""
-        leash = self._spec["leash"]
-        while self._status is None and not self._stopping:
-            ready, _, _ = select.select([leash, self._readable], [], [])
-            if leash in ready:
-                return  # its writers have closed it
-            os.read(self._readable, 4096)
-            self._reap()
-
-    def _end_all(self, strike: Callable[[], None]) -> None:
-        over_s = time.monotonic() + STRIKES_S
-        while not self._reap():
-            if time.monotonic() > over_s:
-                print("sandbox: descendants are left that start others faster than they are killed", file=sys.stderr)
-                return
-            strike()
-            time.sleep(STRIKE_PERIOD_S)
 
     def _reap(self) -> bool:
         """Whether no child is left, adopted ones included."""
@@ -133,12 +125,8 @@ class _Supervisor:
     # killed
 
     def _namespaces(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        uid, gid = os.geteuid(), os.getegid()
-        call("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(line)
-        call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+        new_namespaces(flags, os.geteuid(), os.getegid())
         held, alive = os.pipe()
         self._first = os.fork()
         if not self._first:  # adopts and forgets; its end is the end of the namespace
@@ -197,11 +185,8 @@ def _strike_domain() -> None:
 
 def _strike_children(program: int) -> None:
     """Children only: theirs become ours as they die, and are met at the next strike."""
-    if program:
-        with_its_group = functools.partial(os.killpg, program, signal.SIGKILL)
-        _unless_gone(with_its_group)
+    found = [-program] if program else []  # with its group
     # Every process whose parent we are; where there is no /proc, none.
-    found = []
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
@@ -211,26 +196,16 @@ def _strike_children(program: int) -> None:
         if parent == os.getpid():
             found.append(int(name))
     for pid in found:
-        _unless_gone(functools.partial(os.kill, pid, signal.SIGKILL))
-
-
-def _unless_gone(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except ProcessLookupError:
-        pass
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 # ---------------------------------------------------------------- the kernel, through ctypes
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = (
-    1,
-    4,
-    24,
-    36,
-    38,
-    47,
-)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
@@ -260,6 +235,17 @@ def call(name: str, *arguments: Any) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
+
+
+def new_namespaces(flags: int, uid: int, gid: int) -> None:
+    """Namespaces of this process' own, a user namespace among them, in which it has these ids; mounts stay within."""
+    outer_uid, outer_gid = os.geteuid(), os.getegid()
+    call("unshare", flags)
+    maps = (("setgroups", "deny"), ("uid_map", f"{uid} {outer_uid} 1"), ("gid_map", f"{gid} {outer_gid} 1"))
+    for name, line in maps:
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+    call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
 
 
 def _landlock_call(number: int, *arguments: Any) -> int:
