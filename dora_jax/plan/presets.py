@@ -366,8 +366,9 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
         }
     kernel: TrainerKernel = "splash" if machine.platform == "tpu" else "cudnn"
     why = "scores never reach the memory"
-    if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
-        kernel, why = "reference", wrong[0]
+    tried = dataclasses.replace(section, attention=kernel)
+    if wrong := next(objective.attention_problems(tried, machine.platform, dtype), None):
+        kernel, why = "reference", wrong
     return {
         "attention": (kernel, why),
         "expert_matmul": ("megablox", MEGABLOX) if machine.platform == "tpu" else ("ragged_dot", RAGGED_DOT),
@@ -380,7 +381,7 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
 def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
     if kernel == "splash":
         return "off", "splash compares segment ids alone"
-    if not objective.may_share_prompts(section):
+    if section.advantage in objective.ALONE:
         return "off", f"the advantage {section.advantage} takes the gradient of each trajectory alone"
     return "on", "a group's prompt is computed once a row"
 

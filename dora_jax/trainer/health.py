@@ -26,6 +26,7 @@ MAX_SKIPPED_IN_A_ROW = 3  # a third non-finite update is no accident
 BINS_PER_DECADE = 8
 LOWEST_DECADE, HIGHEST_DECADE = -7, 2  # of |trainer - engine|
 _BINS = BINS_PER_DECADE * (HIGHEST_DECADE - LOWEST_DECADE)
+TOKEN_MEANS = ("entropy", "clipped", "ratio", "kl_anchor", "kept", "kl_ref", "value_loss")
 
 
 def token_sums(
@@ -44,6 +45,10 @@ def token_sums(
     fresh = mask & (lag == 0)
     gap = jnp.where(fresh, old - behavior, 0.0)  # the trainer at the engine's own weights, whatever the anchor
 
+    # Counts f32[bins] of log-spaced |d|; below the lowest decade counts in the first bin
+    place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(jnp.abs(gap), 10.0**LOWEST_DECADE)) - LOWEST_DECADE)
+    bins = jnp.clip(jnp.nan_to_num(place, nan=_BINS - 1).astype(jnp.int32), 0, _BINS - 1).reshape(-1)
+
     def total(x: jax.Array, where: jax.Array = mask) -> jax.Array:
         return jnp.sum(jnp.where(where, x, 0.0), dtype=jnp.float32)
 
@@ -58,34 +63,25 @@ def token_sums(
         "mismatch": total(jnp.abs(gap), fresh),
         "mismatch_kl": total(jnp.expm1(gap) - gap, fresh),
         "mismatch_max": jnp.max(jnp.abs(gap)),
-        "mismatch_bins": _histogram(jnp.abs(gap), fresh),
+        "mismatch_bins": jax.ops.segment_sum(fresh.astype(jnp.float32).reshape(-1), bins, num_segments=_BINS),
     }
-
-
-def add(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Joins the sums of two micro-batches."""
-    return {name: jnp.maximum(a[name], b[name]) if name.endswith("_max") else a[name] + b[name] for name in a}
 
 
 def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Host metrics of a step from the sums of its updates."""
     tokens = sum(float(u["tokens"]) for u in updates)
-    n = max(tokens, 1.0)
-
-    def mean(name: str) -> float:
-        return sum(float(u[name]) for u in updates) / n
-
     first = updates[0]
+    mean = {name: sum(float(u[name]) for u in updates) / max(tokens, 1.0) for name in TOKEN_MEANS if name in first}
     ess = float(first["w"]) ** 2 / max(float(first["w_sq"]), 1e-30)
     metrics = {
         "trainer/loss": float(np.mean([u["loss"] for u in updates])),
         "trainer/grad_norm": float(np.mean([u["grad_norm"] for u in updates])),
-        "trainer/entropy": mean("entropy"),
-        "trainer/clip_fraction": mean("clipped"),
-        "trainer/ratio_mean": mean("ratio"),
+        "trainer/entropy": mean["entropy"],
+        "trainer/clip_fraction": mean["clipped"],
+        "trainer/ratio_mean": mean["ratio"],
         "trainer/ratio_max": max(float(u["ratio_max"]) for u in updates),
-        "trainer/kl_anchor": mean("kl_anchor"),
-        "trainer/rejected_share": 1.0 - mean("kept") if tokens else 0.0,
+        "trainer/kl_anchor": mean["kl_anchor"],
+        "trainer/rejected_share": 1.0 - mean["kept"] if tokens else 0.0,
         "trainer/ess_share": ess / max(float(first["trajectories"]), 1.0),
         "trainer/effective_batch": ess,
         "trainer/tokens": tokens,
@@ -93,8 +89,8 @@ def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "trainer/learning_rate": float(updates[-1]["learning_rate"]),
     }
     for name in ("kl_ref", "value_loss"):
-        if name in first:
-            metrics[f"trainer/{name}"] = mean(name)
+        if name in mean:
+            metrics[f"trainer/{name}"] = mean[name]
     for name in ("lr_scale", "value_grad_norm"):
         if name in first:
             metrics[f"trainer/{name}"] = float(np.mean([u[name] for u in updates]))
@@ -161,10 +157,3 @@ class Health:
                 f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
                 f"trainer.max_mismatch={self.max_mismatch}: what is trained on is not what was sampled"
             )
-
-
-def _histogram(x: jax.Array, where: jax.Array) -> jax.Array:
-    """Counts f32[bins] of log-spaced |d|; below the lowest decade counts in the first bin."""
-    place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(x, 10.0**LOWEST_DECADE)) - LOWEST_DECADE)
-    bins = jnp.clip(jnp.nan_to_num(place, nan=_BINS - 1).astype(jnp.int32), 0, _BINS - 1)
-    return jax.ops.segment_sum(where.astype(jnp.float32).reshape(-1), bins.reshape(-1), num_segments=_BINS)

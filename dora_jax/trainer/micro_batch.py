@@ -32,7 +32,11 @@ def accumulate(
         part = {name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for name, x in split.items()}
         grads, sums = grad_fn(params, part)
         grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, carry[0], grads), specs)
-        return grads, health.add(carry[1], sums)
+        joined = {
+            name: jnp.maximum(x, sums[name]) if name.endswith("_max") else x + sums[name]
+            for name, x in carry[1].items()
+        }
+        return grads, joined
 
     shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
@@ -114,11 +118,6 @@ def micro_loss(
             balance = routing.load_balance_loss(model.cfg.moe, routed)
             total += section.load_balance_coef * jnp.sum(weight) * balance
     return total, sums | {"loss": total, "policy_loss": policy}
-
-
-def lag(step: jax.Array, arrays: Arrays) -> jax.Array:
-    """i32[B, L]: versions between the weights that this step starts from and the ones that sampled the token."""
-    return step - arrays["version"]
 
 
 @jax.custom_jvp

@@ -55,14 +55,11 @@ def metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     layers, choices = load_MxE.shape
     asked = max(sum(float(u["expert_choices"]) for u in updates) * layers, 1.0)
     share_MxE = load_MxE / np.maximum(load_MxE.sum(-1, keepdims=True), 1.0)
-
-    def mean(name: str) -> float:
-        return sum(float(np.sum(u[name])) for u in updates) / asked
-
+    mean = {n: sum(float(np.sum(u[n])) for u in updates) / asked for n in ("expert_entropy", "expert_changed")}
     return {
         "moe/load_max": float(share_MxE.max() * choices),  # the busiest expert's load, in units of the mean
         "moe/load_min": float(share_MxE.min() * choices),
-        "moe/entropy": mean("expert_entropy"),  # nats, of a router's scores
+        "moe/entropy": mean["expert_entropy"],  # nats, of a router's scores
         "moe/dropped_share": 1.0 - float(load_MxE.sum()) / asked,
-        "moe/replay_changed": mean("expert_changed"),  # of the replayed choices, those that the router would not make
+        "moe/replay_changed": mean["expert_changed"],  # of the replayed choices, those that the router would not make
     }
