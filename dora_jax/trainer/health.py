@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.config import RunError
-from dora_jax.trainer import routing
 
 MAX_SKIPPED_IN_A_ROW = 3  # a third non-finite update is no accident
 BINS_PER_DECADE = 8
@@ -94,28 +93,40 @@ def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for name in ("lr_scale", "value_grad_norm"):
         if name in first:
             metrics[f"trainer/{name}"] = float(np.mean([u[name] for u in updates]))
-    return metrics | routing.metrics(updates) | mismatch(first)
+    metrics |= expert_metrics(updates) if "expert_load" in first else {}
+    if fresh := float(first["fresh"]):  # the engine-trainer gap at equal weights, of tokens of lag 0
+        # Upper edge of the bin that holds the quantile
+        counts = np.asarray(first["mismatch_bins"])
+        index = int(np.searchsorted(np.cumsum(counts), 0.99 * counts.sum()))
+        metrics |= {
+            "mismatch/mean": float(first["mismatch"]) / fresh,
+            "mismatch/max": float(first["mismatch_max"]),
+            "mismatch/p99": math.pow(10.0, LOWEST_DECADE + (index + 1) / BINS_PER_DECADE),
+            "mismatch/kl": float(first["mismatch_kl"]) / fresh,
+            "mismatch/tokens": fresh,
+        }
+    return metrics
 
 
-def mismatch(sums: Mapping[str, Any]) -> dict[str, float]:
-    """The engine-trainer gap at equal weights; empty where the step had no token of lag 0."""
-    fresh = float(sums["fresh"])
-    if not fresh:
-        return {}
-    # Upper edge of the bin that holds the quantile
-    counts = np.asarray(sums["mismatch_bins"])
-    index = int(np.searchsorted(np.cumsum(counts), 0.99 * counts.sum()))
+def expert_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the routers of a mixture did in a step, from the sums of its updates."""
+    load_MxE = np.sum([np.asarray(u["expert_load"], np.float64) for u in updates], axis=0)
+    layers, choices = load_MxE.shape
+    asked = max(sum(float(u["expert_choices"]) for u in updates) * layers, 1.0)
+    share_MxE = load_MxE / np.maximum(load_MxE.sum(-1, keepdims=True), 1.0)
+    mean = {n: sum(float(np.sum(u[n])) for u in updates) / asked for n in ("expert_entropy", "expert_changed")}
     return {
-        "mismatch/mean": float(sums["mismatch"]) / fresh,
-        "mismatch/max": float(sums["mismatch_max"]),
-        "mismatch/p99": math.pow(10.0, LOWEST_DECADE + (index + 1) / BINS_PER_DECADE),
-        "mismatch/kl": float(sums["mismatch_kl"]) / fresh,
-        "mismatch/tokens": fresh,
+        "moe/load_max": float(share_MxE.max() * choices),  # the busiest expert's load, in units of the mean
+        "moe/load_min": float(share_MxE.min() * choices),
+        "moe/entropy": mean["expert_entropy"],  # nats, of a router's scores
+        "moe/dropped_share": 1.0 - float(load_MxE.sum()) / asked,
+        "moe/replay_changed": mean["expert_changed"],  # of the replayed choices, those that the router would not make
     }
 
 
 def gap(logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> dict[str, float]:
-    """The same figures from the log-probs themselves, [n] tokens that both sides saw at equal weights."""
+    """The mismatch figures of `reduce` from the log-probs themselves, [n] tokens that both sides saw at equal
+    weights."""
     d = logprobs.astype(np.float64) - behavior_logprobs
     return {
         "mismatch/mean": float(np.abs(d).mean()),

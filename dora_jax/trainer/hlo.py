@@ -128,20 +128,16 @@ class CompiledText:
         self._runs[name] += times
         for line in self._bodies[name]:
             if body := re.search(r"body=%?([\w.\-]+)", line):
-                unknown = 1 if self._once and self._once in line else self._loops
-                self._visit(body[1], times * (self._trips(line) or unknown))
+                # As XLA notes it, else the one constant that the loop's condition compares with
+                trips = {*re.findall(r'"known_trip_count":\{"n":"(\d+)"', line)[:1]}
+                if not trips:
+                    [condition] = re.findall(r"condition=%?([\w.\-]+)", line)[:1]
+                    trips = {n for text in self._bodies[condition] for n in re.findall(r" constant\((\d+)\)", text)}
+                known = int(trips.pop()) if len(trips) == 1 else 0
+                self._visit(body[1], times * (known or (1 if self._once and self._once in line else self._loops)))
             for one, several in _CALLED.findall(line):
                 for called in filter(None, [one, *re.split(r"[,\s%]+", several)]):
                     self._visit(called, times)
-
-    def _trips(self, line: str) -> int | None:
-        """Of a while loop: as XLA notes it, else the one constant that its condition compares with."""
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        if known:
-            return int(known[1])
-        [name] = re.findall(r"condition=%?([\w.\-]+)", line)[:1]
-        constants = {n for text in self._bodies[name] for n in re.findall(r" constant\((\d+)\)", text)}
-        return int(constants.pop()) if len(constants) == 1 else None
 
     def _lines(self) -> Iterator[tuple[str, int, str]]:
         for name, lines in self._bodies.items():

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax.models.families.config import Experts
+from dora_jax.models.moe import Routed
 from dora_jax.trainer import objective
 
 
@@ -231,6 +233,15 @@ def value_loss(values: Any, old_values: Any, returns: Any, *, e: float | None = 
     old = jnp.asarray(old_values, jnp.float32)
     near = old + jnp.clip(values - old, -e, e)
     return 0.5 * jnp.maximum(error, jnp.square(near - returns))
+
+
+def load_balance_loss(e: Experts, routed: Routed) -> jax.Array:
+    """Of a mixture's routers (arXiv 2101.03961): the mean over layers of E sum_e load_e score_e, both as shares: 1
+    where the load is even."""
+    load_MxE = jax.lax.stop_gradient(routed.load)
+    load_MxE = load_MxE / jnp.maximum(load_MxE.sum(-1, keepdims=True), 1.0)
+    score_MxE = routed.scores / jnp.maximum(jax.lax.stop_gradient(routed.scores).sum(-1, keepdims=True), 1.0)
+    return e.choices * jnp.mean(jnp.sum(load_MxE * score_MxE, axis=-1))
 
 
 # ----------------------------------------------------------- aggregation

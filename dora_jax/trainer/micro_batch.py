@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from dora_jax.config import TrainerSection
-from dora_jax.trainer import correction, health, loss, routing
+from dora_jax.trainer import correction, health, loss
 from dora_jax.trainer.model import Arrays, Model
 
 
@@ -113,9 +113,16 @@ def micro_loss(
     if section.entropy_coef:
         total -= section.entropy_coef * jnp.sum(weight * jnp.where(mask, entropy, 0.0))
     if routed is not None:
-        sums |= routing.sums(routed, segments > 0)
+        k = routed.ids.shape[-1]
+        routers = {  # of the tokens that count
+            "expert_load": routed.load,
+            "expert_entropy": routed.entropy * k,  # once a choice, as the other sums
+            "expert_changed": routed.changed,
+            "expert_choices": jnp.sum(segments > 0, dtype=jnp.float32) * k,
+        }
+        sums |= jax.lax.stop_gradient(routers)
         if section.load_balance_coef:  # each micro-batch counts by its part of the update
-            balance = routing.load_balance_loss(model.cfg.moe, routed)
+            balance = loss.load_balance_loss(model.cfg.moe, routed)
             total += section.load_balance_coef * jnp.sum(weight) * balance
     return total, sums | {"loss": total, "policy_loss": policy}
 

@@ -129,12 +129,8 @@ def layers_of(cfg: decoder.ModelConfig, params: Any, most: int | None = None) ->
     few = cfg.n_layers <= (UNROLLED_LAYERS if most is None else most)
     if isinstance(params, Adapted):  # a published adapter may be unrolled already
         few |= decoder.layout_of(params.adapter) == "serving"
-        return Adapted(*(unrolled(part) if few else part for part in params))
-    return unrolled(params) if few else params
-
-
-def unrolled(params: Any) -> Any:
-    return params if decoder.layout_of(params) == "serving" else decoder.serving_layout(params)
+        return Adapted(*(decoder.serving_layout(part) if few else part for part in params))
+    return decoder.serving_layout(params) if few else params
 
 
 def unrouted(arrays: Arrays) -> dict[str, Any]:

@@ -61,21 +61,13 @@ OFFERED: Mapping[str, tuple[str, ...]] = {  # and by keyword, where its signatur
 SPLASH_UNIT = 128  # positions: a TPU's vector, of which the kernel's blocks are multiples
 CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient take more than 1 GiB
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
-GROUP_RELATIVE = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp_baseline",
-    "max_rl",
-    "opo",
-    "vcpo",
-)  # a group is its own baseline
+# a group is its own baseline
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "max_rl", "opo", "vcpo")
 VALUE_ADVANTAGES = ("gae", "gae_turn")
 ALONE = ("vcpo",)  # a trajectory has to stand alone for the norm of its gradient, and shares no prompt
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
-MAX_BFLOAT16_B2 = (
-    0.99  # of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
-)
+# of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
+MAX_BFLOAT16_B2 = 0.99
 WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values are names; all others are numbers
     ("tis", "level"): ("token", "sequence"),
     ("mask", "level"): ("token", "seq_sum", "seq_mean", "seq_max", "geometric"),
@@ -167,17 +159,13 @@ def offered(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str
     }
 
 
-def needs_reference(section: TrainerSection) -> bool:
-    return section.kl != "none"
-
-
 def needs_value(section: TrainerSection) -> bool:
     return section.advantage in VALUE_ADVANTAGES
 
 
 def needs_scores(section: TrainerSection) -> bool:
     """Whether log-probs or values must be computed on the packed batch before its advantages."""
-    before_advantages = needs_value(section) or section.advantage == "vcpo" or needs_reference(section)
+    before_advantages = needs_value(section) or section.advantage == "vcpo" or section.kl != "none"
     # Whether the trainer's log-probs under the step's starting weights are used at all
     return before_advantages or (
         (section.anchor == "proximal" or section.correction != "none" or section.advantage == "vcpo")
@@ -204,7 +192,7 @@ def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]
     floats = ["behavior_logprobs", "advantages", "rewards", "loss_weights"]
     if needs_scores(section):
         floats.append("old_logprobs")
-    if needs_reference(section):
+    if section.kl != "none":
         floats.append("ref_logprobs")
     if exact:
         floats.append("exact_logprobs")

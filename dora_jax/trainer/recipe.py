@@ -47,6 +47,8 @@ class Recipe:
         self.base_specs = sharding.param_specs(cfg, mesh)
         # where the masters lie, and so their gradients
         self.specs = lora_adapters.specs(cfg, self.lora, mesh) if self.lora.on else self.base_specs
+        # shapes of what is trained, float32, stacked
+        self.masters = lora_adapters.abstract(cfg, self.lora) if self.lora.on else decoder.abstract_params(cfg)
 
     def init(self, params: Any, base: Any = None) -> dict[str, Any]:
         """The optimizer of what is trained, and the value model, which starts as the policy: with an adapter, as the
@@ -57,11 +59,6 @@ class Recipe:
         policy = params if base is None else lora_adapters.merge(base, params, self.lora.gain)
         return state | {"critic": self.critic.init(policy)}
 
-    def abstract_masters(self) -> Any:
-        """Shapes of what is trained, float32, stacked."""
-        cfg = self.model.cfg
-        return lora_adapters.abstract(cfg, self.lora) if self.lora.on else decoder.abstract_params(cfg)
-
     def frozen_copy(self, params: Any) -> Any:
         """The base on the masters' shards, in the compute type: what engines multiply with, to the bit."""
         copied = functools.partial(decoder.copied, dtype=self.model.dtype)
@@ -71,7 +68,7 @@ class Recipe:
         """Where the state lies between updates."""
         mesh, memory = self.model.mesh, self.section.optimizer_memory
         specs, whole = self.specs, NamedSharding(mesh, PartitionSpec())
-        opt = {"policy": optim.state_shardings(self.tx, self.abstract_masters(), specs, whole, memory)}
+        opt = {"policy": optim.state_shardings(self.tx, self.masters, specs, whole, memory)}
         opt |= {"critic": self.critic.shardings(mesh)} if objective.needs_value(self.section) else {}
         return TrainState(specs, opt, whole)
 
@@ -111,7 +108,7 @@ def new_recipe(
 def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[Any, ...]:
     """Shapes and shardings that the jit is called with: (TrainState, arrays by name, and the base of an adapter)."""
     placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    params, frozen = recipe.abstract_masters(), []
+    params, frozen = recipe.masters, []
     if recipe.lora.on:  # what `frozen_copy` gives
         copied = functools.partial(decoder.copied, dtype=recipe.model.dtype)
         like = jax.eval_shape(copied, decoder.abstract_params(recipe.model.cfg))

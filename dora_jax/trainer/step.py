@@ -26,12 +26,13 @@ from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
 from dora_jax.models.lora_config import OFF, Lora
-from dora_jax.trainer import correction, flops, health, objective, optim, routing
+from dora_jax.trainer import correction, flops, health, objective, optim
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, micro_loss
 from dora_jax.trainer.model import UNROLLED_LAYERS, Adapted, Arrays, layers_of, unrouted
 from dora_jax.trainer.recipe import Recipe, TrainState, abstract_inputs, new_recipe
 
+BIAS = "router_bias"  # of a router, which selects and never weighs
 UNROLLED_ON_CPU = 32  # on one CPU device: a sixth of an update saved at 30 layers, for seconds of compiling
 
 
@@ -103,7 +104,7 @@ class Trainer:
         params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
         opt_state = jit(self.recipe.init, out_shardings=self.shardings.opt_state)(params, *self._frozen)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
-        self._reference = self._copy(params) if objective.needs_reference(section) else None
+        self._reference = self._copy(params) if section.kl != "none" else None
         self._update = jitted_update(self.recipe)
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
         scored = functools.partial(jit, out_shardings=self._replicated)  # every process reads all of it
@@ -306,7 +307,10 @@ def update(
         sums |= more | {"skipped": jnp.maximum(sums["skipped"], more["skipped"])}
     moved = optax.apply_updates(state.params, updates)
     if section.router_bias_rate:
-        moved = routing.rebalanced(moved, sums["expert_load"], section.router_bias_rate)
+        # Each router's bias (arXiv 2408.15664): up for experts below the mean load, down for those above
+        layers, load_MxE = moved[decoder.LAYERS], sums["expert_load"]
+        signs = jnp.sign(load_MxE.mean(-1, keepdims=True) - load_MxE).astype(layers[BIAS].dtype)
+        moved = {**moved, decoder.LAYERS: {**layers, BIAS: layers[BIAS] + section.router_bias_rate * signs}}
     return TrainState(keep(moved, state.params), opt_state, state.step), sums
 
 

@@ -217,8 +217,7 @@ def _steps(
 ) -> Iterator[WarmStartState]:
     """Yields the state after each dispatch, from where an earlier run was; donates params."""
     rate = optim.schedule("cosine", section.learning_rate, section.warmup_steps, section.steps)
-    adam = TrainerSection(b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0, moments="float32")
-    tx = optim.optimizer(rate, adam)
+    tx = optim.optimizer(rate, TrainerSection(b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0))
     replicated = NamedSharding(mesh, PartitionSpec())
     rows = jax.device_put(data, replicated)
     specs = sharding.param_specs(cfg, mesh)
