@@ -5,6 +5,7 @@ Consumes path-named numbers (`lag/max`), read when somebody asks; produces gauge
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -37,10 +38,6 @@ class Gauges(Collector):
         return []
 
 
-def page(registry: CollectorRegistry) -> bytes:
-    return generate_latest(registry)
-
-
 def flat(tree: Mapping[Any, object], path: str = "") -> dict[str, float]:
     """The numbers of nested mappings by their path; truth values are 0 and 1, all else is left out."""
     found: dict[str, float] = {}
@@ -59,20 +56,15 @@ class Counters:
     """`numbers`: what is read when somebody asks, by name; see Endpoint."""
 
     def __init__(self, numbers: Mapping[str, tuple[str, Callable[[], float]]], *others: Collector):
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         for other in others:
-            self._registry.register(other)
-        self.requests = Counter(
-            "dora_requests", "requests answered or refused", ["route", "status"], registry=self._registry
-        )
-        self.first_token_s = Histogram(
-            "dora_first_token_seconds", "from a request to its first token", buckets=SECONDS, registry=self._registry
-        )
-        self.answer_s = Histogram(
-            "dora_answer_seconds", "from a request to its last token", buckets=SECONDS, registry=self._registry
-        )
+            registry.register(other)
+        seconds = functools.partial(Histogram, buckets=SECONDS, registry=registry)
+        self.requests = Counter("dora_requests", "requests answered or refused", ["route", "status"], registry=registry)
+        self.first_token_s = seconds("dora_first_token_seconds", "from a request to its first token")
+        self.answer_s = seconds("dora_answer_seconds", "from a request to its last token")
         for name, (meaning, read) in numbers.items():
-            Gauge(f"dora_{name}", meaning, registry=self._registry).set_function(read)
+            Gauge(f"dora_{name}", meaning, registry=registry).set_function(read)
 
     def text(self) -> bytes:
-        return page(self._registry)
+        return generate_latest(self._registry)
