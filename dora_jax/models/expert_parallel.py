@@ -184,9 +184,7 @@ class _Block:
         me = jax.lax.axis_index(self._over.axis)
         if self._over.plan.interpret:
             # What a ragged all-to-all receives, where a platform has none
-            begin_S = begin_SxT[:, me]
-            end_S = end_SxT[:, me]
-            sizes_S = sizes_SxT[:, me]
+            begin_S, end_S, sizes_S = (x_SxT[:, me] for x_SxT in (begin_SxT, end_SxT, sizes_SxT))
             x_SxNxD = jax.lax.all_gather(x_NxD, self._over.axis)
             row_M = jnp.arange(into_MxD.shape[0])
             mine_MxS = (row_M[:, None] >= end_S[None]) & (row_M[:, None] < (end_S + sizes_S)[None])

@@ -140,7 +140,23 @@ def save(
     shutil.rmtree(part, ignore_errors=True)  # what a killed save left
     part.mkdir(parents=True)
     _save_tensors(part, _disk_tensors(cfg, params, dtype, padded), max_shard_bytes)
-    _save_configs(part, cfg, dtype, Path(source_path) if source_path else None)
+    source = Path(source_path) if source_path else part  # which has no such files
+    config, generation = (
+        read_json(source / name) if (source / name).is_file() else {}
+        for name in ("config.json", "generation_config.json")
+    )
+    if (source / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(source)
+        eos = list(tokenizer.eos_ids) if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids[0]
+        # the union goes into both files: each serves readers that know only that one
+        ids = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
+        config, generation = {**config, **ids}, {**generation, **ids}
+    _write_json(part / "config.json", config_json(cfg, dtype.name, config))
+    if generation:
+        _write_json(part / "generation_config.json", generation)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, part / name)
     part.replace(path)
 
 
@@ -316,25 +332,6 @@ def _save_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], max_s
         (folder / temporary).rename(folder / final)
         weight_map.update(dict.fromkeys(names, final))
     _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-
-
-def _save_configs(folder: Path, cfg: ModelConfig, dtype: np.dtype, source: Path | None) -> None:
-    config, generation = (
-        read_json(source / name) if source and (source / name).is_file() else {}
-        for name in ("config.json", "generation_config.json")
-    )
-    if source and (source / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.load(source)
-        eos = list(tokenizer.eos_ids) if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids[0]
-        # the union goes into both files: each serves readers that know only that one
-        ids = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
-        config, generation = {**config, **ids}, {**generation, **ids}
-    _write_json(folder / "config.json", config_json(cfg, dtype.name, config))
-    if generation:
-        _write_json(folder / "generation_config.json", generation)
-    for name in TOKENIZER_FILES:
-        if source and (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _write_json(file: Path, value: dict) -> None:

@@ -197,7 +197,7 @@ def route(
 def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None):
     """`first`: the id of the first expert that is here; what goes to others adds nothing. rows_B: of matrices that are
     Several, the adapter of each row."""
-    rows_T = _by_token(rows_B, h_BxLxD)
+    rows_T = None if rows_B is None else jnp.repeat(rows_B, h_BxLxD.shape[1])
     h_TxD = h_BxLxD.reshape(-1, h_BxLxD.shape[-1])
     weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (weights_BxLxk, ids_BxLxk))
 
@@ -223,8 +223,7 @@ def blocks(
     order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF)
     starts_E, ends_E = jnp.cumsum(sizes_E) - sizes_E, jnp.cumsum(-(-sizes_E // BLOCK))  # in tokens; in blocks
     token_N = jnp.pad(order_N // k, (0, BLOCK))
-    x_NxD, rows_T = h_TxD[token_N], _by_token(rows_B, h_BxLxD)
-    rows_N = None if rows_T is None else rows_T[token_N]
+    x_NxD, rows_N = h_TxD[token_N], None if rows_B is None else rows_B[token_N // h_BxLxD.shape[1]]
 
     def multiply(block, out_NxD):
         e = jnp.sum(ends_E <= block)
@@ -246,8 +245,7 @@ def ragged_dot(
     """As `scan`; tokens of experts that are elsewhere are sorted to the end, where no group holds them."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
     order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF)
-    rows_T = _by_token(rows_B, h_BxLxD)
-    rows_N = None if rows_T is None else rows_T[order_N // k]
+    rows_N = None if rows_B is None else rows_B[order_N // k // h_BxLxD.shape[1]]
     x_NxD = jnp.where(here_N[:, None], h_TxD[order_N // k], 0)
     gate_NxF, up_NxF = (grouped_times(x_NxD, w, sizes_E, rows_N) for w in (gate_ExDxF, up_ExDxF))
     out_NxD = grouped_times(jax.nn.silu(gate_NxF) * up_NxF, down_ExFxD, sizes_E, rows_N)
@@ -267,10 +265,6 @@ COMPUTES: dict[str, Compute] = {"scan": scan, "blocks": blocks, "ragged_dot": ra
 
 
 # ---------------------------------------------------------------- private
-
-
-def _by_token(rows_B: jax.Array | None, h_BxLxD: jax.Array) -> jax.Array | None:
-    return None if rows_B is None else jnp.repeat(rows_B, h_BxLxD.shape[1])
 
 
 def _by_expert(ids_BxLxk: jax.Array, first: int | jax.Array, matrices) -> tuple[jax.Array, jax.Array, jax.Array]:

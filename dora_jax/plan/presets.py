@@ -97,7 +97,9 @@ def machines(config: Config) -> Machines:
         )
     found = _named("slice", config.slice, 0 if config.slice else config.cpu_devices)
     if found.platform == "cpu" and config.slice and config.cpu_devices:
-        found = found.split(config.cpu_devices)
+        # The same memory as so many virtual devices
+        count, memory_bytes = config.cpu_devices, found.memory_bytes * found.devices / config.cpu_devices
+        found = dataclasses.replace(found, devices=count, host_devices=count, memory_bytes=memory_bytes)
     return Machines(found, found)
 
 
