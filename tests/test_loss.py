@@ -238,6 +238,11 @@ PACKED_MASK = MASK & (SEGMENTS > 0)
 PACKED_MASK[2] = False
 
 
+def aggregate(name, per_token, mask, segment_ids=None, group_ids=None, max_len=None):
+    weights = loss.token_weights(name, mask, segment_ids, group_ids, max_len)
+    return jnp.sum(jnp.where(jnp.asarray(mask, bool), jnp.asarray(per_token), 0.0) * weights)
+
+
 def numpy_aggregate(name, x, mask, ids, groups, max_len):
     rows = [(x[ids == k][mask[ids == k]], groups[ids == k][0]) for k in np.unique(ids) if k >= 0]
     full = [(v, g) for v, g in rows if len(v)]
@@ -259,11 +264,11 @@ def test_aggregation_against_numpy(name):
     rows = np.arange(B)[:, None] + 0 * SEGMENTS
     groups = np.array([3, 3, 8, 1])
     want = numpy_aggregate(name, x, MASK, rows, groups[:, None] + 0 * SEGMENTS, 11)
-    got = loss.aggregate(name, x, MASK, group_ids=groups, max_len=11)
+    got = aggregate(name, x, MASK, group_ids=groups, max_len=11)
     assert float(got) == pytest.approx(want, rel=1e-5)
     packed = np.where(SEGMENTS > 0, 10 * np.arange(B)[:, None] + SEGMENTS, -1)
     want = numpy_aggregate(name, x, PACKED_MASK, packed, GROUPS, 11)
-    got = loss.aggregate(name, x, PACKED_MASK, segment_ids=SEGMENTS, group_ids=GROUPS, max_len=11)
+    got = aggregate(name, x, PACKED_MASK, segment_ids=SEGMENTS, group_ids=GROUPS, max_len=11)
     assert float(got) == pytest.approx(want, rel=1e-5)
 
 
@@ -278,7 +283,7 @@ def test_weights_are_the_same_in_numpy_in_jax_and_under_jit(name):
 @pytest.mark.parametrize("name", loss.AGGREGATIONS)
 def test_micro_batches_padding_and_row_order_do_not_move_the_loss(name):
     x = RNG.normal(size=(B, T)).astype(np.float32)
-    whole = loss.aggregate(name, x, PACKED_MASK, SEGMENTS, GROUPS, 11)
+    whole = aggregate(name, x, PACKED_MASK, SEGMENTS, GROUPS, 11)
     weights = loss.token_weights(name, PACKED_MASK, SEGMENTS, GROUPS, 11)
     in_parts = sum((x[i : i + 1] * weights[i : i + 1]).sum() for i in range(B))
     assert in_parts == pytest.approx(float(whole), rel=1e-5)
@@ -286,16 +291,16 @@ def test_micro_batches_padding_and_row_order_do_not_move_the_loss(name):
         np.pad(a, ((0, 2), (0, 3)), constant_values=c)
         for a, c in ((x, 0), (PACKED_MASK, False), (SEGMENTS, 0), (GROUPS, -1))
     ]
-    assert float(loss.aggregate(name, *wide, 11)) == pytest.approx(float(whole), rel=1e-5)
+    assert float(aggregate(name, *wide, 11)) == pytest.approx(float(whole), rel=1e-5)
     order = [3, 1, 0, 2]
-    mixed = loss.aggregate(name, x[order], PACKED_MASK[order], SEGMENTS[order], GROUPS[order], 11)
+    mixed = aggregate(name, x[order], PACKED_MASK[order], SEGMENTS[order], GROUPS[order], 11)
     assert float(mixed) == pytest.approx(float(whole), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", loss.AGGREGATIONS)
 def test_nothing_sampled_gives_zero_not_nan(name):
     nothing = np.zeros((2, 3), bool)
-    got = loss.aggregate(name, np.full((2, 3), np.nan, np.float32), nothing, group_ids=np.array([1, 2]), max_len=5)
+    got = aggregate(name, np.full((2, 3), np.nan, np.float32), nothing, group_ids=np.array([1, 2]), max_len=5)
     assert float(got) == 0
 
 

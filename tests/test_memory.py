@@ -113,7 +113,7 @@ def test_weights_of_an_instance_by_hand():
     whole = 2 * (SMALL.matrix_params + SMALL.gain_params)
     assert (resident.bytes, incoming.bytes) == (2 * whole, whole)
     small, _ = memory.instance_weights(SMALL, changed(rollout={"weights": "int8"}))
-    assert small.bytes == whole - 3 * SMALL.layer_params
+    assert small.bytes == whole - 3 * SMALL.layer_params()
 
 
 def test_adapters_of_an_instance_stand_beside_one_base():

@@ -1,4 +1,4 @@
-"""Values reduced once; the sinks; the console that moves."""
+"""The sinks; the console that moves."""
 
 import io
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dora_jax.base.console import Console, step_line
-from dora_jax.base.metrics import Last, Max, Mean, Sum, Writer, reduce
+from dora_jax.base.metrics import Writer
 from tests.fakes.sinks import lines, quiet, scalars
 
 
@@ -21,29 +21,6 @@ class Clock:
 
     def __call__(self):
         return self.now_s
-
-
-# ---------------------------------------------------------------- values
-
-
-def test_each_value_reduces_by_its_own_rule():
-    records = [
-        {"a": Mean(6, 2), "b": Sum(1), "c": Max(5), "d": Last(1), "e": 1},
-        {"a": Mean(3, 1), "b": Sum(2), "c": Max(4), "d": Last(2), "e": 2},
-    ]
-    assert reduce(records) == {"a": 3.0, "b": 3, "c": 5, "d": 2, "e": 2}
-
-
-def test_a_mean_of_parts_is_the_mean_of_the_whole():
-    values = np.arange(7.0) ** 2
-    assert reduce([{"x": Mean.of(values[:2])}, {"x": Mean.of(values[2:])}])["x"] == pytest.approx(values.mean())
-    assert reduce([{"x": Mean.of(values)}, {"x": Mean.of([])}])["x"] == pytest.approx(values.mean())
-    assert math.isnan(Mean.of([]).result())
-
-
-def test_a_name_keeps_one_type():
-    with pytest.raises(AttributeError):
-        reduce([{"x": Mean(1)}, {"x": Max(1)}])
 
 
 # ---------------------------------------------------------------- sinks
@@ -59,8 +36,8 @@ def test_every_line_is_strict_json(tmp_path):
                 "f32": np.float32(0.5),
                 "i64": np.int64(7),
                 "yes": np.bool_(True),
-                "mean": Mean(1, 4),
-                "empty": Mean.of([]),
+                "mean": 0.25,
+                "empty": math.nan,
             },
             waits=["trainer idle 9%", "rollouts idle 1%"],
         )

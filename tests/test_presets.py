@@ -1,6 +1,7 @@
 """What a platform chooses, per platform; what it refuses; every pair of configs/qwen3.py."""
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from dora_jax.config import files as config_files
 from dora_jax.models.families import KNOWN
 from dora_jax.models.lora_config import Lora
 from dora_jax.plan import devices, presets, validate
-from dora_jax.plan.validate import get
 from dora_jax.runtime import cluster_backend
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -98,7 +98,7 @@ def test_nothing_stays_open_and_resolving_again_changes_nothing():
     done, _ = resolved(on("v6e-8"))
     again, choices = presets.resolve(done, presets.machines(done), presets.model_of(done))
     assert again == done and choices == ()
-    assert not {field for field in CPU if get(done, field) in presets.OPEN} and done.rollout.pages
+    assert not {field for field in CPU if attrgetter(field)(done) in presets.OPEN} and done.rollout.pages
 
 
 def test_adapters_are_all_resident():
@@ -154,7 +154,7 @@ def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_reported(
 def test_the_quickstart_runs_on_a_cpu_as_it_was_tuned():
     tree = config_files.load_file(f"{CONFIGS / 'quickstart.py'}")
     done, _ = resolved(validate.from_config_dict(tree))
-    assert {field: get(done, field) for field in CPU} == CPU
+    assert {field: attrgetter(field)(done) for field in CPU} == CPU
     assert done.rollout.pages == 512 and done.rollout.compiler_options == done.trainer.compiler_options == {}
     assert done.trainer.moments == "float32"
 

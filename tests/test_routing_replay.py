@@ -12,7 +12,7 @@ from dora_jax.buffer import pack
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families.config import Experts
 from dora_jax.models.routes import RouteShape
-from dora_jax.trainer import routing, step
+from dora_jax.trainer import loss, step
 from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import TokenTable
 from tests.fakes import trainer_cases as cases
@@ -116,7 +116,7 @@ def test_the_bias_of_a_busy_expert_falls_and_nothing_else_moves_it():
 def test_the_load_balance_loss_is_one_where_the_load_is_even():
     def of(load, scores):
         load, scores = np.array([load], np.float32), np.array([scores], np.float32)
-        return float(routing.load_balance_loss(EXPERTS, decoder.Routed(np.zeros((1, 1, 1, 2)), load, scores, 0, 0)))
+        return float(loss.load_balance_loss(EXPERTS, decoder.Routed(np.zeros((1, 1, 1, 2)), load, scores, 0, 0)))
 
     assert of([2, 2, 2, 2], [1, 1, 1, 1]) == pytest.approx(1.0)
     assert of([8, 0, 0, 0], [4, 0, 0, 0]) == pytest.approx(4.0)

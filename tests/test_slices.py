@@ -60,7 +60,7 @@ def copy_bytes(cfg, mesh, dtype):
 
     def size(leaf, axes):
         return math.prod(leaf.shape) // math.prod(
-            mesh.get(name, 1) for axis in axes for name in sharding.mesh_axes(axis)
+            mesh.get(name, 1) for axis in axes for name in jax.tree.leaves(sharding.TABLE[axis])
         )
 
     leaves = jax.tree.map(size, decoder.abstract_params(cfg), decoder.logical_axes(cfg))

@@ -18,7 +18,7 @@ from dora_jax.aot.roles import INSTANCE, TRAINER, Role
 from dora_jax.base import chips
 from dora_jax.config import Config, ConfigError
 from dora_jax.models import sharding
-from dora_jax.plan import devices, validate
+from dora_jax.plan import devices
 
 QUIET = {  # libtpu would ask a metadata server and lock the machine's chips; there are none
     "TPU_SKIP_MDS_QUERY": "1",
@@ -86,10 +86,10 @@ class SlicePlacement:
 
 def place_of(config: Config, role: str) -> SlicePlacement:
     cluster = config.cluster
-    field = (
-        {TRAINER: "cluster.trainer_slice", INSTANCE: "cluster.instance_slice"}[role] if cluster.launcher else "slice"
-    )
-    name = validate.get(config, field)
+    field, name = "slice", config.slice
+    if cluster.launcher:
+        field = {TRAINER: "cluster.trainer_slice", INSTANCE: "cluster.instance_slice"}[role]
+        name = {TRAINER: cluster.trainer_slice, INSTANCE: cluster.instance_slice}[role]
     found = slice_devices(name, field)
     if cluster.launcher:
         mine, shape = found, devices.trainer_mesh(len(found), config) if role == TRAINER else ()

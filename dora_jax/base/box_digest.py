@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,20 +37,19 @@ class LeafBox:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def split(self) -> Iterator[LeafBox]:
-        """Parts along the first axis."""
-        rows = len(self.array) if self.array.ndim else 0
-        step = max(1, -(-rows // TASKS))
-        if rows <= step:
-            yield self
-            return
-        for at in range(0, rows, step):
-            yield LeafBox(self.array[at : at + step], self.number, (self.start[0] + at, *self.start[1:]), self.shape)
-
 
 def sums_of(boxes: Sequence[LeafBox]) -> list[Sums]:
     """The sums of each box. Several threads share the work."""
-    parts = [(i, part) for i, box in enumerate(boxes) for part in box.split()]
+    parts: list[tuple[int, LeafBox]] = []  # along the first axis
+    for i, box in enumerate(boxes):
+        rows = len(box.array) if box.array.ndim else 0
+        step = max(1, -(-rows // TASKS))
+        if rows <= step:
+            parts.append((i, box))
+            continue
+        for at in range(0, rows, step):
+            start = (box.start[0] + at, *box.start[1:])
+            parts.append((i, LeafBox(box.array[at : at + step], box.number, start, box.shape)))
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "digest") as pool:
         done = list(pool.map(lambda item: box_sums(item[1]), parts))
     sums: list[list[Sums]] = [[] for _ in boxes]
@@ -93,7 +92,10 @@ def box_sums(box: LeafBox) -> Sums:
             for i, (factor, stride) in enumerate(strides):
                 hashes = np.add(first * np.uint32(factor), stride[None, :w], out=mixed[:h, :w])
                 (np.add if i else np.bitwise_xor)(hashes, bits[:h, :w], out=hashes)
-                _mix(hashes, shifted[:h, :w])
+                for shift, mixer in ((16, MIX_1), (13, MIX_2), (16, None)):
+                    np.bitwise_xor(hashes, np.right_shift(hashes, shift, out=shifted[:h, :w]), out=hashes)
+                    if mixer is not None:
+                        np.multiply(hashes, np.uint32(mixer), out=hashes)
                 found[i] += int(hashes.sum(dtype=np.uint32))
     return found[0] & MASK, found[1] & MASK
 
@@ -115,11 +117,3 @@ def _rows(box: LeafBox) -> tuple[np.ndarray, np.ndarray]:
         places = (places[:, None] + along[None, :]).reshape(-1)
     words: Any = np.ascontiguousarray(array).reshape(-1).view(WORDS[array.dtype.itemsize])
     return words.reshape(len(places), -1), places
-
-
-def _mix(hashes: np.ndarray, spare: np.ndarray) -> None:
-    for shift, factor in ((16, MIX_1), (13, MIX_2), (16, None)):
-        np.right_shift(hashes, shift, out=spare)
-        np.bitwise_xor(hashes, spare, out=hashes)
-        if factor is not None:
-            np.multiply(hashes, np.uint32(factor), out=hashes)

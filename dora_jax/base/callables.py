@@ -83,14 +83,11 @@ def path_of(function: Any) -> str:
         raise ValueError(f"{name} belongs to a class; a worker process imports functions of the top level of a file")
     if getattr(sys.modules.get(module), name, None) is not function:
         raise ValueError(f"{module}.{name} is another object by now, so a worker process would import that one")
-    return f"{_script(name) if module == '__main__' else module}.{name}"
-
-
-def _script(name: str) -> str:
-    """The module name of the program that runs, for a function that it defines."""
+    if module != "__main__":
+        return f"{module}.{name}"
     main = sys.modules["__main__"]
     if spec := getattr(main, "__spec__", None):
-        return spec.name  # python -m
+        return f"{spec.name}.{name}"  # python -m
     file = getattr(main, "__file__", None)
     if file is None or not os.path.isfile(file):
         raise ValueError(
@@ -115,4 +112,4 @@ def _script(name: str) -> str:
             f"{name} is defined in {file}, and a worker process that imports {stem} finds {where}; rename the file, or "
             "move the function to a module"
         )
-    return stem
+    return f"{stem}.{name}"

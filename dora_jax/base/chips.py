@@ -101,12 +101,6 @@ class Machine:
     def hosts(self) -> int:
         return self.devices // self.host_devices if self.host_devices else 0
 
-    def split(self, devices: int) -> Machine:
-        """The same memory as so many virtual devices."""
-        return dataclasses.replace(
-            self, devices=devices, host_devices=devices, memory_bytes=self.memory_bytes * self.devices / devices
-        )
-
     def __str__(self) -> str:
         return self.name or self.chip or self.platform
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 Event = dict[str, Any]
-TRAINER, ROLLOUT = 1, 2  # process ids: the two groups of rows
+TRAINER, ROLLOUT = 1, 2  # process ids: the two groups of rows; as threads the trainer is 1, instance i is i + 2
 MICRO = 1e6
 # Old names that the legacy viewer knows; Perfetto takes its colour from the slice's name.
 COLOURS = ("thread_state_running", "rail_response", "rail_animation", "cq_build_running", "cq_build_attempt_failed",
@@ -51,7 +51,7 @@ class Rows:
         digits = "".join(c for c in name.partition("+")[0] if c.isdigit())
         colour = {"cname": COLOURS[int(digits) % len(COLOURS)]} if digits else {}
         self._emit({
-            "ph": "X", "pid": process, "tid": _thread(process, row), "name": name, "cat": "work", "ts": _micro(begin_s),
+            "ph": "X", "pid": process, "tid": process + row, "name": name, "cat": "work", "ts": _micro(begin_s),
             "dur": _micro(end_s) - _micro(begin_s), "args": args or {}, **colour})  # fmt: skip
 
     def arrow(self, name: str, id: int, begin: tuple[int, int, float], end: tuple[int, int, float]) -> None:
@@ -59,16 +59,11 @@ class Rows:
         for phase, (process, row, at_s) in (("s", begin), ("f", end)):
             binding = {"bp": "e"} if phase == "f" else {}
             self._emit({
-                "ph": phase, "pid": process, "tid": _thread(process, row), "name": name, "cat": name, "id": id,
+                "ph": phase, "pid": process, "tid": process + row, "name": name, "cat": name, "id": id,
                 "ts": _micro(at_s), **binding})  # fmt: skip
 
     def _label(self, process: int, row: int, what: str, name: str) -> None:
-        self._emit({"ph": "M", "pid": process, "tid": _thread(process, row), "name": what, "args": {"name": name}})
-
-
-def _thread(process: int, row: int) -> int:
-    """The trainer is 1, instance i is i + 2."""
-    return row + process
+        self._emit({"ph": "M", "pid": process, "tid": process + row, "name": what, "args": {"name": name}})
 
 
 def _micro(at_s: float) -> int:

@@ -115,8 +115,49 @@ def build(cls: type[T], tree: Tree, renamed: Mapping[str, str] = NONE) -> tuple[
 
     renamed: former dotted names of fields -> names of today, which the sentence gives.
     """
-    reader = _Reader(cls, renamed)
-    return reader.section(cls, tree if isinstance(tree, Mapping) else tree.to_dict(), ""), reader.problems
+    problems: list[str] = []
+
+    def section(cls: type, tree: Mapping[str, Any], prefix: str) -> Any:
+        here = fields_of(cls)
+        for name in sorted(tree.keys() - here.keys()):
+            known = of_root | fields(cls, prefix)
+            problems.append(f"{prefix}{name}: {unknown(prefix + name, known, renamed)}")
+        values = {}
+        for name in sorted(here.keys() & tree.keys()):
+            try:
+                value, by = converted(tree[name], here[name].type, prefix + name), here[name]
+                # The value; ValueError where its declaration does not allow it.
+                if by.choices and value not in by.choices:
+                    raise ValueError(
+                        f"{value!r} is none of: {', '.join(choice or repr(choice) for choice in by.choices)}"
+                    )
+                if by.range and not by.range.holds(value):
+                    raise ValueError(f"{value} is not {by.range}")
+                values[name] = value
+            except ValueError as error:
+                problems.append(f"{prefix}{name}: {error}")
+        return cls(**values)
+
+    def converted(value: Any, kind: Any, name: str) -> Any:
+        origin = typing.get_origin(kind) or kind
+        if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
+            return section(typing.cast(type, origin), value, name + ".")
+        if origin in (dict, Mapping) and isinstance(value, Mapping):
+            _, of = typing.get_args(kind)
+            entries = dataclasses.is_dataclass(of)
+            return {key: converted(v, of, f"{name}.{key}") if entries else v for key, v in value.items()}
+        if origin is tuple and isinstance(value, tuple | list):
+            element, _ = typing.get_args(kind)
+            return tuple(converted(each, element, name) for each in value)
+        if origin is float and type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+        if origin in (int, bool, str) and type(value) is origin:
+            return value
+        word = "section" if dataclasses.is_dataclass(origin) else origin.__name__
+        raise ValueError(f"{value!r} is not a {'finite ' if origin is float else ''}{word}")
+
+    of_root = fields(cls)
+    return section(cls, tree if isinstance(tree, Mapping) else tree.to_dict(), ""), problems
 
 
 def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str] = NONE) -> str:
@@ -162,55 +203,6 @@ def fields(cls: type, prefix: str = "") -> dict[str, Any]:
 def free_form(cls: type) -> list[str]:
     """Dotted names of the fields that are dictionaries."""
     return [name for name, kind in fields(cls).items() if typing.get_origin(kind) in (dict, Mapping)]
-
-
-# ---------------------------------------------------------------- private
-
-
-class _Reader:
-    def __init__(self, root: type, renamed: Mapping[str, str]):
-        self.problems: list[str] = []
-        self._known, self._renamed = fields(root), renamed
-
-    def section(self, cls: type[T], tree: Mapping[str, Any], prefix: str) -> T:
-        here = fields_of(typing.cast(type, cls))
-        for name in sorted(tree.keys() - here.keys()):
-            known = self._known | fields(cls, prefix)
-            self.problems.append(f"{prefix}{name}: {unknown(prefix + name, known, self._renamed)}")
-        values = {}
-        for name in sorted(here.keys() & tree.keys()):
-            try:
-                value = self._convert(tree[name], here[name].type, prefix + name)
-                # The value; ValueError where its declaration does not allow it.
-                by = here[name]
-                if by.choices and value not in by.choices:
-                    raise ValueError(
-                        f"{value!r} is none of: {', '.join(choice or repr(choice) for choice in by.choices)}"
-                    )
-                if by.range and not by.range.holds(value):
-                    raise ValueError(f"{value} is not {by.range}")
-                values[name] = value
-            except ValueError as error:
-                self.problems.append(f"{prefix}{name}: {error}")
-        return cls(**values)
-
-    def _convert(self, value: Any, kind: Any, name: str) -> Any:
-        origin = typing.get_origin(kind) or kind
-        if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
-            return self.section(typing.cast(type, origin), value, name + ".")
-        if origin in (dict, Mapping) and isinstance(value, Mapping):
-            _, of = typing.get_args(kind)
-            entries = dataclasses.is_dataclass(of)
-            return {key: self._convert(v, of, f"{name}.{key}") if entries else v for key, v in value.items()}
-        if origin is tuple and isinstance(value, tuple | list):
-            element, _ = typing.get_args(kind)
-            return tuple(self._convert(each, element, name) for each in value)
-        if origin is float and type(value) in (int, float) and math.isfinite(value):
-            return float(value)
-        if origin in (int, bool, str) and type(value) is origin:
-            return value
-        word = "section" if dataclasses.is_dataclass(origin) else origin.__name__
-        raise ValueError(f"{value!r} is not a {'finite ' if origin is float else ''}{word}")
 
 
 # Suggests the known name that a user probably meant by an unknown one.

@@ -116,7 +116,10 @@ class Console:
         """The progress line without its spinner."""
         with self._lock:
             now = self._clock()
-            parts = [f"{self._tokens:,} tokens, {self._rate(now):,.0f} tokens/s"] if self._tokens else []
+            while self._recent and self._recent[0][0] < now - RATE_WINDOW_S:
+                self._recent.popleft()
+            rate = sum(tokens for _, tokens in self._recent) / max(min(now - self._began_s, RATE_WINDOW_S), 1.0)
+            parts = [f"{self._tokens:,} tokens, {rate:,.0f} tokens/s"] if self._tokens else []
             parts += [text if role == "all" else f"{role}: {text}" for role, text in self._phases.items() if text]
             if self._facts.get("versions"):
                 parts.append("samples " + " ".join(f"v{v}:{n}" for v, n in sorted(self._facts["versions"].items())))
@@ -126,12 +129,6 @@ class Console:
         return f"{seconds // 60}:{seconds % 60:02}  " + " | ".join(parts or ["starting"])
 
     # ------------------------------------------------------------ private
-
-    def _rate(self, now: float) -> float:
-        while self._recent and self._recent[0][0] < now - RATE_WINDOW_S:
-            self._recent.popleft()
-        span_s = max(min(now - self._began_s, RATE_WINDOW_S), 1.0)
-        return sum(tokens for _, tokens in self._recent) / span_s
 
     def _print_now_and_then(self) -> None:
         while not self._stopping.wait(min(self._period_s, 1.0) / 4):
@@ -150,6 +147,8 @@ def step_line(step: int, metrics: Metrics, waits: Sequence[str] = ()) -> str:
         f"{name.removeprefix(TASK_SHARE)} {share:.0%}" for name, share in metrics.items() if name.startswith(TASK_SHARE)
     )
     speed = _form(metrics, "rollout/tokens_per_s", "{:,.0f} tok/s")
+    left_s = metrics.get("time/left_s")  # until the last step is published
+    unit, seconds = next((u for u in UNITS if left_s and left_s >= 2 * u[1]), UNITS[-1])
     parts = [
         f"step {step:>4}",
         _form(metrics, "reward/mean", "reward {:.3f}"),
@@ -160,7 +159,7 @@ def step_line(step: int, metrics: Metrics, waits: Sequence[str] = ()) -> str:
         lag,
         versions,
         speed,
-        _eta(metrics),
+        f"ETA {left_s / seconds:.0f} {unit}" if left_s else "",
         *waits,
     ]
     return _fitting(parts, [*waits[1:], versions, length, lag, speed, tasks])
@@ -194,15 +193,6 @@ def evaluation_line(version: int, metrics: Metrics) -> str:
 
 def _form(metrics: Metrics, name: str, form: str) -> str:
     return "" if metrics.get(name) is None else form.format(metrics[name])
-
-
-def _eta(metrics: Metrics) -> str:
-    """Time until the last step is published."""
-    left_s = metrics.get("time/left_s")
-    if not left_s:
-        return ""
-    unit, seconds = next((u for u in UNITS if left_s >= 2 * u[1]), UNITS[-1])
-    return f"ETA {left_s / seconds:.0f} {unit}"
 
 
 def _fitting(parts: Sequence[str], expendable: Sequence[str]) -> str:

@@ -25,7 +25,8 @@ def digest(tree: Any) -> int:
     if any(map(_on_host, leaves)):
         total = np.zeros(2, np.uint32)
         for number, leaf in enumerate(leaves):
-            total = (total ^ (total >> 15)) * MIX_1 + np.asarray(_leaf_alone(_on_device(leaf), number))
+            here = jax.device_put(leaf, leaf.sharding.with_memory_kind("device")) if _on_host(leaf) else leaf
+            total = (total ^ (total >> 15)) * MIX_1 + np.asarray(_leaf_alone(here, number))
     else:
         total = np.asarray(_digest(leaves))
     high, low = total
@@ -72,7 +73,3 @@ def _mix(h: jax.Array) -> jax.Array:
 
 def _on_host(x: Any) -> bool:
     return isinstance(x, jax.Array) and (x.sharding.memory_kind or "").endswith("_host")
-
-
-def _on_device(x: Any) -> Any:
-    return jax.device_put(x, x.sharding.with_memory_kind("device")) if _on_host(x) else x

@@ -71,17 +71,16 @@ def fields(cls: type, prefix: str = "", tuning: bool = True) -> Iterator[str]:
     heading."""
     here = config_tree.fields_of(cls)
     sections: dict[str, Any] = {name: one.type for name, one in here.items() if dataclasses.is_dataclass(one.type)}
-    entries = {
+    entries = {  # of dictionaries, whose entries the user names
         f"{name}.NAME": each
         for name, one in here.items()
         if typing.get_origin(one.type) is dict
         for each in typing.get_args(one.type)
         if dataclasses.is_dataclass(each)
-    }  # of dictionaries, whose entries the user names
+    }
     yield ""
-    if re.match(r"\w", doc := inspect.getdoc(cls) or "") and not doc.startswith(
-        f"{cls.__name__}("
-    ):  # dataclasses writes a signature where a class has no docstring
+    doc = inspect.getdoc(cls) or ""  # dataclasses writes a signature where a class has no docstring
+    if re.match(r"\w", doc) and not doc.startswith(f"{cls.__name__}("):
         yield from textwrap.wrap(" ".join(doc.split()), WIDTH, initial_indent="  ", subsequent_indent="  ")
     plain = {name: one for name, one in here.items() if name not in sections}
     for name, one in plain.items():

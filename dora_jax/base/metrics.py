@@ -1,24 +1,21 @@
-"""What a run says about itself: values reduced once, to metrics.jsonl, TensorBoard and the console.
+"""What a run says about itself, to metrics.jsonl, TensorBoard and the console.
 
 Consumes named values from the runtime; produces one JSON line a record, the same scalars for TensorBoard, one console
 line a step, and between the lines a progress line that moves whatever the run is doing.
 Laws: names are paths (`lag/max`, `rollout/tokens_per_s`); every line of metrics.jsonl is strict JSON (what is not
 finite is null); after a resume no line is later than the step resumed from, until it is written again; a damaged line
-is moved aside and stops no run; a sum and a count travel together and are divided once.
+is moved aside and stops no run.
 """
 
 from __future__ import annotations
 
-import collections
-import functools
 import json
 import math
 import numbers
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,73 +26,6 @@ from dora_jax.base.console import Console
 from dora_jax.base.retrying_file import PatientFile
 
 SHARES = tuple(f"eval/{name}{end}" for name in ("accuracy", "pass_at_k") for end in ("", "_low", "_high"))
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    total: float
-    count: float = 1.0
-
-    @classmethod
-    def of(cls, values: Any) -> Mean:
-        values = np.asarray(values, np.float64)
-        return cls(float(values.sum()), values.size)
-
-    def merge(self, later: Mean) -> Mean:
-        return Mean(self.total + later.total, self.count + later.count)
-
-    def result(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    total: float
-
-    def merge(self, later: Sum) -> Sum:
-        return Sum(self.total + later.total)
-
-    def result(self) -> float:
-        return self.total
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    value: float
-
-    def merge(self, later: Max) -> Max:
-        return Max(max(self.value, later.value))
-
-    def result(self) -> float:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Last:
-    value: float
-
-    def merge(self, later: Last) -> Last:
-        return later
-
-    def result(self) -> float:
-        return self.value
-
-
-Value = Mean | Sum | Max | Last
-
-
-def reduce(records: Iterable[Mapping[str, Value | float]]) -> dict[str, float]:
-    """The one reduction of records in order of time; a bare number counts as Last."""
-    merged: dict[str, list[Value]] = collections.defaultdict(list)
-    for record in records:
-        for name, value in record.items():
-            merged[name].append(value if isinstance(value, Value) else Last(value))
-    return {name: _merged(values).result() for name, values in merged.items()}
-
-
-def _merged(values: Sequence[Any]) -> Value:
-    """Values of one name, which are of one kind."""
-    return functools.reduce(lambda earlier, later: earlier.merge(later), values)
 
 
 class Sink(Protocol):
@@ -117,6 +47,7 @@ class Writer:
         self._others = others
         self._workdir = Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
+        self.file = self._workdir / "metrics.jsonl"
         self._console = console or Console()
         self._resumed_at: int | None = None
         self.evaluations: dict[int, dict[str, float]] = {}  # version -> record, of what an earlier process evaluated
@@ -129,13 +60,9 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self._console.stop()
-        for sink in (self._lines, self._board):
-            if sink:
-                sink.close()
-
-    @property
-    def file(self) -> Path:
-        return self._workdir / "metrics.jsonl"
+        for file in (self._lines, self._board and self._board.file):
+            if file:
+                file.close()
 
     def resume(self, step: int) -> None:
         """Drop what was written after `step`: the run goes on from there. Call before the first write.
@@ -168,13 +95,15 @@ class Writer:
         if self.file.is_file():
             state_files.replace(self.file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
 
-    def write(self, step: int, metrics: Mapping[str, Value | float], *, waits: Sequence[str] = ()) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], *, waits: Sequence[str] = ()) -> None:
         """One record in every sink; waits: phrases that say what waited for what, the longest wait first."""
         scalars = {name: _scalar(value) for name, value in metrics.items()}
-        lines, board = self._open()
+        if self._lines is None or self._board is None:
+            self._board = _Board(self._workdir / "tensorboard", self._resumed_at, self.note)
+            self._lines = PatientFile(self.file, self.note, lines=True)
         words = {"waits": "; ".join(waits)} if waits else {}
-        lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
-        board.write(step, {name: value for name, value in scalars.items() if value is not None})
+        self._lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
+        self._board.write(step, {name: value for name, value in scalars.items() if value is not None})
         self._console.step(step, scalars, waits)
         for sink in self._others:
             sink.write(step, scalars)
@@ -200,13 +129,6 @@ class Writer:
         self._console.stop()
         self._console.note(text)
 
-    def _open(self) -> tuple[PatientFile, _Board]:
-        if self._lines and self._board:
-            return self._lines, self._board
-        self._board = _Board(self._workdir / "tensorboard", self._resumed_at, self.note)
-        self._lines = PatientFile(self.file, self.note, lines=True)
-        return self._lines, self._board
-
 
 class _Board:
     """TensorBoard's event file. tensorboardX's own writer is a thread that dies where the disk is full, and a queue
@@ -218,28 +140,21 @@ class _Board:
 
         self._crc, self._events, self._summaries = record_writer.masked_crc32c, event_pb2, summary_pb2
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = PatientFile(folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}", notify)
+        self.file = PatientFile(folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}", notify)
         self._add(file_version="brain.Event:2")
         if resumed_at is not None:  # hides what an earlier process wrote after this step
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(step=resumed_at + 1, session_log=start)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        value = self._summaries.Summary.Value
-        self._add(
-            step=step,
-            summary=self._summaries.Summary(
-                value=[value(tag=name, simple_value=number) for name, number in scalars.items()]
-            ),
-        )
-
-    def close(self) -> None:
-        self._file.close()
+        summary = self._summaries.Summary
+        values = [summary.Value(tag=name, simple_value=number) for name, number in scalars.items()]
+        self._add(step=step, summary=summary(value=values))
 
     def _add(self, **fields: Any) -> None:
         data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         size = struct.pack("<Q", len(data))
-        self._file.write(size + struct.pack("<I", self._crc(size)) + data + struct.pack("<I", self._crc(data)))
+        self.file.write(size + struct.pack("<I", self._crc(size)) + data + struct.pack("<I", self._crc(data)))
 
 
 def is_record(row: Mapping[str, Any]) -> bool:
@@ -264,8 +179,6 @@ def _evaluates(row: Mapping[str, Any]) -> bool:
 
 def _scalar(value: Any) -> float | int | None:
     """A plain JSON number; None where it is not finite."""
-    if isinstance(value, Value):
-        value = value.result()
     if isinstance(value, numbers.Integral | np.bool_):
         return int(value)
     value = float(value)

@@ -48,6 +48,7 @@ RENAMED = {
     "dora_jax.tasks.program_walls": "dora_jax.tasks.sandbox.bubblewrap",
     "dora_jax.tasks.trial": "dora_jax.tasks.pool",
     "dora_jax.tasks.token_bridge": "dora_jax.tasks.environments.bridge",
+    "dora_jax.trainer.routing": "dora_jax.trainer.health",
     "dora_jax.update_costs": "dora_jax.costs.update",
 }
 TABLE = RENAMED | {f"{old}.{name}": f"{new}.{name}" for (old, new), names in MOVED.items() for name in names.split()}

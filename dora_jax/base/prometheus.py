@@ -38,10 +38,6 @@ class Gauges(Collector):
         return []
 
 
-def page(registry: CollectorRegistry) -> bytes:
-    return generate_latest(registry)
-
-
 def flat(tree: Mapping[Any, object], path: str = "") -> dict[str, float]:
     """The numbers of nested mappings by their path; truth values are 0 and 1, all else is left out."""
     found: dict[str, float] = {}
@@ -60,21 +56,16 @@ class Counters:
     """`numbers`: name -> (its meaning, its value now), which is read when somebody asks; see Endpoint."""
 
     def __init__(self, numbers: Callable[[], Mapping[str, tuple[str, float]]], *others: Collector):
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         for other in others:
-            self._registry.register(other)
-        self.requests = Counter(
-            "dora_requests", "requests answered or refused", ["route", "status"], registry=self._registry
-        )
-        self.first_token_s = Histogram(
-            "dora_first_token_seconds", "from a request to its first token", buckets=SECONDS, registry=self._registry
-        )
-        self.answer_s = Histogram(
-            "dora_answer_seconds", "from a request to its last token", buckets=SECONDS, registry=self._registry
-        )
+            registry.register(other)
+        seconds = functools.partial(Histogram, buckets=SECONDS, registry=registry)
+        self.requests = Counter("dora_requests", "requests answered or refused", ["route", "status"], registry=registry)
+        self.first_token_s = seconds("dora_first_token_seconds", "from a request to its first token")
+        self.answer_s = seconds("dora_answer_seconds", "from a request to its last token")
         for name, (meaning, _) in numbers().items():
-            gauge = Gauge(f"dora_{name}", meaning, registry=self._registry)
+            gauge = Gauge(f"dora_{name}", meaning, registry=registry)
             gauge.set_function(functools.partial(lambda name: numbers()[name][1], name))
 
     def text(self) -> bytes:
-        return page(self._registry)
+        return generate_latest(self._registry)

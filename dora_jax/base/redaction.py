@@ -40,7 +40,13 @@ _QUERY = re.compile(
 
 def redact(tree: Any, name: str = "") -> Any:
     """The same tree without its secrets; `name`: of the field that holds it."""
-    if tree and _secret(name, counts=isinstance(tree, int | float)):
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()  # wandbApiKey, X-Auth-Token
+    counts = isinstance(tree, int | float)
+    secret = any(
+        word in _WORDS or (not counts and word.removesuffix("s") in _WORDS) or _JOINED.fullmatch(word)
+        for word in re.split(r"[^a-z]+", spaced)
+    )
+    if tree and secret and not (counts and "_per_" in spaced):  # which is a rate: experts_per_token
         return BLANK
     if isinstance(tree, Mapping):
         return {key: redact(value, str(key)) for key, value in tree.items()}
@@ -49,13 +55,3 @@ def redact(tree: Any, name: str = "") -> Any:
     if isinstance(tree, str) and "://" in tree:
         return _QUERY.sub(rf"\1{BLANK}", _USER.sub(f"{BLANK}@", tree))
     return tree
-
-
-def _secret(name: str, counts: bool) -> bool:
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()  # wandbApiKey, X-Auth-Token
-    if counts and "_per_" in spaced:  # a rate: experts_per_token
-        return False
-    for word in filter(None, re.split(r"[^a-z]+", spaced)):
-        if word in _WORDS or (not counts and word.removesuffix("s") in _WORDS) or _JOINED.fullmatch(word):
-            return True
-    return False

@@ -40,13 +40,12 @@ class PatientFile:
         self._waiting = b""
         self._tried_s: float | None = None  # when a write was last refused; None: writes succeed
         self._open()
-        if lines and self._size and _last_byte(self._path) != b"\n":
-            self.write(b"\n")
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file, less what waits for space."""
-        return self._size
+        if lines and self.size:
+            with self._path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read()
+            if last != b"\n":
+                self.write(b"\n")
 
     def begin_anew(self) -> bool:
         """Leave what is written as NAME.1.EXT. False: something waits for space, or the disk refuses."""
@@ -72,7 +71,7 @@ class PatientFile:
 
     def _open(self) -> None:
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open for the run)
-        self._size = os.fstat(self._file.fileno()).st_size
+        self.size = os.fstat(self._file.fileno()).st_size  # bytes in the file, less what waits for space
 
     def _roll_over(self) -> None:
         before = self._file
@@ -84,26 +83,20 @@ class PatientFile:
     def _try(self) -> None:
         view = memoryview(self._waiting)
         try:
-            if self._most_bytes and self._size and self._size + len(view) > self._most_bytes:
+            if self._most_bytes and self.size and self.size + len(view) > self._most_bytes:
                 self._roll_over()
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
-            self._file.truncate(self._size)  # a half record would hide the records behind it
+            self._file.truncate(self.size)  # a half record would hide the records behind it
             if self._tried_s is None:
                 self._notify(f"{self._path} cannot be written ({error.strerror}): what belongs there waits in memory")
             self._tried_s = time.monotonic()
             if len(self._waiting) > MAX_WAITING_BYTES:
                 raise
             return
-        self._size += len(self._waiting)
+        self.size += len(self._waiting)
         self._waiting = b""
         if self._tried_s is not None:
             self._tried_s = None
             self._notify(f"{self._path} is written again")
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read()

@@ -89,10 +89,10 @@ def expected(
     # Of a device, without attention's own; remat=full repeats all of a layer but its two output projections. frozen:
     frozen = lora.on
     backward = 1 if frozen else BACKWARD
-    kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.active_layer_params
+    kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.layer_params(active=True)
     again = 1 - kept if section.remat == "full" else 0.0
     chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
-    layers = (1 + backward + again) * cfg.n_layers * cfg.active_layer_params
+    layers = (1 + backward + again) * cfg.n_layers * cfg.layer_params(active=True)
     head = (1 + backward + chunked) * cfg.d_model * cfg.vocab_size
     parts = (
         UpdateCost(

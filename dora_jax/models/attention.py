@@ -79,36 +79,30 @@ class Products(NamedTuple):
         """x @ weight, in the activations' type: masters may be wider; with the adapter of that weight, if it has
         one."""
         y = self._times(x_BxLxD, weights[name].astype(x_BxLxD.dtype))
-        adapter = adapter_of(weights, name, x_BxLxD.dtype)
-        return y if adapter is None else y + self._low_rank(x_BxLxD, *adapter)
+        if (adapter := adapter_of(weights, name, x_BxLxD.dtype)) is None:
+            return y
+        (a, b), rows_B = adapter, self.rows
+        if rows_B is None:
+            return y + self._times(self.gain * self._times(x_BxLxD, a), b)
 
-    def own(self, factor: jax.Array) -> jax.Array:
-        """[B, ...] of a factor [A, ...] of several adapters, each row's own; of one adapter [1, ...]."""
-        return factor[None] if self.rows is None else factor[self.rows]
+        # Of several adapters, products with all of them, of which each row keeps its own: an adapter is read once,
+        # whatever the rows, and neither another's numbers nor its own place among them reach a row.
+        def chosen(x_BxLxI: jax.Array, factor_AxIxO: jax.Array) -> jax.Array:
+            """The adapters have an axis of their own: one that is merged with O would not lie on a mesh as O does."""
+            x = x_BxLxI.reshape(-1, x_BxLxI.shape[-1]) if self.merge else x_BxLxI
+            z = jnp.einsum("...i,aio->...ao", x, factor_AxIxO).reshape(*x_BxLxI.shape[:-1], *factor_AxIxO.shape[::2])
+            own = z[..., 0, :]
+            for i in range(1, len(factor_AxIxO)):
+                own = jnp.where(rows_B[:, None, None] == i, z[..., i, :], own)
+            return own
+
+        return y + chosen(self.gain * chosen(x_BxLxD, a), b)
 
     def _times(self, x_BxLxD: jax.Array, weight: jax.Array) -> jax.Array:
         if not self.merge:
             return x_BxLxD @ weight
         y = x_BxLxD.reshape(-1, x_BxLxD.shape[-1]) @ weight
         return y.reshape(*x_BxLxD.shape[:-1], -1)
-
-    def _low_rank(self, x_BxLxD: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Of several adapters, products with all of them, of which each row keeps its own: an adapter is read once,
-        whatever the rows, and neither another's numbers nor its own place among them reach a row."""
-        rows_B = self.rows
-        if rows_B is None:
-            return self._times(self.gain * self._times(x_BxLxD, a), b)
-
-        def chosen(x_BxLxI: jax.Array, factor_AxIxO: jax.Array) -> jax.Array:
-            """The adapters have an axis of their own: one that is merged with O would not lie on a mesh as O does."""
-            x = x_BxLxI.reshape(-1, x_BxLxI.shape[-1]) if self.merge else x_BxLxI
-            y = jnp.einsum("...i,aio->...ao", x, factor_AxIxO).reshape(*x_BxLxI.shape[:-1], *factor_AxIxO.shape[::2])
-            own = y[..., 0, :]
-            for i in range(1, len(factor_AxIxO)):
-                own = jnp.where(rows_B[:, None, None] == i, y[..., i, :], own)
-            return own
-
-        return chosen(self.gain * chosen(x_BxLxD, a), b)
 
 
 def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.Array] | None:
@@ -119,7 +113,32 @@ def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.
 
 def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
     """Of one attention; residual: what keeps the residual stream at unit variance."""
-    return _mla_specs(cfg, residual) if cfg.latent else _gqa_specs(cfg, residual)
+    d, q, kv, m = cfg.d_model, cfg.q_width, cfg.kv_width, cfg.latent
+    v = cfg.n_heads * m.v_dim if m else q
+    found = {"o_proj": Spec((v, d), ("heads", "embed"), residual * v**-0.5)}
+    if m is None or not m.q_rank:
+        found["q_proj"] = Spec((d, q), ("embed", "heads"), d**-0.5)
+    if m is None:
+        found |= {f"{x}_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5) for x in "kv"}
+        if cfg.qkv_bias:
+            found["q_bias"] = Spec((q,), ("heads",), 0.0)
+            found |= {f"{x}_bias": Spec((kv,), ("kv_heads",), 0.0) for x in "kv"}
+        if cfg.qk_norm:
+            found |= {f"{x}_norm": Spec((cfg.head_dim,), ("norm",), None) for x in "qk"}
+        return found
+    expanded = cfg.n_heads * (m.nope_dim + m.v_dim)
+    found |= {
+        "kv_a_proj": Spec((d, m.cache_dim), ("embed", "latent"), d**-0.5),
+        "kv_a_norm": Spec((m.kv_rank,), ("norm",), None),
+        "kv_b_proj": Spec((m.kv_rank, expanded), ("rank", "heads"), m.kv_rank**-0.5),
+    }
+    if m.q_rank:
+        found |= {
+            "q_a_proj": Spec((d, m.q_rank), ("embed", "latent"), d**-0.5),
+            "q_a_norm": Spec((m.q_rank,), ("norm",), None),
+            "q_b_proj": Spec((m.q_rank, q), ("rank", "heads"), m.q_rank**-0.5),
+        }
+    return found
 
 
 def run(
@@ -139,10 +158,29 @@ def run(
 
 def rotary(cfg: ModelConfig, positions_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and signed sin f32[B, L, 1, rope_dim], computed once for all layers; see `_rotate`."""
-    angle = positions_BxL.astype(jnp.float32)[:, :, None, None] * _frequencies(cfg)[None, None, None, :]
+    dim, theta, scaling = cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling
+    freq = 1.0 / theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)  # radians a position
+    if isinstance(scaling, RopeScaling):  # low frequencies stretched, a smooth middle
+        turns = scaling.original_max_position * freq / (2 * jnp.pi)  # full turns over the original context
+        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        smooth = jnp.clip(smooth, 0.0, 1.0)
+        freq = (1 - smooth) * freq / scaling.factor + smooth * freq
+    elif scaling is not None:
+        # Stretched where a dimension turns less than beta_slow times over the original context, kept above beta_fast
+        low, high = (
+            dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / ((high - low) or 0.001)
+        stretched = jnp.clip(ramp, 0.0, 1.0)
+        freq = freq / scaling.factor * stretched + freq * (1 - stretched)
+    angle = positions_BxL.astype(jnp.float32)[:, :, None, None] * freq[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if isinstance(cfg.rope_scaling, Yarn) and cfg.rope_scaling.rotary_gain != 1.0:
-        cos, sin = cos * cfg.rope_scaling.rotary_gain, sin * cfg.rope_scaling.rotary_gain
+    if isinstance(scaling, Yarn) and scaling.rotary_gain != 1.0:
+        cos, sin = cos * scaling.rotary_gain, sin * scaling.rotary_gain
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 
@@ -162,22 +200,6 @@ def last(vector: jax.Array, like: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- grouped-query
 
 
-def _gqa_specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
-    d, q, kv = cfg.d_model, cfg.q_width, cfg.kv_width
-    found = {
-        "q_proj": Spec((d, q), ("embed", "heads"), d**-0.5),
-        "k_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5),
-        "v_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5),
-        "o_proj": Spec((q, d), ("heads", "embed"), residual * q**-0.5),
-    }
-    if cfg.qkv_bias:
-        found["q_bias"] = Spec((q,), ("heads",), 0.0)
-        found |= {f"{x}_bias": Spec((kv,), ("kv_heads",), 0.0) for x in "kv"}
-    if cfg.qk_norm:
-        found |= {f"{x}_norm": Spec((cfg.head_dim,), ("norm",), None) for x in "qk"}
-    return found
-
-
 def _gqa(cfg, layer, weights, h_BxLxD, rotary, attend, products):
     def heads(which: str, count: int):
         y = products(weights, h_BxLxD, f"{which}_proj")
@@ -194,24 +216,6 @@ def _gqa(cfg, layer, weights, h_BxLxD, rotary, attend, products):
 
 
 # ----------------------------------------------------------------------- latent
-
-
-def _mla_specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
-    m, d, q, v = cfg.mla, cfg.d_model, cfg.q_width, cfg.n_heads * cfg.mla.v_dim
-    expanded = cfg.n_heads * (m.nope_dim + m.v_dim)
-    found = {
-        "kv_a_proj": Spec((d, m.cache_dim), ("embed", "latent"), d**-0.5),
-        "kv_a_norm": Spec((m.kv_rank,), ("norm",), None),
-        "kv_b_proj": Spec((m.kv_rank, expanded), ("rank", "heads"), m.kv_rank**-0.5),
-        "o_proj": Spec((v, d), ("heads", "embed"), residual * v**-0.5),
-    }
-    if not m.q_rank:
-        return found | {"q_proj": Spec((d, q), ("embed", "heads"), d**-0.5)}
-    return found | {
-        "q_a_proj": Spec((d, m.q_rank), ("embed", "latent"), d**-0.5),
-        "q_a_norm": Spec((m.q_rank,), ("norm",), None),
-        "q_b_proj": Spec((m.q_rank, q), ("rank", "heads"), m.q_rank**-0.5),
-    }
 
 
 def _mla(cfg, layer, weights, h_BxLxD, rotary, attend, products):
@@ -233,7 +237,8 @@ def _mla_absorbed(cfg, layer, weights, h_BxLxD, rotary, attend, products):
     q_latent = jnp.einsum("blhn,chn->blhc", q_nope, up_CxHxN[..., : m.nope_dim])
     adapter = adapter_of(weights, "kv_b_proj", h_BxLxD.dtype)
     if adapter is not None:  # its two factors move over as the weight does, one behind the other
-        a_BxCxr, b_Bxrxo = (products.own(x) for x in adapter)
+        # [B, ...] of several adapters, each row's own; of one adapter [1, ...]
+        a_BxCxr, b_Bxrxo = (x[None] if products.rows is None else x[products.rows] for x in adapter)
         b_BxrxHxN = products.gain * b_Bxrxo.reshape(*b_Bxrxo.shape[:2], cfg.n_heads, -1)
         low = _by_row("blhn,brhn->blhr", q_nope, b_BxrxHxN[..., : m.nope_dim])
         q_latent = q_latent + _by_row("blhr,bcr->blhc", low, a_BxCxr)
@@ -278,39 +283,6 @@ def latent_parts(
 
 
 # ----------------------------------------------------------------------- rotary
-
-
-def _frequencies(cfg: ModelConfig) -> jax.Array:
-    """f32[rope_dim / 2] radians a position."""
-    dim, scaling = cfg.rope_dim, cfg.rope_scaling
-    freq = 1.0 / cfg.rope_theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    if isinstance(scaling, Yarn):
-        return _yarn(freq, cfg.rope_theta, scaling)
-    return freq if scaling is None else _llama3(freq, scaling)
-
-
-def _llama3(freq: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Low frequencies stretched, a smooth middle."""
-    turns = scaling.original_max_position * freq / (2 * jnp.pi)  # full turns over the original context
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = jnp.clip(smooth, 0.0, 1.0)
-    return (1 - smooth) * freq / scaling.factor + smooth * freq
-
-
-def _yarn(freq: jax.Array, theta: float, scaling: Yarn) -> jax.Array:
-    """Stretched where a dimension turns less than beta_slow times over the original context, kept above beta_fast."""
-    dim = 2 * len(freq)
-
-    def dimension(turns: float) -> float:
-        return dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / ((high - low) or 0.001)
-    stretched = jnp.clip(ramp, 0.0, 1.0)
-    return freq / scaling.factor * stretched + freq * (1 - stretched)
 
 
 def _rotate(x_BxLxHxD, cos, sin):

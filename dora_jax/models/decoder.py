@@ -57,9 +57,8 @@ __all__ = [
 Params = dict[str, Any]
 Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array, pinned to the table's mesh axes
 
-TOGETHER = (
-    4  # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
-)
+# layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
+TOGETHER = 4
 WIDE = ("router_bias",)  # stay f32 in every copy
 FIRST, LAYERS = "first_layers", "layers"  # the stacks of a model's layers, in their order
 
@@ -90,26 +89,20 @@ def _param(key: jax.Array, name: str, shape: tuple[int, ...], axes: tuple[str, .
     return nnx.Param(scale * jax.random.normal(named_key, shape), axes=axes)
 
 
-def _block_specs(cfg: ModelConfig, block: str) -> dict[str, Spec]:
-    """The parameters of one layer."""
-    d = cfg.d_model
-    residual = 1 / math.sqrt(2 * cfg.n_layers)  # the residual stream keeps unit variance at any depth
-    sublayer = {"attn_norm": Spec((d,), ("norm",), None), "mlp_norm": Spec((d,), ("norm",), None)}
-    sublayer |= attention.specs(cfg, residual)
-    if block == "moe":
-        return sublayer | moe.specs(cfg, residual)
-    sublayer |= moe.dense_specs(d, cfg.d_ff, residual, "{}_proj")
-    if block == "dense":
-        return sublayer
-    twice = {f"{name}_{j}": spec for j in (0, 1) for name, spec in sublayer.items()}
-    return twice | moe.specs(cfg, residual)
-
-
 class Layer(nnx.Module):
-    """The parameters of one layer, under flat names; see `_block_specs`."""
+    """The parameters of one layer, under flat names."""
 
     def __init__(self, cfg: ModelConfig, block: str, key: jax.Array):
-        for name, spec in _block_specs(cfg, block).items():
+        residual = 1 / math.sqrt(2 * cfg.n_layers)  # the residual stream keeps unit variance at any depth
+        specs = {name: Spec((cfg.d_model,), ("norm",), None) for name in ("attn_norm", "mlp_norm")}
+        specs |= attention.specs(cfg, residual)
+        if block != "moe":
+            specs |= moe.dense_specs(cfg.d_model, cfg.d_ff, residual, "{}_proj")
+        if block == "shortcut":
+            specs = {f"{name}_{j}": spec for j in (0, 1) for name, spec in specs.items()}
+        if block != "dense":
+            specs |= moe.specs(cfg, residual)
+        for name, spec in specs.items():
             setattr(self, name, _param(key, name, *spec))
 
 
@@ -177,9 +170,10 @@ def init_params(cfg: ModelConfig, seed: int, shardings: Any = None, dtype=jnp.fl
 def serving_layout(params: Params, layout: str = "serving") -> Params:
     """Stacked -> what an engine's calls take. Jittable: give the jit the serving shardings to reshard in the same call.
 
-    layout: "serving", one dict a layer, or "scanned", stacked as they are; rollout/shapes.py says which.
+    layout: "serving", one dict a layer, which stays if it is, or "scanned", stacked as they are; rollout/shapes.py says
+    which.
     """
-    if layout == "scanned":
+    if layout == "scanned" or isinstance(params.get(LAYERS), list):
         return params
     layers = []
     for name in (FIRST, LAYERS):
@@ -228,17 +222,14 @@ class _Pass(NamedTuple):
 
     def layer(self, block: str, layer: Any, weights: Params, x_BxLxD, attend: Attend, forced_BxLxk=None):
         """(x, what its router did or None) behind one layer: pre-norm, all parts residual."""
-        if block == "shortcut":
-            return self._shortcut(layer, weights, x_BxLxD, attend, forced_BxLxk)
-        x_BxLxD, h_BxLxD = self._attention(layer, weights, x_BxLxD, attend)
-        with jax.named_scope("mlp"):
-            if block == "dense":
-                return x_BxLxD + moe.dense(weights, h_BxLxD, self.products, "{}_proj"), None
-            y_BxLxD, routed = self._mixture(weights, h_BxLxD, forced_BxLxk)
-            return x_BxLxD + y_BxLxD, routed
-
-    def _shortcut(self, layer, weights, x_BxLxD, attend, forced_BxLxk):
-        """LongCat: the mixture takes what the first dense feed-forward takes, and is added behind the second."""
+        if block != "shortcut":
+            x_BxLxD, h_BxLxD = self._attention(layer, weights, x_BxLxD, attend)
+            with jax.named_scope("mlp"):
+                if block == "dense":
+                    return x_BxLxD + moe.dense(weights, h_BxLxD, self.products, "{}_proj"), None
+                y_BxLxD, routed = self._mixture(weights, h_BxLxD, forced_BxLxk)
+                return x_BxLxD + y_BxLxD, routed
+        # LongCat: the mixture takes what the first dense feed-forward takes, and is added behind the second
         mixed = None
         for j in (0, 1):
             at = _sublayer(weights, j) | {ADAPTERS: _sublayer(weights.get(ADAPTERS, {}), j)}
@@ -307,7 +298,8 @@ def forward_routed(
     products = Products(merge, absorbed=absorbed, gain=adapter_gain, rows=adapter_index)
     one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), products, compute, counted_BxL)
 
-    def run(block: str, layer: int | None, weights: Params, x, forced_BxLxk):
+    def run(block: str, layer: int | None, x, weights_and_routes):
+        weights, forced_BxLxk = weights_and_routes
         x, routed = one_pass.layer(block, layer, weights, x, attend, forced_BxLxk)
         return constrain(x, "batch", "sequence"), routed
 
@@ -318,19 +310,14 @@ def forward_routed(
             for i in range(stack.count):
                 layer = stack.first + i
                 body = rematerialized(functools.partial(run, stack.block, layer), remat, cfg)
-                x_BxLxD, routed = body(params[LAYERS][layer], x_BxLxD, None if routes is None else routes[i])
+                x_BxLxD, routed = body(x_BxLxD, (params[LAYERS][layer], None if routes is None else routes[i]))
                 every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
         else:
-            body = functools.partial(_scanned, rematerialized(functools.partial(run, stack.block, None), remat, cfg))
+            body = rematerialized(functools.partial(run, stack.block, None), remat, cfg)
             x_BxLxD, routed = jax.lax.scan(body, x_BxLxD, (params[name], routes))
             every += [] if routed is None else [routed]
     hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
     return hidden_BxLxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *every) if every else None
-
-
-def _scanned(run: Callable, x_BxLxD, weights_and_routes):
-    weights, routes = weights_and_routes
-    return run(weights, x_BxLxD, routes)
 
 
 def forward_carrying(
@@ -392,8 +379,6 @@ def _looped(one_pass: _Pass, stack: Stack, stacked: Params, x_BxLxD, attend_with
 def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:
     """f32[..., V] over all rows of the embedding, padding rows included."""
     with jax.named_scope("head"):
-        if cfg.tie_embeddings:
-            spec, weight = "...d,vd->...v", params["embed"]
-        else:
-            spec, weight = "...d,dv->...v", params["lm_head"]
+        tied = cfg.tie_embeddings
+        spec, weight = ("...d,vd->...v", params["embed"]) if tied else ("...d,dv->...v", params["lm_head"])
         return jnp.einsum(spec, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)

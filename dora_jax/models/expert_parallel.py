@@ -68,16 +68,11 @@ def experts(
     """
     (tokens, k), count = ids_Txk.shape, gate_ExDxF.shape[0]
     plan = plan_of(tokens * devices, k, count, devices, interpret)
-    sent = _sorted(ids_Txk.reshape(-1), count * devices, axis)
+    ids_N = jnp.minimum(ids_Txk.reshape(-1), count * devices)  # choices of no expert come last
+    place_N, counts_E = places_of(ids_N, count * devices + 1)
+    sent = _Sent(order_of(ids_N), place_N, jax.lax.all_gather(counts_E[:-1], axis))
     over = _Exchange(plan, axis, devices, mesh_axes)
     return _mixed(over, h_TxD, weights_Txk.reshape(-1), sent, gate_ExDxF, up_ExDxF, down_ExFxD).astype(h_TxD.dtype)
-
-
-def _sorted(ids_N: jax.Array, count: int, axis: str) -> _Sent:
-    """Choices of no expert come last."""
-    ids_N = jnp.minimum(ids_N, count)
-    place_N, counts_E = places_of(ids_N, count + 1)
-    return _Sent(order_of(ids_N), place_N, jax.lax.all_gather(counts_E[:-1], axis))
 
 
 # ---------------------------------------------------------------- the product and its gradients
@@ -189,9 +184,7 @@ class _Block:
         me = jax.lax.axis_index(self._over.axis)
         if self._over.plan.interpret:
             # What a ragged all-to-all receives, where a platform has none
-            begin_S = begin_SxT[:, me]
-            end_S = end_SxT[:, me]
-            sizes_S = sizes_SxT[:, me]
+            begin_S, end_S, sizes_S = (x_SxT[:, me] for x_SxT in (begin_SxT, end_SxT, sizes_SxT))
             x_SxNxD = jax.lax.all_gather(x_NxD, self._over.axis)
             row_M = jnp.arange(into_MxD.shape[0])
             mine_MxS = (row_M[:, None] >= end_S[None]) & (row_M[:, None] < (end_S + sizes_S)[None])
@@ -219,17 +212,14 @@ def compute(kind: str, mesh: Mesh, dispatch: str = "gather") -> moe.Compute:
     def one_device(h, weights, ids, gate, up, down):
         gate, up, down = whole(gate, embed, 1), whole(up, embed, 1), whole(down, embed, 2)
         if dispatch == "all_to_all" and mesh.shape[expert] > 1:
-            return jax.lax.psum(exchanged(h, weights, ids, gate, up, down), mlp)
+            inputs = (*(x.reshape(-1, x.shape[-1]) for x in (h, weights, ids)), gate, up, down)
+            options = {"axis": expert, "devices": mesh.shape[expert], "mesh_axes": mesh.axis_names}
+            y = experts(*inputs, interpret=_interpreted(mesh), **options)
+            return jax.lax.psum(y.reshape(h.shape), mlp)
         h, weights, ids = (whole(x, expert, 0) for x in (h, weights, ids))
         y = local(h, weights, ids, gate, up, down, jax.lax.axis_index(expert) * gate.shape[0])
         y = jax.lax.psum(y, mlp)
         return jax.lax.psum_scatter(y, expert, scatter_dimension=0, tiled=True) if mesh.shape[expert] > 1 else y
-
-    def exchanged(h, weights, ids, *matrices):
-        flat = (x.reshape(-1, x.shape[-1]) for x in (h, weights, ids))
-        options = {"axis": expert, "devices": mesh.shape[expert], "mesh_axes": mesh.axis_names}
-        y = experts(*flat, *matrices, interpret=_interpreted(mesh), **options)
-        return y.reshape(h.shape)
 
     specs = (tokens, tokens, tokens, wide, wide, back)
     return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)

@@ -213,7 +213,18 @@ class Grouped:
         dx_RxD = dx_RxD + self._product(dup_RxF, up_ExDxF, transposed=True).astype(jnp.float32)
         weighted_RxF = (weights_R[:, None] * inner_RxF).astype(inner_RxF.dtype)
         pairs = (x_RxD, dgate_RxF), (x_RxD, dup_RxF), (weighted_RxF, dy_RxD)
-        sums = tuple(self._gradient(*pair, sum_of) for pair, sum_of in zip(pairs, sums, strict=True))
+        sums = tuple(  # and of each expert's rows x^T dy
+            tgmm(
+                x.T,
+                dy,
+                self._sizes_E,
+                preferred_element_type=sum_of.dtype,
+                tiling=(self._plan.tile, min(x.shape[1], TILE_WIDTH), min(dy.shape[1], TILE_WIDTH // 2)),
+                existing_out=sum_of if self._plan.blocks > 1 else None,
+                interpret=self._plan.interpret,
+            )
+            for (x, dy), sum_of in zip(pairs, sums, strict=True)
+        )
         return dx_RxD.astype(x_RxD.dtype), dweights_R, sums
 
     def _product(self, x_RxD: jax.Array, w_ExDxF: jax.Array, transposed: bool = False) -> jax.Array:
@@ -226,18 +237,6 @@ class Grouped:
             preferred_element_type=x_RxD.dtype,
             tiling=(self._plan.tile, min(x_RxD.shape[1], TILE_WIDTH), min(width, TILE_WIDTH)),
             transpose_rhs=transposed,
-            interpret=self._plan.interpret,
-        )
-
-    def _gradient(self, x_RxD: jax.Array, dy_RxF: jax.Array, sum_ExDxF: jax.Array) -> jax.Array:
-        """The sum, and of each expert's rows x^T dy."""
-        return tgmm(
-            x_RxD.T,
-            dy_RxF,
-            self._sizes_E,
-            preferred_element_type=sum_ExDxF.dtype,
-            tiling=(self._plan.tile, min(x_RxD.shape[1], TILE_WIDTH), min(dy_RxF.shape[1], TILE_WIDTH // 2)),
-            existing_out=sum_ExDxF if self._plan.blocks > 1 else None,
             interpret=self._plan.interpret,
         )
 

@@ -32,7 +32,7 @@ from dora_jax.models.families.family import Tensor
 from dora_jax.models.hf_config import config_json, read_config, read_json
 from dora_jax.models.tokenizer import TOKENIZER_FILES, Tokenizer
 
-__all__ = ["check", "check_scorer", "check_vacant", "load", "load_scorer", "read_config", "save"]
+__all__ = ["check", "check_vacant", "load", "load_scorer", "read_config", "save"]
 
 END_TENSORS = {
     "embed": Tensor("model.embed_tokens.weight", False),
@@ -48,10 +48,11 @@ Tensors = dict[str, tuple[Any, Path]]  # tensor name -> (open file, its path)
 Bounds = tuple[tuple[int, int], ...]  # half-open, one a dimension
 
 
-def check(path: str | Path) -> ModelConfig:
-    """The config of a folder that `load` will take; ValueError names the first file that it will not."""
-    cfg, tokenizer_file = read_config(path), Path(path) / "tokenizer.json"
-    if tokenizer_file.is_file():
+def check(path: str | Path, *, scorer: bool = False) -> ModelConfig:
+    """The config of a folder that `load` will take; ValueError names the first file that it will not. scorer: that
+    `load_scorer` will take; its tokenizer is not looked at."""
+    cfg, tokenizer_file = read_config(path, scorer=scorer), Path(path) / "tokenizer.json"
+    if tokenizer_file.is_file() and not scorer:
         tokenizer = Tokenizer.load(Path(path))
         needed = max(tokenizer.vocab_size, *(i + 1 for i in tokenizer.eos_ids))
         if needed > cfg.vocab_size:  # fewer ids than rows are normal, more would index past the embedding
@@ -59,15 +60,7 @@ def check(path: str | Path) -> ModelConfig:
                 f"{tokenizer_file} needs {needed} ids, more than the {cfg.vocab_size} rows of the model's embedding"
             )
     with _open(Path(path)) as files:
-        _check_tensors(cfg, files, Path(path), {})
-    return cfg
-
-
-def check_scorer(path: str | Path) -> ModelConfig:
-    """The same for `load_scorer`; its tokenizer is not looked at."""
-    cfg = read_config(path, scorer=True)
-    with _open(Path(path)) as files:
-        _check_tensors(cfg, files, Path(path), {SCORE: (1, cfg.d_model)})
+        _check_tensors(cfg, files, Path(path), {SCORE: (1, cfg.d_model)} if scorer else {})
     return cfg
 
 
@@ -79,7 +72,7 @@ def load(path: str | Path, mesh: jax.sharding.Mesh | None = None, dtype=jnp.floa
 
 def load_scorer(path: str | Path, mesh: jax.sharding.Mesh, dtype=jnp.float32) -> tuple[ModelConfig, dict, np.ndarray]:
     """(config, stacked params in `dtype` on their shards, head f32[D] on the host) of a reward model."""
-    cfg = check_scorer(path)
+    cfg = check(path, scorer=True)
     with _open(Path(path)) as files:
         head = read_slice(files, Tensor(SCORE, False), "", ((0, 1), (0, cfg.d_model)))[0].astype(np.float32)
     return cfg, _load(Path(path), cfg, mesh, dtype), head
@@ -128,13 +121,42 @@ def save(
     """
     path = Path(path)
     check_vacant(path)
-    _check_params(cfg, params)
+    # The tree that `cfg` describes, or a sentence: a checkpoint of another model would write a broken folder
+    found, expected = (
+        {
+            jax.tree_util.keystr(key, simple=True, separator="."): leaf.shape
+            for key, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (params, decoder.abstract_params(cfg))
+    )
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise ValueError(
+                f"the params have {name} of shape {found.get(name)}, but the model's config implies "
+                f"{expected.get(name)}"
+            )
     dtype = np.dtype(dtype or params["embed"].dtype)
     part = path.with_name(f".{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # what a killed save left
     part.mkdir(parents=True)
     _save_tensors(part, _disk_tensors(cfg, params, dtype, padded), max_shard_bytes)
-    _save_configs(part, cfg, dtype, Path(source_path) if source_path else None)
+    source = Path(source_path) if source_path else part  # which has no such files
+    config, generation = (
+        read_json(source / name) if (source / name).is_file() else {}
+        for name in ("config.json", "generation_config.json")
+    )
+    if (source / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(source)
+        eos = list(tokenizer.eos_ids) if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids[0]
+        # the union goes into both files: each serves readers that know only that one
+        ids = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
+        config, generation = {**config, **ids}, {**generation, **ids}
+    _write_json(part / "config.json", config_json(cfg, dtype.name, config))
+    if generation:
+        _write_json(part / "generation_config.json", generation)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, part / name)
     part.replace(path)
 
 
@@ -143,10 +165,6 @@ def check_vacant(path: str | Path) -> None:
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
-
-
-def _prefix(layer: int) -> str:
-    return f"model.layers.{layer}."
 
 
 def _layer_parameters(cfg: ModelConfig, tree: dict) -> Iterator[tuple[str, Tensor, decoder.Stack, Any]]:
@@ -166,7 +184,24 @@ def _open(path: Path) -> Iterator[Tensors]:
     """Every tensor of all shards; headers only, the payload stays on disk."""
     with contextlib.ExitStack() as stack:
         tensors = {}
-        for file in _files(path):
+        files = [path / SINGLE]
+        if not files[0].is_file():
+            if not (path / INDEX).is_file():
+                raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}")
+            weight_map = read_json(path / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{path / INDEX} has no weight_map")
+            there = set(os.listdir(path))
+            for tensor, name in weight_map.items():
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise ValueError(
+                        f"{path / INDEX} says that {name!r:.80} holds {tensor}; a shard is a file beside it, and "
+                        f"nothing outside its folder is read"
+                    )
+                if name not in there or not (path / name).is_file():
+                    raise ValueError(f"{path / name[:200]} is missing; {INDEX} says that it holds {tensor}")
+            files = sorted({path / name for name in weight_map.values()})
+        for file in files:
             try:
                 handle = stack.enter_context(safetensors.safe_open(file, "numpy"))
             except safetensors.SafetensorError as error:
@@ -175,47 +210,15 @@ def _open(path: Path) -> Iterator[Tensors]:
         yield tensors
 
 
-def _files(path: Path) -> list[Path]:
-    """The folder's safetensors files, every one that the index names being there."""
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
-    if not (path / INDEX).is_file():
-        raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}")
-    weight_map = read_json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{path / INDEX} has no weight_map")
-    there = set(os.listdir(path))
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(
-                f"{path / INDEX} says that {name!r:.80} holds {tensor}; a shard is a file beside it, and "
-                f"nothing outside its folder is read"
-            )
-        if name not in there or not (path / name).is_file():
-            raise ValueError(f"{path / name[:200]} is missing; {INDEX} says that it holds {tensor}")
-    return sorted({path / name for name in weight_map.values()})
-
-
-def _expected(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) on disk of every tensor of this model."""
-    abstract = decoder.abstract_params(cfg)
-
-    def stored(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape[::-1] if tensor.transposed else shape
-
-    for name, tensor in END_TENSORS.items():
-        if name in abstract:
-            yield tensor.name, stored(tensor, abstract[name].shape)
-    for _, tensor, stack, leaf in _layer_parameters(cfg, abstract):
-        for layer in range(stack.first, stack.first + stack.count):
-            if not tensor.per_expert:
-                yield _prefix(layer) + tensor.name, stored(tensor, leaf.shape[1:])
-            for e in range(leaf.shape[1]) if tensor.per_expert else ():
-                yield _prefix(layer) + tensor.name.format(e=e), stored(tensor, leaf.shape[2:])
-
-
 def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[str, tuple[int, ...]]) -> None:
-    expected = {**dict(_expected(cfg)), **head}
+    abstract = decoder.abstract_params(cfg)
+    places = [(tensor.name, tensor, abstract[name].shape) for name, tensor in END_TENSORS.items() if name in abstract]
+    for _, tensor, stack, leaf in _layer_parameters(cfg, abstract):
+        names = [tensor.name.format(e=e) for e in range(leaf.shape[1])] if tensor.per_expert else [tensor.name]
+        for layer in range(stack.first, stack.first + stack.count):
+            shape = leaf.shape[2 if tensor.per_expert else 1 :]
+            places += [(f"model.layers.{layer}.{name}", tensor, shape) for name in names]
+    expected = {name: shape[::-1] if tensor.transposed else shape for name, tensor, shape in places} | head
     for name, shape in expected.items():
         if name not in tensors:
             raise ValueError(f"{path} lacks the tensor {name}, which {cfg.family} of its config.json needs")
@@ -225,33 +228,24 @@ def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[st
             raise ValueError(f"{file} holds {name} of shape {tuple(found.get_shape())}; config.json implies {shape}")
         if found.get_dtype() not in DISK_DTYPES:
             raise ValueError(f"{file} holds {name} as {found.get_dtype()}; known: {', '.join(DISK_DTYPES)}")
-    ignored = []
+    known, ignored = family(cfg.family), []
     for name, (_, file) in tensors.items():
-        if name in expected or _derived(cfg, name):
+        # What some writers add and that says nothing new: rotary tables, a head that repeats the tied embedding, the
+        # matrices of experts that return their input
+        repeated = cfg.tie_embeddings and name == END_TENSORS["lm_head"].name
+        if name in expected or repeated or name.endswith("rotary_emb.inv_freq"):
             continue
-        if not _predicts_ahead(cfg, name):
+        found = re.fullmatch(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate|up)_proj\.weight", name)
+        if found and cfg.experts and cfg.experts.count <= int(found[1]) < cfg.experts.choices:
+            continue
+        # Of multi-token prediction, which the decoder does not compute: an own module, or a layer behind the last
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        behind = found is not None and int(found[1]) >= cfg.n_layers
+        if not (name.startswith(known.ahead) or (known.ahead_layers and behind)):
             raise ValueError(f"{file} holds {name}, which the {cfg.family} of config.json does not have")
         ignored.append(name)
     if ignored:
         print(f"{path}: {len(ignored)} tensors of multi-token prediction are ignored ({ignored[0]}, ...)", flush=True)
-
-
-def _derived(cfg: ModelConfig, name: str) -> bool:
-    """Tensors that some writers add and that say nothing new: rotary tables, a head that repeats the tied embedding,
-    the matrices of experts that return their input."""
-    if name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == END_TENSORS["lm_head"].name):
-        return True
-    if not (cfg.experts and cfg.experts.zero):
-        return False
-    found = re.fullmatch(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate|up)_proj\.weight", name)
-    return found is not None and cfg.experts.count <= int(found[1]) < cfg.experts.choices
-
-
-def _predicts_ahead(cfg: ModelConfig, name: str) -> bool:
-    """Of multi-token prediction, which the decoder does not compute: an own module, or a layer behind the last."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    behind = found is not None and int(found[1]) >= cfg.n_layers
-    return name.startswith(family(cfg.family).ahead) or (family(cfg.family).ahead_layers and behind)
 
 
 def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Callable[..., np.ndarray]) -> jax.Array:
@@ -279,12 +273,13 @@ def _read_stacked(tensors: Tensors, tensor: Tensor, first: int, dtype: np.dtype,
     """These bounds of a parameter [layers, ...], or [layers, experts, ...]; `first` is the first layer's number."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
     for row, layer in enumerate(range(*bounds[0])):
+        prefix = f"model.layers.{first + layer}."
         if not tensor.per_expert:
-            out[row] = read_slice(tensors, tensor, _prefix(first + layer), bounds[1:])
+            out[row] = read_slice(tensors, tensor, prefix, bounds[1:])
             continue
         for at, e in enumerate(range(*bounds[1])):
             of_one = Tensor(tensor.name.format(e=e), tensor.transposed)
-            out[row, at] = read_slice(tensors, of_one, _prefix(first + layer), bounds[2:])
+            out[row, at] = read_slice(tensors, of_one, prefix, bounds[2:])
     return out
 
 
@@ -306,25 +301,7 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool)
             if padded and cfg.experts and name in ("experts_gate", "experts_up"):
                 each += [(e, np.zeros_like(value[0])) for e in range(cfg.experts.count, cfg.experts.choices)]
             for e, one in each:
-                yield _prefix(layer) + tensor.name.format(e=e), stored(name, tensor, one)
-
-
-def _check_params(cfg: ModelConfig, params: dict) -> None:
-    """The tree that `cfg` describes, or a sentence: a checkpoint of another model would write a broken folder."""
-
-    def shapes(tree: dict) -> dict[str, tuple[int, ...]]:
-        return {
-            jax.tree_util.keystr(key, simple=True, separator="."): leaf.shape
-            for key, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-
-    found, expected = shapes(params), shapes(decoder.abstract_params(cfg))
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise ValueError(
-                f"the params have {name} of shape {found.get(name)}, but the model's config implies "
-                f"{expected.get(name)}"
-            )
+                yield f"model.layers.{layer}.{tensor.name.format(e=e)}", stored(name, tensor, one)
 
 
 def _save_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], max_shard_bytes: int) -> None:
@@ -336,9 +313,8 @@ def _save_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], max_s
         file = folder / f"part-{len(files)}"
         files.append((file.name, list(shard)))
         save_file(shard, file, metadata={"format": "pt"})  # transformers insists on the metadata
-        file.chmod(
-            folder.stat().st_mode & 0o666
-        )  # safetensors lets the owner alone read; the folder has what umask allows
+        # safetensors lets the owner alone read; the folder has what umask allows
+        file.chmod(folder.stat().st_mode & 0o666)
         shard.clear()
 
     for name, value in tensors:
@@ -356,26 +332,6 @@ def _save_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], max_s
         (folder / temporary).rename(folder / final)
         weight_map.update(dict.fromkeys(names, final))
     _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-
-
-def _save_configs(folder: Path, cfg: ModelConfig, dtype: np.dtype, source: Path | None) -> None:
-    config = generation = {}
-    if source and (source / "config.json").is_file():
-        config = read_json(source / "config.json")
-    if source and (source / "generation_config.json").is_file():
-        generation = read_json(source / "generation_config.json")
-    if source and (source / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.load(source)
-        eos = list(tokenizer.eos_ids) if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids[0]
-        # the union goes into both files: each serves readers that know only that one
-        ids = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
-        config, generation = {**config, **ids}, {**generation, **ids}
-    _write_json(folder / "config.json", config_json(cfg, dtype.name, config))
-    if generation:
-        _write_json(folder / "generation_config.json", generation)
-    for name in TOKENIZER_FILES:
-        if source and (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _write_json(file: Path, value: dict) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dora_jax.models.families import FAMILIES, NOT_COMPUTED, family
 from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
-from dora_jax.models.families.family import Family, Fields
+from dora_jax.models.families.family import Fields
 
 # Switches that would change the function; the value here is the only one the decoder computes.
 FIXED = {
@@ -74,14 +74,28 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     file = Path(path) / "config.json"
     raw = read_json(file)
     fields = Fields(raw, file)
-    known = _family(fields, scorer)
+    listed, endings = fields.value("architectures", list) or [], ("ForCausalLM", SCORER)[: 1 + scorer]
+    architectures = [[each.architecture.replace("ForCausalLM", end) for end in endings] for each in FAMILIES]
+    for known, its_own in zip(FAMILIES, architectures, strict=True):
+        if raw.get("model_type") == known.model_type and listed in ([], *([name] for name in its_own)):
+            break
+    else:
+        found, every = (listed or [raw.get("model_type")])[0], ", ".join(itertools.chain(*architectures))
+        if lacking := NOT_COMPUTED.get(str(raw.get("model_type"))):
+            raise ValueError(f"{file} names the architecture {found!r}; the decoder does not compute {lacking}")
+        raise ValueError(f"{file} names the architecture {found!r}; known: {every}")
     for name, value in FIXED.items():
         unused = name == "sliding_window" and raw.get("use_sliding_window") is False
         if raw.get(name, value) not in (value, None) and not unused:
             raise ValueError(f"{file} has {name}={raw[name]!r:.60}; the decoder computes {name}={value!r} only")
     if set(fields.value("layer_types", list) or ()) - {"full_attention"}:
         raise ValueError(f"{file} has layer_types other than full_attention; the decoder attends in full only")
-    theta, scaling = _rope(fields, known.rope_theta)
+    # Base and scaling of the rotary angles; where both spellings stand in one file they have to agree
+    new, old = (fields.value(name, dict) or {} for name in ("rope_parameters", "rope_scaling"))
+    thetas = {theta for entry in (raw, new) if (theta := Fields(entry, file).number("rope_theta")) is not None}
+    scalings = [_scaling(Fields(entry, file), fields) for entry in (new, old) if entry]
+    if len(thetas) > 1 or len(set(scalings)) > 1:
+        raise ValueError(f"{file} gives rope_parameters that disagree with its rope_theta or rope_scaling")
     d_model, n_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     sizes = {
         "vocab_size": fields.size("vocab_size"),
@@ -98,8 +112,8 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
         return ModelConfig(
             family=known.model_type,
             **known.switches,
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope_theta=thetas.pop() if thetas else known.rope_theta,
+            rope_scaling=scalings[0] if scalings else None,
             tie_embeddings=scorer or bool(tied),
             norm_eps=fields.number("rms_norm_eps", known.norm_eps),
             **sizes | known.read(fields),
@@ -110,7 +124,14 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
 
 def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str, Any]:
     """The object to write: `base` (a source's config.json, or empty) with every field of `cfg`, in both spellings."""
-    known, scaling = family(cfg.family), _scaling_json(cfg.rope_scaling)
+    known, scaling = family(cfg.family), None
+    if cfg.rope_scaling is not None:
+        llama = isinstance(cfg.rope_scaling, RopeScaling)
+        kinds = {"rope_type": "llama3"} if llama else {"rope_type": "yarn", "type": "yarn"}
+        entries = dataclasses.asdict(cfg.rope_scaling)
+        entries["original_max_position_embeddings"] = entries.pop("original_max_position")
+        absent = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if not entries.get(name)]
+        scaling = kinds | {name: x for name, x in entries.items() if name not in absent}
     respelled = ("num_local_experts",) if cfg.experts else ()  # of transformers 5, beside the hub's own
     return {
         **{name: value for name, value in base.items() if name not in respelled},
@@ -136,32 +157,6 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     }
 
 
-def _family(fields: Fields, scorer: bool) -> Family:
-    raw, listed = fields.raw, fields.value("architectures", list) or []
-    endings = ("ForCausalLM", SCORER) if scorer else ("ForCausalLM",)
-    architectures = [[known.architecture.replace("ForCausalLM", ending) for ending in endings] for known in FAMILIES]
-    for known, its_own in zip(FAMILIES, architectures, strict=True):
-        if raw.get("model_type") == known.model_type and listed in ([], *([name] for name in its_own)):
-            return known
-    found = (listed or [raw.get("model_type")])[0]
-    if lacking := NOT_COMPUTED.get(str(raw.get("model_type"))):
-        raise ValueError(f"{fields.file} names the architecture {found!r}; the decoder does not compute {lacking}")
-    raise ValueError(
-        f"{fields.file} names the architecture {found!r}; known: {', '.join(itertools.chain(*architectures))}"
-    )
-
-
-def _rope(fields: Fields, absent_theta: float) -> tuple[float, RopeScaling | Yarn | None]:
-    """Base and scaling; where both spellings stand in one file they have to agree."""
-    new, old = (fields.value(name, dict) or {} for name in ("rope_parameters", "rope_scaling"))
-    sources = (Fields(entry, fields.file) for entry in (fields.raw, new))
-    thetas = {theta for entry in sources if (theta := entry.number("rope_theta")) is not None}
-    scalings = [_scaling(Fields(entry, fields.file), fields) for entry in (new, old) if entry]
-    if len(thetas) > 1 or len(set(scalings)) > 1:
-        raise ValueError(f"{fields.file} gives rope_parameters that disagree with its rope_theta or rope_scaling")
-    return thetas.pop() if thetas else absent_theta, scalings[0] if scalings else None
-
-
 def _scaling(entry: Fields, fields: Fields) -> RopeScaling | Yarn | None:
     file, kind = entry.file, entry.raw.get("rope_type") or entry.raw.get("type") or "default"
     if entry.raw.get("partial_rotary_factor", 1.0) != 1.0:
@@ -180,14 +175,3 @@ def _scaling(entry: Fields, fields: Fields) -> RopeScaling | Yarn | None:
     truncate = entry.value("truncate", bool)
     given = {name: value for name in YARN_NUMBERS if (value := entry.number(name)) is not None}
     return Yarn(**factors | given, original_max_position=original, truncate=truncate is None or truncate)
-
-
-def _scaling_json(scaling: RopeScaling | Yarn | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    entries = dataclasses.asdict(scaling)
-    entries["original_max_position_embeddings"] = entries.pop("original_max_position")
-    if isinstance(scaling, RopeScaling):
-        return {"rope_type": "llama3", **entries}
-    absent = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if not entries[name]]
-    return {"rope_type": "yarn", "type": "yarn", **{name: x for name, x in entries.items() if name not in absent}}

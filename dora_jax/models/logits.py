@@ -63,7 +63,18 @@ def target_logprobs(
             )
             return logprobs_of(logits, targets, entropy_grad=entropy_grad, axis=axis)
 
-        return _in_chunks(run, hidden, targets, head.size // cfg.d_model, max_bytes)
+        # Over chunks of the positions, recomputed in the backward pass: the longest divisor of their number whose f32
+        # logits fit into max_bytes; at least 1
+        (rows, length), chunk = targets.shape, targets.shape[1]
+        if max_bytes is not None:
+            each = 4 * rows * (head.size // cfg.d_model)
+            chunk = next((c for c in range(length, 1, -1) if length % c == 0 and each * c <= max_bytes), 1)
+        if chunk == length:
+            return run(hidden, targets)
+        split = (rows, length // chunk, chunk)
+        pairs = jnp.moveaxis(hidden.reshape(*split, -1), 1, 0), jnp.moveaxis(targets.reshape(split), 1, 0)
+        _, parts_NxBxC = jax.lax.scan(lambda _, pair: (None, jax.checkpoint(run)(*pair)), None, pairs)
+        return tuple(jnp.moveaxis(part, 0, 1).reshape(rows, length) for part in parts_NxBxC)
 
     if mesh is None or mesh.size == 1:
         return local(params[name], hidden_BxLxD, targets_BxL)
@@ -102,26 +113,6 @@ def logprobs_of(
 
 
 # ---------------------------------------------------------------- private
-
-
-def _in_chunks(
-    run: Any, hidden_BxLxD: jax.Array, targets_BxL: jax.Array, vocab: int, max_bytes: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """run(hidden, targets) over chunks of the positions, recomputed in the backward pass."""
-    rows, length = targets_BxL.shape
-    # The longest divisor of `length` whose f32 logits fit into max_bytes; at least 1
-    chunk = (
-        length
-        if max_bytes is None
-        else next((c for c in range(length, 1, -1) if length % c == 0 and 4 * rows * c * vocab <= max_bytes), 1)
-    )
-    if chunk == length:
-        return run(hidden_BxLxD, targets_BxL)
-    split = (rows, length // chunk, chunk)
-    hidden_NxBxCxD = jnp.moveaxis(hidden_BxLxD.reshape(*split, -1), 1, 0)
-    targets_NxBxC = jnp.moveaxis(targets_BxL.reshape(split), 1, 0)
-    _, parts_NxBxC = jax.lax.scan(lambda _, x: (None, jax.checkpoint(run)(*x)), None, (hidden_NxBxCxD, targets_NxBxC))
-    return tuple(jnp.moveaxis(part, 0, 1).reshape(rows, length) for part in parts_NxBxC)
 
 
 def _token_ids(logits: jax.Array, axis: str | None) -> jax.Array:

@@ -28,18 +28,16 @@ RANK = "lora"  # the logical axis
 
 def abstract(cfg: ModelConfig, lora: Lora, dtype: Any = jnp.float32) -> Adapter:
     """ShapeDtypeStructs of the stacked layout. ValueError: some layers have no matrix that lora.targets names."""
-    params = decoder.abstract_params(cfg)
-
-    def factors(matrix: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
-        *leading, inner, outer = matrix.shape
-        shapes = {"a": (*leading, inner, lora.rank), "b": (*leading, lora.rank, outer)}
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-
-    found = {
-        stack: {name: factors(matrix) for name, matrix in params[stack].items() if lora.adapts(name)}
-        for stack in decoder.stacks(cfg)
-    }
+    params, found = decoder.abstract_params(cfg), {}
     for stack, part in decoder.stacks(cfg).items():
+        found[stack] = {
+            name: {
+                "a": jax.ShapeDtypeStruct((*matrix.shape[:-1], lora.rank), dtype),
+                "b": jax.ShapeDtypeStruct((*matrix.shape[:-2], lora.rank, matrix.shape[-1]), dtype),
+            }
+            for name, matrix in params[stack].items()
+            if lora.adapts(name)
+        }
         if not found[stack]:
             raise ValueError(
                 f"lora.targets: {', '.join(lora.targets)} name no matrix of the {part.count} {part.block} layers "
@@ -70,20 +68,6 @@ def stacked(adapters: Sequence[Adapter]) -> Adapter:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *adapters)
 
 
-def logical_axes(cfg: ModelConfig, lora: Lora) -> Adapter:
-    """Stacked tree of logical axis names, one a dimension, for sharding.py's table."""
-    axes = decoder.logical_axes(cfg)
-
-    def factors(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-        *leading, inner, outer = names
-        return {"a": (*leading, inner, RANK), "b": (*leading, RANK, outer)}
-
-    return {
-        stack: {name: factors(names) for name, names in axes[stack].items() if lora.adapts(name)}
-        for stack in decoder.stacks(cfg)
-    }
-
-
 def specs(
     cfg: ModelConfig,
     lora: Lora,
@@ -95,7 +79,14 @@ def specs(
 ) -> Any:
     """Tree of NamedSharding that matches an adapter of this layout, as sharding.param_specs; several: of a `stacked`
     one, whose leading axis is whole everywhere."""
-    axes = logical_axes(cfg, lora)
+    axes = {  # logical ones, one a dimension
+        stack: {
+            name: {"a": (*names[:-1], RANK), "b": (*names[:-2], RANK, names[-1])}
+            for name, names in decoder.logical_axes(cfg)[stack].items()
+            if lora.adapts(name)
+        }
+        for stack in decoder.stacks(cfg)
+    }
     return sharding.placed_axes(cfg, mesh, axes, layout, whole_experts=whole_experts, leading=(None,) * several)
 
 
@@ -110,12 +101,10 @@ def _init(cfg: ModelConfig, lora: Lora, seed: int) -> Adapter:
         bound = shape[-2] ** -0.5
         return jax.random.uniform(named, shape, minval=-bound, maxval=bound)
 
-    def factors(part: decoder.Stack, name: str, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        numbers = part.first + jnp.arange(part.count)
-        one = functools.partial(layer, shape=shapes["a"].shape[1:], name=name)
-        return {"a": jax.vmap(one)(numbers), "b": jnp.zeros(shapes["b"].shape)}
-
-    return {
-        stack: {name: factors(part, name, shapes) for name, shapes in like[stack].items()}
-        for stack, part in decoder.stacks(cfg).items()
-    }
+    adapter: Adapter = {stack: {} for stack in like}
+    for stack, part in decoder.stacks(cfg).items():
+        for name, shapes in like[stack].items():
+            one = functools.partial(layer, shape=shapes["a"].shape[1:], name=name)
+            a = jax.vmap(one)(part.first + jnp.arange(part.count))
+            adapter[stack][name] = {"a": a, "b": jnp.zeros(shapes["b"].shape)}
+    return adapter

@@ -37,20 +37,15 @@ class Lora:
 
     def adapts(self, name: str) -> bool:
         """Whether the parameter of this name has an adapter: of matrices alone, and never the router."""
-        return target_of(name) in self.targets
+        name = name[:-2] if name.endswith(("_0", "_1")) else name  # of a layer with two sublayers
+        if name.startswith("experts_"):
+            return "experts" in self.targets
+        if name.startswith("shared_") or name in ("gate_proj", "up_proj", "down_proj"):
+            return "mlp" in self.targets
+        return name.endswith("_proj") and "attention" in self.targets
 
 
 OFF = Lora()
-
-
-def target_of(name: str) -> str | None:
-    """Which of ADAPTED a parameter of a layer belongs to; None: adapters leave it alone."""
-    name = name[:-2] if name.endswith(("_0", "_1")) else name  # of a layer with two sublayers
-    if name.startswith("experts_"):
-        return "experts"
-    if name.startswith("shared_") or name in ("gate_proj", "up_proj", "down_proj"):
-        return "mlp"
-    return "attention" if name.endswith("_proj") else None
 
 
 def adapter_params(cfg: ModelConfig, lora: Lora, *, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> float:

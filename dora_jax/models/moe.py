@@ -16,7 +16,7 @@ states alone, whatever computes the experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,18 @@ def run(
             e, h_BxLxD, weights["router"], weights.get("router_bias"), forced_BxLxk, counted_BxL
         )
     with jax.named_scope("experts"):
-        matrices = [_expert_matrix(weights, f"experts_{x}", h_BxLxD.dtype, products) for x in ("gate", "up", "down")]
+        matrices: list[jax.Array | Several] = []  # [E, in, out]
+        for name in ("experts_gate", "experts_up", "experts_down"):
+            matrix, adapter = weights[name].astype(h_BxLxD.dtype), adapter_of(weights, name, h_BxLxD.dtype)
+            if adapter is not None:
+                # One adapter is added up into it: rank / tokens of what the tokens' products cost, and every compute
+                # takes it; of several, each token's own is computed beside it
+                a, b = products.gain * adapter[0], adapter[1]
+                if products.rows is None:
+                    matrix = matrix + jnp.einsum("eir,ero->eio", a, b)
+                else:
+                    matrix = Several(matrix, a.swapaxes(0, 1), b.swapaxes(0, 1))
+            matrices.append(matrix)
         own = {"rows_B": products.rows} if any(isinstance(matrix, Several) for matrix in matrices) else {}
         y_BxLxD = compute(h_BxLxD, weights_BxLxk, routed.ids, *matrices, **own)
         if e.zero:
@@ -99,18 +110,6 @@ def run(
         with jax.named_scope("shared"):
             y_BxLxD = y_BxLxD + dense(weights, h_BxLxD, products, "shared_{}")
     return y_BxLxD, routed
-
-
-def _expert_matrix(weights: Weights, name: str, dtype: Any, products: Products) -> jax.Array | Several:
-    """[E, in, out]. One adapter is added up into it: rank / tokens of what the tokens' products cost, and every compute
-    takes it; of several, each token's own is computed beside it."""
-    matrix, adapter = weights[name].astype(dtype), adapter_of(weights, name, dtype)
-    if adapter is None:
-        return matrix
-    a, b = products.gain * adapter[0], adapter[1]
-    if products.rows is None:
-        return matrix + jnp.einsum("eir,ero->eio", a, b)
-    return Several(matrix, a.swapaxes(0, 1), b.swapaxes(0, 1))
 
 
 class Several(NamedTuple):
@@ -162,7 +161,16 @@ def route(
     """
     logits_BxLxE = jnp.einsum("bld,de->ble", *(x.astype(jnp.float32) for x in (h_BxLxD, router_DxE)))
     scores_BxLxE = jax.nn.softmax(logits_BxLxE) if e.router == "softmax" else jax.nn.sigmoid(logits_BxLxE)
-    ids_BxLxk = own_BxLxk = _chosen(e, jax.lax.stop_gradient(scores_BxLxE), bias_E)
+    ranks_BxLxE = jax.lax.stop_gradient(scores_BxLxE)
+    if bias_E is not None:
+        ranks_BxLxE = ranks_BxLxE + jax.lax.stop_gradient(bias_E).astype(jnp.float32)[None, None]
+    if e.groups > 1:
+        grouped = ranks_BxLxE.reshape(*ranks_BxLxE.shape[:2], e.groups, -1)
+        best_BxLxG = jax.lax.top_k(grouped, 2)[0].sum(-1) if grouped.shape[-1] > 1 else grouped[..., 0]
+        kept_BxLxT = jax.lax.top_k(best_BxLxG, e.top_groups)[1]
+        kept_BxLxG = (kept_BxLxT[..., None] == jnp.arange(e.groups)[None, None, None]).any(-2)
+        ranks_BxLxE = jnp.where(kept_BxLxG[..., None], grouped, -jnp.inf).reshape(ranks_BxLxE.shape)
+    ids_BxLxk = own_BxLxk = jax.lax.top_k(ranks_BxLxE, e.per_token)[1]  # best first
     if forced_BxLxk is not None:
         forced_BxLxk = forced_BxLxk.astype(jnp.int32)
         ids_BxLxk = jnp.where(forced_BxLxk == MISSING, own_BxLxk, forced_BxLxk)
@@ -189,7 +197,7 @@ def route(
 def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None):
     """`first`: the id of the first expert that is here; what goes to others adds nothing. rows_B: of matrices that are
     Several, the adapter of each row."""
-    rows_T = _by_token(rows_B, h_BxLxD)
+    rows_T = None if rows_B is None else jnp.repeat(rows_B, h_BxLxD.shape[1])
     h_TxD = h_BxLxD.reshape(-1, h_BxLxD.shape[-1])
     weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (weights_BxLxk, ids_BxLxk))
 
@@ -201,7 +209,7 @@ def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, fi
         out_TxD = times(inner_TxF, down_FxD, rows_T)
         return y_TxD + weight_T[:, None] * out_TxD.astype(jnp.float32), None
 
-    each = jnp.arange(_count(gate_ExDxF)), gate_ExDxF, up_ExDxF, down_ExFxD
+    each = jnp.arange(jax.tree.leaves(gate_ExDxF)[0].shape[0]), gate_ExDxF, up_ExDxF, down_ExFxD
     y_TxD, _ = jax.lax.scan(add, jnp.zeros_like(h_TxD, jnp.float32), each)
     return y_TxD.astype(h_BxLxD.dtype).reshape(h_BxLxD.shape)
 
@@ -212,11 +220,10 @@ def blocks(
     """As `scan`, without gradients. What an expert's last block writes behind its own tokens is overwritten by the next
     experts, or left out."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
-    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, _count(gate_ExDxF))
+    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF)
     starts_E, ends_E = jnp.cumsum(sizes_E) - sizes_E, jnp.cumsum(-(-sizes_E // BLOCK))  # in tokens; in blocks
     token_N = jnp.pad(order_N // k, (0, BLOCK))
-    x_NxD, rows_T = h_TxD[token_N], _by_token(rows_B, h_BxLxD)
-    rows_N = None if rows_T is None else rows_T[token_N]
+    x_NxD, rows_N = h_TxD[token_N], None if rows_B is None else rows_B[token_N // h_BxLxD.shape[1]]
 
     def multiply(block, out_NxD):
         e = jnp.sum(ends_E <= block)
@@ -237,9 +244,8 @@ def ragged_dot(
 ):
     """As `scan`; tokens of experts that are elsewhere are sorted to the end, where no group holds them."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
-    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, _count(gate_ExDxF))
-    rows_T = _by_token(rows_B, h_BxLxD)
-    rows_N = None if rows_T is None else rows_T[order_N // k]
+    order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF)
+    rows_N = None if rows_B is None else rows_B[order_N // k // h_BxLxD.shape[1]]
     x_NxD = jnp.where(here_N[:, None], h_TxD[order_N // k], 0)
     gate_NxF, up_NxF = (grouped_times(x_NxD, w, sizes_E, rows_N) for w in (gate_ExDxF, up_ExDxF))
     out_NxD = grouped_times(jax.nn.silu(gate_NxF) * up_NxF, down_ExFxD, sizes_E, rows_N)
@@ -261,18 +267,10 @@ COMPUTES: dict[str, Compute] = {"scan": scan, "blocks": blocks, "ragged_dot": ra
 # ---------------------------------------------------------------- private
 
 
-def _count(matrices: jax.Array | Several) -> int:
-    """Of experts."""
-    return jax.tree.leaves(matrices)[0].shape[0]
-
-
-def _by_token(rows_B: jax.Array | None, h_BxLxD: jax.Array) -> jax.Array | None:
-    return None if rows_B is None else jnp.repeat(rows_B, h_BxLxD.shape[1])
-
-
-def _by_expert(ids_BxLxk: jax.Array, first: int | jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _by_expert(ids_BxLxk: jax.Array, first: int | jax.Array, matrices) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(the choices in the order of the experts that are here, those of others last; choices of each; whether each of
     the sorted ones is of an expert that is here)."""
+    count = jax.tree.leaves(matrices)[0].shape[0]
     local_N = ids_BxLxk.reshape(-1) - first
     local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count)
     order_N = grouped_experts.order_of(local_N)
@@ -286,16 +284,3 @@ def _added(h_BxLxD: jax.Array, weights_BxLxk: jax.Array, order_N: jax.Array, out
     y_TxD = jnp.zeros((h_BxLxD.size // h_BxLxD.shape[-1], h_BxLxD.shape[-1]), jnp.float32)
     y_TxD = y_TxD.at[order_N // weights_BxLxk.shape[-1]].add(out_NxD)
     return y_TxD.astype(h_BxLxD.dtype).reshape(h_BxLxD.shape)
-
-
-def _chosen(e: Experts, scores_BxLxE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
-    """i32[B, L, k], best first."""
-    if bias_E is not None:
-        scores_BxLxE = scores_BxLxE + jax.lax.stop_gradient(bias_E).astype(jnp.float32)[None, None]
-    if e.groups > 1:
-        grouped = scores_BxLxE.reshape(*scores_BxLxE.shape[:2], e.groups, -1)
-        best_BxLxG = jax.lax.top_k(grouped, 2)[0].sum(-1) if grouped.shape[-1] > 1 else grouped[..., 0]
-        kept_BxLxT = jax.lax.top_k(best_BxLxG, e.top_groups)[1]
-        kept_BxLxG = (kept_BxLxT[..., None] == jnp.arange(e.groups)[None, None, None]).any(-2)
-        scores_BxLxE = jnp.where(kept_BxLxG[..., None], grouped, -jnp.inf).reshape(scores_BxLxE.shape)
-    return jax.lax.top_k(scores_BxLxE, e.per_token)[1]

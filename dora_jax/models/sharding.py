@@ -129,15 +129,9 @@ def stacked_like(cfg: ModelConfig, serving: Any) -> Any:
     return serving | {name: jax.tree.map(stacked, layers[part.first]) for name, part in decoder.stacks(cfg).items()}
 
 
-def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes over which the trainer splits a logical axis."""
-    where = TABLE[axis]
-    return (where,) if isinstance(where, str) else where or ()
-
-
 def row_shards(mesh: Mesh) -> int:
     """Parts that a batch's rows fall into."""
-    return math.prod(mesh.shape[axis] for axis in mesh_axes("batch"))
+    return math.prod(mesh.shape[axis] for axis in TABLE["batch"])
 
 
 def spec(*axes: str | None) -> PartitionSpec:

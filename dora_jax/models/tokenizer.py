@@ -72,7 +72,14 @@ class Tokenizer:
             if value:
                 special[name] = value["content"] if isinstance(value, dict) else value
         configs = [_json(path / name) for name in ("generation_config.json", "config.json")]
-        eos_ids = _eos_ids(backend, special, configs, path)
+        # Union over the three files that may name end ids: chat models name the end of a turn in one of them only
+        found = sum((_ids(config, "eos_token_id") for config in configs), ())
+        eos_ids = tuple(dict.fromkeys(found + _token_id(backend, special, "eos_token", path)))
+        if not eos_ids:
+            raise ValueError(
+                f"{path} names no end token: generation_config.json, config.json and tokenizer_config.json "
+                "have no eos, so no sample would ever stop"
+            )
         # The named padding token, else the first end id: padded positions are masked, the value only has to exist
         pad_ids = _token_id(backend, special, "pad_token", path)
         pad_id = (pad_ids + sum((_ids(config, "pad_token_id") for config in configs), ()) + eos_ids)[0]
@@ -165,15 +172,3 @@ def _ids(config: dict, name: str) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
-
-
-def _eos_ids(backend, special: dict[str, str], configs: list[dict], path: Path) -> tuple[int, ...]:
-    """Union over the three files that may name end ids: chat models name the end of a turn in one of them only."""
-    found = sum((_ids(config, "eos_token_id") for config in configs), ())
-    found = tuple(dict.fromkeys(found + _token_id(backend, special, "eos_token", path)))
-    if not found:
-        raise ValueError(
-            f"{path} names no end token: generation_config.json, config.json and tokenizer_config.json "
-            "have no eos, so no sample would ever stop"
-        )
-    return found

@@ -59,12 +59,7 @@ def chunk_attention(
         start += width
     mask = jnp.tile(new_mask_LxM, (group, 1))[None, None]
     parts.append((scores(k_new_BxKxDxM, mask), v_new_BxKxMxD))
-    o = _combine(parts, q_BxLxHxD.dtype)
-    return o.reshape(b, kv, group, length, -1).transpose(0, 3, 1, 2, 4).reshape(b, length, heads, -1)
-
-
-def _combine(parts, dtype) -> jax.Array:
-    """Softmax over all parts; the new positions first, then the past in order, masked tail blocks add zeros."""
+    # Softmax over all parts; the new positions first, then the past in order, masked tail blocks add zeros
     peak = parts[-1][0].max(-1, keepdims=True)
     for s, _ in parts[:-1]:
         peak = jnp.maximum(peak, s.max(-1, keepdims=True))
@@ -72,8 +67,9 @@ def _combine(parts, dtype) -> jax.Array:
     for s, v in [parts[-1], *parts[:-1]]:
         weights = jnp.exp(s - peak)
         total += weights.sum(-1, keepdims=True)
-        out += jnp.einsum("bkqs,bksd->bkqd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
-    return (out / total).astype(dtype)
+        out += jnp.einsum("bkqs,bksd->bkqd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+    o = (out / total).astype(q.dtype).reshape(b, kv, group, length, -1)
+    return o.transpose(0, 3, 1, 2, 4).reshape(b, length, heads, -1)
 
 
 # ------------------------------------------------------------------- pages

@@ -31,11 +31,14 @@ def lanes(impl: str, head_dim: int) -> int:
     return pl.next_power_of_2(max(16, head_dim)) if impl == "gpu" else -(-head_dim // LANES) * LANES
 
 
-def check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM) -> None:
-    """Raises ValueError where queries, pages, lengths and tables do not belong together."""
-    (s, _, heads, d), (_, _, kv, kv_d) = q_SxLxHxD.shape, kv_pages_NxPxCxD.shape
-    if kv % 2 or d != kv_d or heads % (kv // 2):
-        raise ValueError(f"queries of {heads} heads of {d} do not fit pages of {kv} K and V heads of {kv_d}")
+def check_pages(q_SxLxHxD, pages, kv_lens_S, tables_SxM, rank: int | None = None) -> None:
+    """Raises ValueError where queries, pages, lengths and tables do not belong together. pages: [N, P, C, D], K and V
+    heads side by side, or, with the rank of their latents, [N, P, D]."""
+    (s, _, heads, d), (*kv, row) = q_SxLxHxD.shape, pages.shape[2:]
+    if rank is None and (kv[0] % 2 or d != row or heads % (kv[0] // 2)):
+        raise ValueError(f"queries of {heads} heads of {d} do not fit pages of {kv[0]} K and V heads of {row}")
+    if rank is not None and (d != row or not 0 < rank <= row):
+        raise ValueError(f"absorbed queries of {d} numbers and latents of {rank} do not fit rows of {row}")
     if kv_lens_S.shape != (s,) or tables_SxM.shape[0] != s:
         raise ValueError(f"{s} sequences have lengths {kv_lens_S.shape} and tables {tables_SxM.shape}")
 
@@ -50,7 +53,7 @@ def latent_reference(
     q_SxLxHxC: jax.Array, pages_NxPxC: jax.Array, kv_lens_S: jax.Array, tables_SxM: jax.Array, scale: float, rank: int
 ) -> jax.Array:
     """o[S, L, H, rank]: what `latent_attention` computes, by gathering every sequence's pages."""
-    check_latent_pages(q_SxLxHxC, pages_NxPxC, kv_lens_S, tables_SxM, rank)
+    check_pages(q_SxLxHxC, pages_NxPxC, kv_lens_S, tables_SxM, rank)
     s, length, _, c = q_SxLxHxC.shape
     rows_SxTxC = pages_NxPxC[tables_SxM].reshape(s, -1, c).astype(q_SxLxHxC.dtype)
     at_T = jnp.arange(rows_SxTxC.shape[1])
@@ -70,7 +73,7 @@ def latent_attention(
     tables_SxM says which pages hold a sequence; each query sees itself and what is before it. Rows of a page must be
     finite. Raises ValueError where the shapes do not belong together, or a page is no whole number of TPU tiles.
     """
-    check_latent_pages(q_SxLxHxC, pages_NxPxC, kv_lens_S, tables_SxM, rank)
+    check_pages(q_SxLxHxC, pages_NxPxC, kv_lens_S, tables_SxM, rank)
     s, length, heads, c = q_SxLxHxC.shape
     page_size, sublanes = pages_NxPxC.shape[1], SUBLANE_BYTES // pages_NxPxC.dtype.itemsize
     if page_size % sublanes:
@@ -159,7 +162,14 @@ def _attend(
         # query r // heads of the block sees position p where p <= its own; multiplied with heads, no division is needed
         ahead_1xT = b * block + at_1xT - (positions(*here) - queries)
         kv_TxC = loaded_ref[half].reshape(block, c).astype(q_ref.dtype)
-        return _add_block(q_ref[0], kv_TxC, ahead_1xT * heads <= row_Rx1, carry, sum_ref, scale)
+        # The running maximum and total of the softmax, and its weighted sum in `sum_ref`, with one block more
+        peak_Rx1, total_Rx1 = carry
+        scores_RxT = jnp.where(ahead_1xT * heads <= row_Rx1, dot(q_ref[0], kv_TxC, 1) * scale, MASKED)
+        new_peak_Rx1 = jnp.maximum(peak_Rx1, scores_RxT.max(-1, keepdims=True))
+        kept_Rx1, weights_RxT = jnp.exp(peak_Rx1 - new_peak_Rx1), jnp.exp(scores_RxT - new_peak_Rx1)
+        values_TxW = kv_TxC[:, : sum_ref.shape[1]]
+        sum_ref[...] = sum_ref[...] * kept_Rx1 + dot(weights_RxT.astype(kv_TxC.dtype), values_TxW, 0)
+        return new_peak_Rx1, total_Rx1 * kept_Rx1 + weights_RxT.sum(-1, keepdims=True)
 
     nothing = jnp.full((rows, 1), MASKED, jnp.float32), jnp.zeros((rows, 1), jnp.float32)
     _, total_Rx1 = jax.lax.fori_loop(0, blocks, step, nothing)
@@ -167,28 +177,8 @@ def _attend(
     o_ref[0] = (sum_ref[...] / total_Rx1).astype(o_ref.dtype)
 
 
-def _add_block(q_RxC, kv_TxC, seen_RxT, carry, sum_ref, scale: float):
-    """The running maximum and total of the softmax, and its weighted sum in `sum_ref`, with one block more."""
-    peak_Rx1, total_Rx1 = carry
-    scores_RxT = jnp.where(seen_RxT, _dot(q_RxC, kv_TxC, 1) * scale, MASKED)
-    new_peak_Rx1 = jnp.maximum(peak_Rx1, scores_RxT.max(-1, keepdims=True))
-    kept_Rx1, weights_RxT = jnp.exp(peak_Rx1 - new_peak_Rx1), jnp.exp(scores_RxT - new_peak_Rx1)
-    values_TxW = kv_TxC[:, : sum_ref.shape[1]]
-    sum_ref[...] = sum_ref[...] * kept_Rx1 + _dot(weights_RxT.astype(kv_TxC.dtype), values_TxW, 0)
-    return new_peak_Rx1, total_Rx1 * kept_Rx1 + weights_RxT.sum(-1, keepdims=True)
-
-
-def _dot(a, b, axis: int) -> jax.Array:
-    """f32: a @ b over this axis of b; products of f32 in full precision."""
+def dot(a, b, axis: int) -> jax.Array:
+    """f32: a @ b over this axis of b; products of f32 in full precision, where a GPU's default rounds to 10 bits."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((1,), (axis,)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def check_latent_pages(q_SxLxHxC, pages_NxPxC, kv_lens_S, tables_SxM, rank: int) -> None:
-    """Raises ValueError where queries, pages, lengths and tables do not belong together."""
-    (s, _, _, c), row = q_SxLxHxC.shape, pages_NxPxC.shape[-1]
-    if c != row or not 0 < rank <= row:
-        raise ValueError(f"absorbed queries of {c} numbers and latents of {rank} do not fit rows of {row}")
-    if kv_lens_S.shape != (s,) or tables_SxM.shape[0] != s:
-        raise ValueError(f"{s} sequences have lengths {kv_lens_S.shape} and tables {tables_SxM.shape}")

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from dora_jax.ops import latent_attention
+from dora_jax.ops.latent_attention import dot
 
 SPAN = 512  # positions of one program of a decode call: short enough that ragged rows balance over the processors
 BLOCK = 64  # positions that one step of the loop loads: 32 KiB of K and V at D = 128 in bf16
@@ -153,11 +154,11 @@ def _attend(
             for i in (0, 1)
         )
         seen_RxT = (at_T[None] < seen_R[:, None]) & own_T[None]
-        scores_RxT = jnp.where(seen_RxT, _dot(q_RxD, k_TxD.T) * scale, MASKED)
+        scores_RxT = jnp.where(seen_RxT, dot(q_RxD, k_TxD.T, 0) * scale, MASKED)
         new_peak_R = jnp.maximum(peak_R, scores_RxT.max(-1))
         kept_R = jnp.exp2(peak_R - new_peak_R)
         weights_RxT = jnp.where(seen_RxT, jnp.exp2(scores_RxT - new_peak_R[:, None]), 0)
-        o_RxD = o_RxD * kept_R[:, None] + _dot(weights_RxT.astype(v_TxD.dtype), v_TxD)
+        o_RxD = o_RxD * kept_R[:, None] + dot(weights_RxT.astype(v_TxD.dtype), v_TxD, 0)
         return o_RxD, new_peak_R, total_R * kept_R + weights_RxT.sum(-1)
 
     carry = jnp.zeros((rows, d), jnp.float32), jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
@@ -191,9 +192,3 @@ def _combine(o_ref, lse_ref, lens_ref, out_ref, *, span: int):
     carry = jnp.zeros(lane_D.shape, jnp.float32), jnp.float32(MASKED), jnp.float32(0)
     out_D, _, total = jax.lax.fori_loop(0, jax.lax.div(splits + COMBINED - 1, COMBINED), step, carry)
     out_ref[s, 0, head, :] = (out_D / jnp.where(total > 0, total, 1)).astype(out_ref.dtype)
-
-
-def _dot(a, b) -> jax.Array:
-    """f32; products of f32 in full precision, where the default rounds them to 10 bits."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -11,7 +11,6 @@ Law: inside a segment the three give the same values and gradients; what a paddi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -184,14 +183,9 @@ def context_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -
             q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)), triangular=False
         )
 
-    rows, heads = (
-        spec("batch", "sequence"),
-        (spec("batch", "sequence", name) for name in ("heads", "kv_heads", "kv_heads")),
-    )
+    rows, (heads, keys) = spec("batch", "sequence"), (spec("batch", "sequence", x) for x in ("heads", "kv_heads"))
     where = (segment_ids_BxL, positions_BxL, *prefix_ids)
-    sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=(*heads, *[rows] * len(where)), out_specs=spec("batch", "sequence", "heads")
-    )
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads)
     return lambda layer, q, k, v: sharded(q, k, v, *where)
 
 
@@ -208,19 +202,25 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
     q_BxKxGxLxD = _grouped(q_BxLxHxD, k_BxMxKxD.shape[2])
     k_BxKxDxM, v_BxKxMxD = jnp.einsum("blkd->bkdl", k_BxMxKxD), jnp.einsum("blkd->bkld", v_BxMxKxD)
 
-    def mask(q_where, k_where):
-        return _may_see(q_where, k_where)[:, None, None]
+    length = q_BxLxHxD.shape[1]
+    if k_BxKxDxM.shape[-1] >= LONG_ROW:  # over blocks of queries, each computed again for the gradient
+        block = next(size for size in range(min(LONG_BLOCK, length), 0, -1) if length % size == 0)
 
-    if k_BxKxDxM.shape[-1] >= LONG_ROW:
-        o_BxKxGxLxD = _one_by_one(
-            lambda q, *where: attend_block(q, k_BxKxDxM, v_BxKxMxD, mask(where, k_where)), q_BxKxGxLxD, *q_where
+        def attend(part):
+            q, *where = part
+            return attend_block(q, k_BxKxDxM, v_BxKxMxD, _may_see(where, k_where)[:, None, None])
+
+        parts = tuple(
+            jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :]), axis, 0)
+            for x, axis in ((q_BxKxGxLxD, 3), *((x, 1) for x in q_where))
         )
+        o_NxBxKxGxCxD = jax.lax.map(jax.checkpoint(attend), parts)
+        o_BxKxGxLxD = jnp.moveaxis(o_NxBxKxGxCxD, 0, 3).reshape(q_BxKxGxLxD.shape)
     else:
-        length = q_BxLxHxD.shape[1]
         block = max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
         bounds = [(start, min(start + block, length)) for start in range(0, length, block)]
         ends = [stop if triangular else k_BxKxDxM.shape[-1] for _, stop in bounds]
-        mask_Bx1x1xLxM = mask(q_where, k_where)
+        mask_Bx1x1xLxM = _may_see(q_where, k_where)[:, None, None]
         o_BxKxGxLxD = jnp.concatenate(
             [
                 attend_block(
@@ -234,20 +234,6 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
             axis=3,
         )
     return jnp.einsum("bkgld->blkgd", o_BxKxGxLxD).reshape(q_BxLxHxD.shape)
-
-
-def _one_by_one(attend_block: Callable, q_BxKxGxLxD, *where_BxL):
-    """attend_block over blocks of queries, each computed again for the gradient."""
-    length = q_BxKxGxLxD.shape[3]
-    block = next(size for size in range(min(LONG_BLOCK, length), 0, -1) if length % size == 0)
-
-    def blocks(x, axis: int):
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :]), axis, 0)
-
-    o_NxBxKxGxCxD = jax.lax.map(
-        lambda part: jax.checkpoint(attend_block)(*part), (blocks(q_BxKxGxLxD, 3), *(blocks(x, 1) for x in where_BxL))
-    )
-    return jnp.moveaxis(o_NxBxKxGxCxD, 0, 3).reshape(q_BxKxGxLxD.shape)
 
 
 @jax.custom_vjp

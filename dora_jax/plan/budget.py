@@ -7,9 +7,9 @@ pages that fit, advice, and a refusal that names the field that helps. The formu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from dora_jax.base.chips import Machine
@@ -52,13 +52,14 @@ class Budget:
 
     @property
     def trainer(self) -> list[PlanLine]:
-        return [*self._trainer_alone, *([] if self._swaps or not self._lends else [self._lent_pages])]
+        lends = self.config.orchestrator.elastic
+        return [*self._trainer_alone, *([] if self._swaps or not lends else [self._lent_pages])]
 
     @property
     def lent(self) -> list[PlanLine]:
         """The device of the trainer while it is an instance's (orchestrator.elastic); empty where it is lent to
         none."""
-        return [*self._lent_without_pages, self._lent_pages] if self._lends else []
+        return [*self._lent_without_pages, self._lent_pages] if self.config.orchestrator.elastic else []
 
     @property
     def instance(self) -> list[PlanLine]:
@@ -70,10 +71,6 @@ class Budget:
         aliased = self.aliased and not self.config.lora.on  # a base is an instance's own
         weights = [] if aliased else memory.instance_weights(self.model, self.config)
         return [*weights, *memory.instance_work(self.model, self.config)]
-
-    @property
-    def _lends(self) -> bool:
-        return self.config.orchestrator.elastic
 
     @property
     def _swaps(self) -> bool:
@@ -88,7 +85,8 @@ class Budget:
     @property
     def _trainer_alone(self) -> list[PlanLine]:
         """Without the pages of the instance that the device is while it is lent."""
-        base = [line for line in self._one_instance if self._lends and line.what == memory.BASE]
+        lends = self.config.orchestrator.elastic
+        base = [line for line in self._one_instance if lends and line.what == memory.BASE]
         return [*self._state, *memory.trainer_work(self.model, self.config, self.mesh), *base]
 
     @property
@@ -115,7 +113,7 @@ class Budget:
         lent."""
         free = self.machines.instances.memory_bytes - memory.total(self.instance)
         free = (free - memory.total(self.trainer) if self.shared else free) / self.crowd
-        if self._lends:
+        if self.config.orchestrator.elastic:
             held = [self._lent_without_pages, *([] if self._swaps else [self._trainer_alone])]
             free = min(free, self.machines.trainer.memory_bytes - max(map(memory.total, held)))
         return max(int(self.config.rollout.memory_share * free / self._page_bytes) - 1, 0)
@@ -163,162 +161,104 @@ def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget 
     """
     if model is None or not all(machine.devices and machine.memory_bytes for machine in machines):
         return None
+    count, one = machines.trainer.devices, functools.partial(Budget, config=config, model=model, machines=machines)
     if config.cluster.launcher:
-        mesh = devices.trainer_mesh(machines.trainer.devices, config)
-        return Budget(
-            config=config, model=model, machines=machines, mesh=memory.Mesh(*mesh), shared=False, crowd=1, aliased=False
-        )
-    plan = devices.plan(machines.trainer.devices, config)
+        return one(mesh=memory.Mesh(*devices.trainer_mesh(count, config)), shared=False, crowd=1, aliased=False)
+    plan = devices.plan(count, config)
     crowd = max(Counter(itertools.chain(*plan.instances)).values())
-    return Budget(
-        config=config,
-        model=model,
-        machines=machines,
-        mesh=memory.Mesh(*plan.trainer_mesh),
-        shared=plan.shared,
-        crowd=crowd,
-        aliased=plan.n_devices == 1 and machines.trainer.platform == "cpu",
-    )
+    aliased = plan.n_devices == 1 and machines.trainer.platform == "cpu"
+    return one(mesh=memory.Mesh(*plan.trainer_mesh), shared=plan.shared, crowd=crowd, aliased=aliased)
 
 
 def problems(budget: Budget) -> list[str]:
     """One sentence for each reason why the plan does not fit, with the field that helps."""
-    return [*_trainer_problems(budget), *_lent_problems(budget), *_instance_problems(budget)]
+    rollout, (trainer, instance), found = budget.config.rollout, budget.machines, []
+    updating, lent = memory.total(budget.trainer), memory.total(budget.lent)
+    if updating > trainer.memory_bytes:
+        knob, advice = _trainer_help(budget)
+        found.append(
+            f"trainer.{knob}: an update needs {updating / GIB:.1f} GiB a device of {trainer}, "
+            f"which has {trainer.memory_bytes / GIB:.1f}; {advice}"
+        )
+    if lent > trainer.memory_bytes:
+        knob, advice = "trainer.lent_memory", "trainer.lent_memory=host moves the state to host memory meanwhile"
+        if budget._swaps:
+            knob, advice = "rollout.pages", "fewer pages need less"
+        found.append(
+            f"{knob}: while it is lent (orchestrator.elastic), a device of the trainer holds {lent / GIB:.1f} GiB, "
+            f"and {trainer} has {trainer.memory_bytes / GIB:.1f}; {advice}"
+        )
+    needs = memory.total(budget.instance) + (updating if budget.shared else 0.0)
+    least = needs + budget.crowd * (budget.needed_pages + 1) * budget._page_bytes
+    beside = ", the trainer's part included," if budget.shared else ""
+    if least > instance.memory_bytes:
+        fewer = rollout.residents > 1 and not budget.config.lora.on
+        if budget.shared:
+            advice = "placement=disjoint gives the instances devices of their own"
+        elif fewer:
+            advice = "fewer residents need less"
+        else:
+            narrower = "" if rollout.weights else ", as does rollout.weights=int8"
+            advice = f"more than {rollout.tensor} devices an instance need less of each{narrower}"
+        found.append(
+            f"rollout.{'residents' if fewer else 'tensor'}: weights, calls and one longest sample{beside} need "
+            f"{least / GIB:.1f} GiB a device of {instance}, which has {instance.memory_bytes / GIB:.1f}; {advice}"
+        )
+    elif needs + budget.pages_bytes > instance.memory_bytes:
+        found.append(
+            f"rollout.pages: {rollout.pages} pages take {budget.pages_bytes / GIB:.1f} GiB of a device of {instance}, "
+            f"where weights and calls{beside} leave {(instance.memory_bytes - needs) / GIB:.1f}; 0 takes what fits"
+        )
+    return found
 
 
 def describe(budget: Budget) -> str:
     """The lines of the plan that --dry_run prints."""
-    lines = [_model_line(budget.model)]
+    model, rollout, t = budget.model, budget.config.rollout, budget.config.trainer
+    lines = [f"model: {(model.matrix_params + model.gain_params) / 1e9:,.2f}e9 parameters"]
+    if model.experts is not None:
+        active = (model.active_params + model.gain_params) / 1e9
+        lines[0] += f", of which a token meets {active:,.2f}e9 ({model.family})"
+    of_all = f"{budget.crowd} instances of " if budget.crowd > 1 else ""
+    pages = PlanLine("KV pages", budget.pages_bytes, f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens")
     for role, machine, parts in (
         ("trainer", budget.machines.trainer, budget.trainer),
-        ("instance", budget.machines.instances, [*budget.instance, _pages_line(budget)]),
+        ("instance", budget.machines.instances, [*budget.instance, pages]),
+        ("trainer while it is lent", budget.machines.trainer, budget.lent),
     ):
-        has = machine.memory_bytes / GIB
-        lines += [
-            f"memory of a device of the {role}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB",
-            *memory.table(parts),
-        ]
-    if budget.lent:
-        has = budget.machines.trainer.memory_bytes / GIB
-        lines += [
-            (
-                "memory of a device of the trainer while it is lent: "
-                f"{memory.total(budget.lent) / GIB:.2f} of {has:.2f} GiB"
-            ),
-            *memory.table(budget.lent),
-        ]
+        if parts:
+            has = machine.memory_bytes / GIB
+            lines.append(f"memory of a device of the {role}: {memory.total(parts) / GIB:.2f} of {has:.2f} GiB")
+            lines += memory.table(parts)
     if budget.shared:
         lines.append("trainer and instances share devices: both sums together have to fit")
-    return "\n".join([*lines, *_advice(budget)])
+    lines.append(
+        f"rollout.slots: {rollout.slots}; the pages hold {rollout.pages // budget.needed_pages} longest samples, or "
+        f"{budget.slots} of mixed lengths"
+    )
+    if fewest := budget.micro_batches:
+        lines.append(f"trainer.micro_batches: {t.micro_batches}; the fewest that fit, and leave a tenth, are {fewest}")
+    if chip := budget.machines.trainer.chip:
+        shape = memory.batch_layout(budget.config, budget.mesh)
+        update = expected(model, t, budget.mesh, chip, shape.rows, shape.tokens, budget.config.lora)
+        lines.append(f"trainer: {update}")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- private
 
 
-def _model_line(model: ModelConfig) -> str:
-    params = f"model: {(model.matrix_params + model.gain_params) / 1e9:,.2f}e9 parameters"
-    if model.experts is None:
-        return params
-    return f"{params}, of which a token meets {(model.active_params + model.gain_params) / 1e9:,.2f}e9 ({model.family})"
-
-
-def _pages_line(budget: Budget) -> PlanLine:
-    rollout = budget.config.rollout
-    of_all = f"{budget.crowd} instances of " if budget.crowd > 1 else ""
-    return PlanLine("KV pages", budget.pages_bytes, f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens")
-
-
-def _advice(budget: Budget) -> Iterator[str]:
-    rollout, t = budget.config.rollout, budget.config.trainer
-    yield (
-        f"rollout.slots: {rollout.slots}; the pages hold {rollout.pages // budget.needed_pages} longest samples, or "
-        f"{budget.slots} of mixed lengths"
-    )
-    if fewest := budget.micro_batches:
-        yield f"trainer.micro_batches: {t.micro_batches}; the fewest that fit, and leave a tenth, are {fewest}"
-    if chip := budget.machines.trainer.chip:
-        shape = memory.batch_layout(budget.config, budget.mesh)
-        yield f"trainer: {expected(budget.model, t, budget.mesh, chip, shape.rows, shape.tokens, budget.config.lora)}"
-
-
-def _trainer_problems(budget: Budget) -> Iterator[str]:
-    has, needs = budget.machines.trainer.memory_bytes, memory.total(budget.trainer)
-    if needs <= has:
-        return
-    knob = next(iter(_enough(budget)), "fsdp")
-    yield (
-        f"trainer.{knob}: an update needs {needs / GIB:.1f} GiB a device of {budget.machines.trainer}, "
-        f"which has {has / GIB:.1f}; {_help(budget)}"
-    )
-
-
-def _lent_problems(budget: Budget) -> Iterator[str]:
-    has, needs = budget.machines.trainer.memory_bytes, memory.total(budget.lent)
-    if needs > has:
-        moved = budget.config.trainer.lent_memory == "host"
-        yield (
-            f"{'rollout.pages' if moved else 'trainer.lent_memory'}: while it is lent (orchestrator.elastic), a device "
-            f"of the trainer holds {needs / GIB:.1f} GiB, and {budget.machines.trainer} has {has / GIB:.1f}; "
-            + (
-                "fewer pages need less"
-                if moved
-                else "trainer.lent_memory=host moves the state to host memory meanwhile"
-            )
-        )
-
-
-def _knobs(budget: Budget) -> Iterator[dict[str, Any]]:
-    """Changes of the trainer's section, the gentlest first: each alone, then all up to each."""
-    changes = [
-        {name: value or budget.rows}
-        for name, value in TRAINER_KNOBS
-        if getattr(budget.config.trainer, name) != (value or budget.rows)
-    ]
-    yield from changes
-    for count in range(2, len(changes) + 1):
-        yield {name: value for change in changes[:count] for name, value in change.items()}
-
-
-def _enough(budget: Budget) -> dict[str, Any]:
-    """The first of the knobs that makes the update fit; empty where none does."""
-    return next((change for change in _knobs(budget) if budget._trainer_fits(**change)), {})
-
-
-def _help(budget: Budget) -> str:
-    change = dict(_enough(budget))
-    if not change:
-        return "no setting of one device is enough: give the trainer more devices"
-    if "micro_batches" in change:
-        less = budget.with_trainer(**{k: v for k, v in change.items() if k != "micro_batches"})
-        change["micro_batches"] = less.micro_batches or change["micro_batches"]
-    return "it fits with " + ", ".join(f"trainer.{name}={value}" for name, value in change.items())
-
-
-def _instance_problems(budget: Budget) -> Iterator[str]:
-    rollout, machine = budget.config.rollout, budget.machines.instances
-    with_trainer = memory.total(budget.trainer) if budget.shared else 0.0
-    needs = memory.total(budget.instance) + with_trainer
-    least = needs + budget.crowd * (budget.needed_pages + 1) * budget._page_bytes
-    beside = ", the trainer's part included," if budget.shared else ""
-    if least > machine.memory_bytes:
-        knob = "residents" if rollout.residents > 1 and not budget.config.lora.on else "tensor"
-        yield (
-            f"rollout.{knob}: weights, calls and one longest sample{beside} need {least / GIB:.1f} "
-            f"GiB a device of {machine}, which has {machine.memory_bytes / GIB:.1f}; {_instance_help(budget)}"
-        )
-    elif needs + budget.pages_bytes > machine.memory_bytes:
-        yield (
-            f"rollout.pages: {rollout.pages} pages take {budget.pages_bytes / GIB:.1f} GiB of a device of {machine}, "
-            f"where weights and calls{beside} leave {(machine.memory_bytes - needs) / GIB:.1f}; 0 takes what fits"
-        )
-
-
-def _instance_help(budget: Budget) -> str:
-    rollout = budget.config.rollout
-    if budget.shared:
-        return "placement=disjoint gives the instances devices of their own"
-    if budget.config.rollout.residents > 1 and not budget.config.lora.on:
-        return "fewer residents need less"
-    return f"more than {rollout.tensor} devices an instance need less of each" + (
-        "" if rollout.weights else ", as does rollout.weights=int8"
-    )
+def _trainer_help(budget: Budget) -> tuple[str, str]:
+    """(the field to change, what makes the update fit), by the gentlest change that does: a knob alone, else all up to
+    one."""
+    values = {name: value or budget.rows for name, value in TRAINER_KNOBS}
+    names = [name for name, value in values.items() if getattr(budget.config.trainer, name) != value]
+    for chosen in [*([name] for name in names), *(names[:count] for count in range(2, len(names) + 1))]:
+        change = {name: values[name] for name in chosen}
+        if not budget._trainer_fits(**change):
+            continue
+        if "micro_batches" in change:
+            less = budget.with_trainer(**{k: v for k, v in change.items() if k != "micro_batches"})
+            change["micro_batches"] = less.micro_batches or change["micro_batches"]
+        return chosen[0], "it fits with " + ", ".join(f"trainer.{name}={value}" for name, value in change.items())
+    return "fsdp", "no setting of one device is enough: give the trainer more devices"

@@ -110,28 +110,24 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
             f"rollout.instances: {count} instances of {rollout.tensor} devices do not fit the {len(rest)} devices "
             f"that the trainer leaves; ask for fewer instances or a smaller mesh, or set placement=shared"
         )
-    return DevicePlan(
-        n_devices=n_devices,
-        trainer=tuple(range(used)),
-        trainer_mesh=mesh,
-        instances=tuple(groups[i % len(groups)] for i in range(count)),
-        lent=_lent(used, config) if config.orchestrator.elastic else (),
-    )
-
-
-def _lent(trainer: int, config: Config) -> tuple[Indices, ...]:
-    """Instances of the trainer's devices; ConfigError: there are too few of them for one."""
-    tensor = config.rollout.tensor
-    if config.orchestrator.colocated:
+    own = tuple(range(used))
+    lent = tuple(own[i : i + rollout.tensor] for i in range(0, used - rollout.tensor + 1, rollout.tensor))
+    if config.orchestrator.elastic and config.orchestrator.colocated:
         raise ConfigError(
             "orchestrator.elastic: colocated instances have the trainer's devices: there are none to lend"
         )
-    if trainer < tensor:
+    if config.orchestrator.elastic and not lent:
         raise ConfigError(
-            f"orchestrator.elastic: the trainer has {trainer} devices, which are too few for an instance of "
-            f"rollout.tensor = {tensor}"
+            f"orchestrator.elastic: the trainer has {used} devices, which are too few for an instance of "
+            f"rollout.tensor = {rollout.tensor}"
         )
-    return tuple(tuple(range(i, i + tensor)) for i in range(0, trainer - tensor + 1, tensor))
+    return DevicePlan(
+        n_devices=n_devices,
+        trainer=own,
+        trainer_mesh=mesh,
+        instances=tuple(groups[i % len(groups)] for i in range(count)),
+        lent=lent if config.orchestrator.elastic else (),
+    )
 
 
 def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:

@@ -85,7 +85,8 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     trained = trained_params(model, config, mesh)
     moments = 2 * BYTES[t.moments] * trained
-    largest = 2 * BYTES[t.moments] * model.largest_params / mesh.shards
+    stack = max(model.n_layers * model.d_model * model.d_ff, model.expert_layers * model.expert_layer_params // 3)
+    largest = 2 * BYTES[t.moments] * stack / mesh.shards
     lines = [
         PlanLine("masters", 4 * trained, "float32"),
         PlanLine(
@@ -96,7 +97,7 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
     ]
     if config.lora.on:
         lines.append(PlanLine("the base", BYTES[dtype] * weights, f"in {dtype}: adapters are trained, lora.rank"))
-    if objective.needs_reference(t):
+    if t.kl != "none":
         lines.append(PlanLine("reference model", 4 * trained, "float32, trainer.kl"))
     if objective.needs_value(t):
         value = (4 + 2 * BYTES[t.moments]) * weights
@@ -130,19 +131,23 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     weights = 4 * trained_params(model, config, mesh)
     ends = model.vocab_size * model.d_model / mesh.tensor
     layers = model.matrix_params - (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
-    layer = (model.layer_params - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
+    layer = (model.layer_params() - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
     logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
     # the loop's sum, one micro-batch's, and those on their way: of a mixture the last two are in half the bytes
     copies = 1 if t.micro_batches == 1 else 2 if alone or model.experts else 3
     gathered = 0.0 if alone else 2 * size * layer
     unlearned = alone or config.lora.on  # head and embedding have no gradient that is summed over devices
+    scores = 0.0  # that exist at once: the reference's, float32, of one block of queries and its gradient
+    if t.attention == "reference":
+        block = max(128, shape.tokens // 8)
+        scores = 2 * 4 * rows * model.n_heads / mesh.tensor * block * shape.tokens / mesh.context
     phases = {
         "the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
         "the gradients of head and embedding, float32": 0.0 if unlearned else (2 if copies == 1 else 4) * 4 * ends,
         "one layer, and gradients of head and embedding": (0.0 if unlearned else 2 * 4 * ends)
         + LAYERS_AT_ONCE * (2 * saved_activations(model, "none", tokens, mesh.tensor, size))
         + expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
-        + attention_scores(model, t.attention, rows, shape.tokens, mesh),
+        + scores,
     }
     largest = max(phases, key=phases.__getitem__)
     narrow = size if size < 4 and not config.lora.on else 0  # a base is kept in the type that it is computed with
@@ -191,14 +196,6 @@ def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int
     return sums + 2 * choices * ((size + 4) * model.d_model + 3 * size * model.experts.width / mesh.tensor)
 
 
-def attention_scores(model: ModelConfig, kernel: str, rows: int, length: int, mesh: Mesh) -> float:
-    """Bytes of the scores that exist at once: the reference's, f32, of one block of queries and its gradient."""
-    if kernel != "reference":
-        return 0.0
-    block = max(128, length // 8)
-    return 2 * 4 * rows * model.n_heads / mesh.tensor * block * length / mesh.context
-
-
 # --------------------------------------------------------------- instance
 
 
@@ -209,7 +206,7 @@ def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
     whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
     stored = whole
     if rollout.weights:  # 8 bits for the projections, the ends as published
-        stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params / rollout.tensor
+        stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params() / rollout.tensor
     kept, detail, here = stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}", []
     if config.lora.on:
         here = [PlanLine(BASE, stored, f"in {rollout.weights or config.model.dtype}")]

@@ -39,12 +39,8 @@ BLOCKS = "of a mixture: a CPU multiplies a few tokens by a matrix as it reads it
 RAGGED_DOT = "of a mixture: one grouped product of the tokens in the order of their experts"
 MEGABLOX = "of a mixture: XLA's gradient of ragged_dot multiplies every expert with every token on a TPU"
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
-KERNELS = {
-    "reference": ("cpu", "tpu", "gpu"),
-    "tpu": ("tpu",),
-    "tokamax": ("tpu",),
-    "gpu": ("gpu",),
-}  # kernel -> platforms
+# kernel -> platforms
+KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",)}
 TRAINER_OPTIONS = {  # platform -> XLA's options of the update
     "tpu": (
         {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
@@ -101,7 +97,9 @@ def machines(config: Config) -> Machines:
         )
     found = _named("slice", config.slice, 0 if config.slice else config.cpu_devices)
     if found.platform == "cpu" and config.slice and config.cpu_devices:
-        found = found.split(config.cpu_devices)
+        # The same memory as so many virtual devices
+        count, memory_bytes = config.cpu_devices, found.memory_bytes * found.devices / config.cpu_devices
+        found = dataclasses.replace(found, devices=count, host_devices=count, memory_bytes=memory_bytes)
     return Machines(found, found)
 
 
@@ -132,8 +130,16 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
     """The configuration with every open field filled in."""
     asked, choices = config, list[Choice]()
     rollout = _filled("rollout", config.rollout, _rollout(config.rollout, found.instances), choices)
-    rollout = _filled("rollout", rollout, _residents(config), choices if config.lora.on else [])
-    model_section = _filled("model", config.model, _model(found), choices)
+    residents: Presets = {"residents": (1, "each is a copy of all weights")}
+    if config.lora.on:
+        versions = config.orchestrator.max_versions + 1
+        why = "adapters take little: all live versions are on every instance, and the next one"
+        residents = {"residents": (versions, why)}
+    rollout = _filled("rollout", rollout, residents, choices if config.lora.on else [])
+    dtype = "bfloat16", "matrix units take it, and weights and KV take half the memory"
+    if all(machine.platform == "cpu" for machine in found):
+        dtype = "float32", "a CPU computes bfloat16 no faster"
+    model_section = _filled("model", config.model, {"dtype": dtype}, choices)
     chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
     config = dataclasses.replace(
         config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
@@ -159,9 +165,7 @@ def problems(planned: Plan) -> list[str]:
 
     ConfigError where the meshes do not fit the devices.
     """
-    config, found = planned.config, planned.machines
-    refusals = [*_size(config, planned.model), *_kernels(config, found), *_lent(config, found)]
-    return refusals or (budget.problems(planned.memory) if planned.memory else [])
+    return [*_refusals(planned)] or (budget.problems(planned.memory) if planned.memory else [])
 
 
 def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
@@ -245,13 +249,9 @@ def micro_batches(tree: Any) -> int:
     if planned is None:
         raise ValueError("model.size and the slices have to be named for a memory plan")
     count = planned.micro_batches
-    return (
-        count
-        if count
-        and planned.slots >= config.rollout.slots
-        and not budget.problems(planned.with_trainer(micro_batches=count))
-        else 0
-    )
+    if not count or planned.slots < config.rollout.slots:
+        return 0
+    return 0 if budget.problems(planned.with_trainer(micro_batches=count)) else count
 
 
 def table(choices: tuple[Choice, ...]) -> list[str]:
@@ -285,12 +285,6 @@ def _filled(prefix: str, section: Section, presets: Presets, choices: list[Choic
     return dataclasses.replace(section, **{name: value for name, (value, _) in filled.items()})
 
 
-def _model(found: Machines) -> Presets:
-    if all(machine.platform == "cpu" for machine in found):
-        return {"dtype": ("float32", "a CPU computes bfloat16 no faster")}
-    return {"dtype": ("bfloat16", "matrix units take it, and weights and KV take half the memory")}
-
-
 def _rollout(section: RolloutSection, machine: Machine) -> Presets:
     kernel = {"cpu": "reference", "tpu": "tpu", "gpu": "gpu"}[machine.platform]
     kernel = section.attention if section.attention not in OPEN else kernel
@@ -307,7 +301,11 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
             ),
             "late_results": ("off", "host and device are the same cores"),
         }
-    size, why = _page_size(section, kernel)
+    size, why = PAGE_SIZES[0], "a page is one read of the kernel"
+    if kernel in ("tpu", "tokamax"):
+        size, why = PAGE_SIZES[-1], "the largest that there is"
+        if fitting := [each for each in PAGE_SIZES if memory.table_fits(section, each)]:
+            size, why = fitting[0], "the page table fits the chip's scalar memory, 1 MiB"
     return {
         "attention": (kernel, f"the paged kernel for {machine}"),
         "expert_matmul": ("ragged_dot", RAGGED_DOT),
@@ -318,22 +316,6 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
         "late_results": ("on", "the device decodes while the host plans the next call"),
         "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE),
     }
-
-
-def _residents(config: Config) -> Presets:
-    if not config.lora.on:
-        return {"residents": (1, "each is a copy of all weights")}
-    versions = config.orchestrator.max_versions + 1
-    return {"residents": (versions, "adapters take little: all live versions are on every instance, and the next one")}
-
-
-def _page_size(section: RolloutSection, kernel: str) -> tuple[int, str]:
-    if kernel not in ("tpu", "tokamax"):
-        return PAGE_SIZES[0], "a page is one read of the kernel"
-    for size in PAGE_SIZES:
-        if memory.table_fits(section, size):
-            return size, "the page table fits the chip's scalar memory, 1 MiB"
-    return PAGE_SIZES[-1], "the largest that there is"
 
 
 def _with_pages(planned: Plan) -> Plan:
@@ -366,13 +348,17 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
         }
     kernel: TrainerKernel = "splash" if machine.platform == "tpu" else "cudnn"
     why = "scores never reach the memory"
-    if wrong := objective.attention_problems(dataclasses.replace(section, attention=kernel), machine.platform, dtype):
-        kernel, why = "reference", wrong[0]
+    tried = dataclasses.replace(section, attention=kernel)
+    if wrong := next(objective.attention_problems(tried, machine.platform, dtype), None):
+        kernel, why = "reference", wrong
+    # 1 GiB of logits, less where three such arrays would be more than a tenth of the memory
+    share = machine.memory_bytes / LOGITS_SHARE or MAX_LOGITS_BYTES
+    logits_bytes = min(MAX_LOGITS_BYTES, 1 << int(share).bit_length() - 1)
     return {
         "attention": (kernel, why),
         "expert_matmul": ("megablox", MEGABLOX) if machine.platform == "tpu" else ("ragged_dot", RAGGED_DOT),
         "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
-        "logits_bytes": (_logits_bytes(machine), "the head is read once for so many logits"),
+        "logits_bytes": (logits_bytes, "the head is read once for so many logits"),
         "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE),
     }
 
@@ -380,44 +366,23 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
 def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
     if kernel == "splash":
         return "off", "splash compares segment ids alone"
-    if not objective.may_share_prompts(section):
+    if section.advantage in objective.ALONE:
         return "off", f"the advantage {section.advantage} takes the gradient of each trajectory alone"
     return "on", "a group's prompt is computed once a row"
 
 
-def _size(config: Config, model: ModelConfig | None) -> Iterator[str]:
+def _refusals(planned: Plan) -> Iterator[str]:
+    config, (trainer, instance), model = planned.config, planned.machines, planned.model
     expected = families.KNOWN.get(config.model.size)
     if model and expected and (model.n_layers, model.d_model) != (expected.n_layers, expected.d_model):
         yield (
             f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
             f"{config.model.size} has {expected.n_layers} of {expected.d_model}"
         )
-
-
-def _lent(config: Config, found: Machines) -> Iterator[str]:
-    """Of a cluster: processes of the trainer's gang are an instance while they are lent."""
-    (trainer, instance), hosts = found, config.cluster.hosts_per_instance
-    if not (config.cluster.launcher and config.orchestrator.elastic and trainer.devices and instance.devices):
-        return
-    each = trainer.devices // config.cluster.trainer_hosts
-    if trainer.chip != instance.chip or hosts * each != config.rollout.tensor:
-        yield (
-            f"orchestrator.elastic: {hosts} of the trainer's processes have {hosts * each} devices of {trainer}, and "
-            f"an instance is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
-        )
-
-
-def _logits_bytes(machine: Machine) -> int:
-    """1 GiB, less where three such arrays would be more than a tenth of the memory."""
-    share = machine.memory_bytes / LOGITS_SHARE or MAX_LOGITS_BYTES
-    return min(MAX_LOGITS_BYTES, 1 << int(share).bit_length() - 1)
-
-
-def _kernels(config: Config, found: Machines) -> Iterator[str]:
-    kernel, machine = config.rollout.attention, found.instances
-    if machine.platform not in KERNELS[kernel]:
-        yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {machine}"
-    for name, section, role in (("rollout", config.rollout, machine), ("trainer", config.trainer, found.trainer)):
+    kernel, hosts = config.rollout.attention, config.cluster.hosts_per_instance
+    if instance.platform not in KERNELS[kernel]:
+        yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {instance}"
+    for name, section, role in (("rollout", config.rollout, instance), ("trainer", config.trainer, trainer)):
         if section.expert_matmul == "megablox" and role.platform != "tpu":
             yield f"{name}.expert_matmul: the kernel 'megablox' is for tpu, and this is {role}"
     if config.trainer.expert_dispatch == "all_to_all" and config.trainer.expert_matmul != "megablox":
@@ -425,4 +390,12 @@ def _kernels(config: Config, found: Machines) -> Iterator[str]:
             f"trainer.expert_dispatch: all_to_all goes with trainer.expert_matmul=megablox, and it is "
             f"{config.trainer.expert_matmul}"
         )
-    yield from objective.attention_problems(config.trainer, found.trainer.platform, config.model.dtype)
+    yield from objective.attention_problems(config.trainer, trainer.platform, config.model.dtype)
+    # Of a cluster: processes of the trainer's gang are an instance while they are lent
+    if config.cluster.launcher and config.orchestrator.elastic and trainer.devices and instance.devices:
+        lent = hosts * (trainer.devices // config.cluster.trainer_hosts)
+        if trainer.chip != instance.chip or lent != config.rollout.tensor:
+            yield (
+                f"orchestrator.elastic: {hosts} of the trainer's processes have {lent} devices of {trainer}, and an "
+                f"instance is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
+            )

@@ -135,15 +135,13 @@ def model_problems(config: Config) -> list[str]:
     return wrong
 
 
-def get(config: Config, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
 def _ruled(config: Config, purpose: str) -> tuple[presets.Plan, list[str]]:
     """(the plan without the model, every broken rule)."""
-    found = [*_folders(config, purpose)]
+    found = []
+    if purpose == "train" and not config.model.path:
+        found.append("model.path: empty; name a Hugging Face folder, or the same folder as sft.out to make one first")
+    if purpose == "sft" and not config.sft.out:
+        found.append("sft.out: empty; name the folder to write")
     try:
         machines = presets.machines(config)
     except ValueError as error:
@@ -156,26 +154,27 @@ def _ruled(config: Config, purpose: str) -> tuple[presets.Plan, list[str]]:
 def _broken(config: Config, purpose: str = "evaluate") -> Problems:
     """The rules between fields that a resolved configuration breaks."""
     rules: tuple[Callable[[Config], Problems], ...]
-    rules = (_task, _reward_model, _engine, _orchestrator, _trainer, _lengths, _sft, config_cluster.problems)
+    rules = (_task, _reward_model, _engine, _orchestrator, _trainer, _sft, config_cluster.problems)
     if purpose == "serve":  # an engine, and nothing else of a run
         rules = (_engine, lora_config.problems)
     for rule in rules:
         yield from rule(config)
 
 
-def _folders(config: Config, purpose: str) -> Problems:
-    if purpose == "train" and not config.model.path:
-        yield "model.path: empty; name a Hugging Face folder, or the same folder as sft.out to make one first"
-    if not config.sft.out and purpose == "sft":
-        yield "sft.out: empty; name the folder to write"
-
-
 def _parts(task: TaskSection) -> dict[str, TaskPart]:
     return {f"task.mix.{name}": part for name, part in task.mix.items()}
 
 
-def _mix(config: Config) -> Problems:
+def _task(config: Config) -> Problems:
     task = config.task
+    sources: dict[str, Any] = _parts(task) or {"task": task}
+    for where, part in sources.items():
+        kind, _, dataset = part.name.partition(":")
+        if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
+            yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
+        if part.name == "rows" and not part.path:
+            yield f'{where}.path: empty; the task "rows" reads a .jsonl or .parquet file'
+        yield from _pattern(f"{where}.extract", part.extract)
     if task.adaptive and not (task.mix and config.orchestrator.filter_zero_variance):
         yield (
             "task.adaptive: it looks at the filtered groups of a mix: it needs task.mix and "
@@ -189,19 +188,6 @@ def _mix(config: Config) -> Problems:
             yield f"{where}: a task's name is made of letters, digits, _ and -, for metrics bear it"
     if (total := sum(part.weight for part in task.mix.values())) > MOST_WEIGHT:
         yield f"task.mix: its weights add up to {total}: a turn through it has at most {MOST_WEIGHT} prompts"
-
-
-def _task(config: Config) -> Problems:
-    task = config.task
-    sources: dict[str, Any] = _parts(task) or {"task": task}
-    for where, part in sources.items():
-        kind, _, dataset = part.name.partition(":")
-        if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
-            yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
-        if part.name == "rows" and not part.path:
-            yield f'{where}.path: empty; the task "rows" reads a .jsonl or .parquet file'
-        yield from _pattern(f"{where}.extract", part.extract)
-    yield from _mix(config)
     if task.template != "chat" and "{prompt}" not in task.template:
         yield f'task.template: {task.template!r} is neither "chat" nor a text with {{prompt}} in it'
     yield from environment.problems(config)
@@ -287,12 +273,8 @@ def _trainer(config: Config) -> Problems:
             "exported"
         )
     yield from lora_config.problems(config)
-
-
-def _lengths(config: Config) -> Problems:
-    """A packed row holds all tokens of a sample except the last, which is only a target."""
-    t, rollout, orchestrator = config.trainer, config.rollout, config.orchestrator
-    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
+    rollout, orchestrator = config.rollout, config.orchestrator
+    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens - 1  # the last is only a target
     if tokens > t.pack_tokens:
         yield (
             f"trainer.pack_tokens: the longest sample, max_prompt_tokens + max_new_tokens - 1 = {tokens}, "

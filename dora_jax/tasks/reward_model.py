@@ -43,7 +43,7 @@ CLOSE_TIMEOUT_S = 60.0  # for the batch that is being computed
 
 def check(path: str | Path, policy: str | Path, max_tokens: int) -> None:
     """ValueError says in a sentence why this folder cannot score samples of the policy's folder."""
-    cfg = hf.check_scorer(path)
+    cfg = hf.check(path, scorer=True)
     theirs = vocabulary(path)
     for token, i in vocabulary(policy).items():
         if theirs.get(token) != i:

@@ -86,7 +86,7 @@ def opo(rewards: np.ndarray, group_ids: np.ndarray, *, lengths: Any = None, mask
         raise ValueError("advantage 'opo' needs lengths, or the mask to count them from")
     group, _ = _groups(group_ids)
     weight = np.asarray(mask, bool).sum(-1) if lengths is None else np.asarray(lengths)
-    return rewards - _weighted_mean(rewards, group, weight.astype(np.float64))[group]
+    return rewards - _mean(rewards, group, weight.astype(np.float64))[group]
 
 
 def vcpo(rewards: np.ndarray, group_ids: np.ndarray, *, w: Any, g_sq: Any) -> np.ndarray:
@@ -96,7 +96,7 @@ def vcpo(rewards: np.ndarray, group_ids: np.ndarray, *, w: Any, g_sq: Any) -> np
     """
     group, _ = _groups(group_ids)
     weight = np.asarray(w, np.float64) ** 2 * np.asarray(g_sq, np.float64)
-    return rewards - _weighted_mean(rewards, group, weight)[group]
+    return rewards - _mean(rewards, group, weight)[group]
 
 
 ESTIMATORS = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, max_rl, opo, vcpo)}
@@ -157,15 +157,14 @@ def _groups(group_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return group.reshape(-1), count
 
 
-def _mean(rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
-    return np.bincount(group, weights=rewards) / np.bincount(group)
-
-
-def _weighted_mean(rewards: np.ndarray, group: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def _mean(rewards: np.ndarray, group: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
     """Per group; a group whose weights are all 0 takes the plain mean."""
+    plain = np.bincount(group, weights=rewards) / np.bincount(group)
+    if weight is None:
+        return plain
     total = np.bincount(group, weights=weight)
     weighted = np.bincount(group, weights=weight * rewards)
-    return np.where(total > 0, weighted / np.where(total > 0, total, 1.0), _mean(rewards, group))
+    return np.where(total > 0, weighted / np.where(total > 0, total, 1.0), plain)
 
 
 def token_rewards(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -244,37 +243,32 @@ class Prepare:
             on_tokens = section.advantage in ("gae", "gae_turn", "reinforce_pp")
             credited = token_rewards(rewards, sequences.mask) if on_tokens else rewards
             rewards = credited - (per_token if on_tokens else per_token.sum(-1))
-        mask = np.asarray(sequences.mask, bool)
-        advantages, returns = self._advantages(sequences, rewards, mask)
-        if self._section.overlong_filter:  # after the estimate: these trajectories count in the group statistics
-            mask = mask & ~sequences.truncated[:, None]
-        return Estimate(advantages, mask, returns)
-
-    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
-        return loss.token_weights(self._section.aggregation, mask, segment_ids, group_ids, self._max_len)
-
-    def _advantages(
-        self, sequences: Any, rewards: np.ndarray, mask: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        name, params = self._section.advantage, dict(self._section.advantage_params)
+        mask, returns = np.asarray(sequences.mask, bool), None
+        name, params = section.advantage, dict(section.advantage_params)
+        if name in ("reinforce_pp", "reinforce_pp_baseline", "opo"):
+            params["mask"] = mask
+        elif name == "vcpo":
+            gap = np.where(mask, sequences.old_logprobs - sequences.behavior_logprobs, 0.0).sum(-1)
+            params |= {"w": np.exp(np.clip(gap, -20.0, 20.0)), "g_sq": sequences.grad_sq[:, 0]}
         if name in ("gae", "gae_turn"):
             # a truncated trajectory would have gone on: its last value stands for the rest
             last = np.where(mask.any(1), mask.shape[1] - 1 - mask[:, ::-1].argmax(1), 0)
             bootstrap = np.where(sequences.truncated, sequences.values[np.arange(len(last)), last], 0.0)
             estimator = gae if name == "gae" else gae_turn
-            return estimator(rewards, sequences.values, mask, bootstrap=bootstrap, **params)
-        if name in ("reinforce_pp", "reinforce_pp_baseline", "opo"):
-            params["mask"] = mask
-        if name == "vcpo":
-            gap = np.where(mask, sequences.old_logprobs - sequences.behavior_logprobs, 0.0).sum(-1)
-            params |= {"w": np.exp(np.clip(gap, -20.0, 20.0)), "g_sq": sequences.grad_sq[:, 0]}
-        if name not in ESTIMATORS:
-            offered = {"mask": mask, "lengths": sequences.lengths, "truncated": sequences.truncated}
-            params |= objective.offered(objective.plugin("advantage", name), offered)
-        advantages = estimate(name, rewards, sequences.group_ids, **params)
+            advantages, returns = estimator(rewards, sequences.values, mask, bootstrap=bootstrap, **params)
+        else:
+            if name not in ESTIMATORS:
+                offered = {"mask": mask, "lengths": sequences.lengths, "truncated": sequences.truncated}
+                params |= objective.offered(objective.plugin("advantage", name), offered)
+            advantages = estimate(name, rewards, sequences.group_ids, **params)
         if advantages.shape not in (mask.shape[:1], mask.shape):
             raise ValueError(
                 f"trainer.advantage: {name} returned an array of shape {advantages.shape} for {len(mask)} trajectories "
                 f"of {mask.shape[1]} positions; it has one number a trajectory, or one a position"
             )
-        return advantages, None
+        if section.overlong_filter:  # after the estimate: these trajectories count in the group statistics
+            mask = mask & ~sequences.truncated[:, None]
+        return Estimate(advantages, mask, returns)
+
+    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
+        return loss.token_weights(self._section.aggregation, mask, segment_ids, group_ids, self._max_len)

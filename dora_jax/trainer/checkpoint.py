@@ -14,6 +14,7 @@ for.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import os
 import re
@@ -56,10 +57,14 @@ logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMe
 STEP_METADATA = "_CHECKPOINT_METADATA"  # a file of Orbax, in every step that it has completed
 UNPROVED = "unproved"  # in the name of a folder moved aside: it lacks its manifest, and no digests vouch for it
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
-# The writes of a save that has failed find their event loop closed.
-never_print(lambda error: isinstance(error, RuntimeError) and str(error) == "Event loop is closed")
-# Where a piece of a checkpoint cannot be read, Orbax leaves its reads of the others behind; `proved` says it once.
-never_print(lambda error: "Encountered error while reading array index" in str(error))
+# The writes of a save that has failed find their event loop closed. Where a piece of a checkpoint cannot be read, Orbax
+# leaves its reads of the others behind; `proved` says it once.
+never_print(
+    lambda error: (
+        (isinstance(error, RuntimeError) and str(error) == "Event loop is closed")
+        or "Encountered error while reading array index" in str(error)
+    )
+)
 
 
 WHY_CHARS = 300  # of a library's error, which may list every array
@@ -110,7 +115,7 @@ class Checkpoints:
             for step in [] if adopts else unsealed(self._dir):
                 notify(f"checkpoint {step} has no manifest and is moved aside")
                 set_aside(self._dir / str(step), UNPROVED)
-        self._manager = _own_manager(self._dir) if put else _manager(self._dir)
+        self._manager = _manager(self._dir, alone=put is not None)
         self.part: tuple[int, Files] | None = None
         self._finite = jax.jit(_all_finite)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "manifest")  # checksums read every byte
@@ -456,38 +461,24 @@ class _Manager(ocp.CheckpointManager):
         return None
 
 
-def _manager(directory: Path) -> ocp.CheckpointManager:
-    arrays, text = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler
-    return _Manager(
-        directory,
-        options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll()),
-        item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()},
-    )
-
-
-def _own_manager(directory: Path) -> ocp.CheckpointManager:
-    """Of this process alone, in a folder of its own. A chunk of an array is a file, so that the parts of all processes,
-    laid over one another, are a step like any other; Orbax's usual format would have to be merged."""
-    me = jax.process_index()
-    alone = MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"part{me}")
-    types = type_handlers.create_type_handler_registry((jax.Array, type_handlers.ArrayHandler(primary_host=None)))
-
-    def arrays() -> ocp.PyTreeCheckpointHandler:
-        return ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone, type_handler_registry=types)
-
-    def text() -> ocp.JsonCheckpointHandler:
-        return ocp.JsonCheckpointHandler(multiprocessing_options=alone)
-
-    options = ocp.CheckpointManagerOptions(
-        create=False,
-        multiprocessing_options=alone,
-        preservation_policy=preservation_policy.PreserveAll(),
+def _manager(directory: Path, alone: bool) -> ocp.CheckpointManager:
+    """alone: of this process, in a folder of its own. A chunk of an array is a file then, so that the parts of all
+    processes, laid over one another, are a step like any other; Orbax's usual format would have to be merged."""
+    arrays, text, own = ocp.StandardCheckpointHandler, ocp.JsonCheckpointHandler, {}
+    if alone:
+        me = jax.process_index()
+        mine = MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"part{me}")
+        types = type_handlers.create_type_handler_registry((jax.Array, type_handlers.ArrayHandler(primary_host=None)))
+        arrays = functools.partial(
+            ocp.PyTreeCheckpointHandler, use_ocdbt=False, multiprocessing_options=mine, type_handler_registry=types
+        )
+        text = functools.partial(ocp.JsonCheckpointHandler, multiprocessing_options=mine)
         # made beside the save, folders are reported to be there under a name that all processes of a world share
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-    )
+        beside = ocp.AsyncOptions(create_directories_asynchronously=False)
+        own = dict(create=False, multiprocessing_options=mine, async_options=beside)
     return _Manager(
         directory,
-        options=options,
+        options=ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.PreserveAll(), **own),
         item_handlers={"params": arrays(), "opt_state": arrays(), "rl_state": text(), "metrics": text()},
     )
 

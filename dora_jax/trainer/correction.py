@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dora_jax.trainer import objective
-from dora_jax.trainer.loss import segment_max, segment_sum
+from dora_jax.trainer.loss import clean, segment_max, segment_sum
 
 LOG_WEIGHT_LIMIT = 20.0  # a sequence's summed gap is clamped here before exp
 
@@ -37,12 +37,12 @@ def weights(
     name: of CORRECTIONS, or the import path of a function of the same form (objective.plugin)."""
     function = CORRECTIONS.get(name) or objective.plugin("correction", name)
     mask = jnp.asarray(mask, bool)
-    gap = _clean(old_logprobs, mask) - _clean(behavior_logprobs, mask)
+    gap = clean(old_logprobs, mask) - clean(behavior_logprobs, mask)
     if name == "opsm" and (logprobs is None or advantages is None):
         raise ValueError("correction 'opsm' needs logprobs and advantages")
     offered = {
-        "drift": None if logprobs is None else _clean(old_logprobs, mask) - _clean(logprobs, mask),
-        "adv": None if advantages is None else _clean(advantages, mask),
+        "drift": None if logprobs is None else clean(old_logprobs, mask) - clean(logprobs, mask),
+        "adv": None if advantages is None else clean(advantages, mask),
     }
     w, keep, metrics = function(gap, mask, segment_ids, **objective.offered(function, offered), **params)
     metrics["rejected_share"] = 1.0 - jnp.sum(keep) / jnp.maximum(jnp.sum(mask), 1)
@@ -87,8 +87,27 @@ def reject(
     level: token; seq_sum, seq_mean, seq_max of the tokens' metric; geometric = exp(mean d). For a ratio seq_sum adds
     the logs: it is the ratio of the whole sequence.
     """
-    value = _sequence_metric(_token_metric(gap, metric), gap, mask, segment_ids, level, metric)
-    return jnp.ones_like(gap), mask & (value >= lo) & (value <= hi), {}
+    d = jnp.clip(gap, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
+    metrics = {"ratio": jnp.exp(d), "k1": -d, "k2": 0.5 * d * d, "k3": jnp.expm1(d) - d}
+    if metric not in metrics:
+        raise ValueError(f"correction 'mask': unknown metric {metric!r}: known are {', '.join(metrics)}")
+    inside, length = jnp.where(mask, metrics[metric], 0.0), segment_sum(mask.astype(jnp.float32), segment_ids)
+    levels = {
+        "token": metrics[metric],
+        "seq_sum": segment_sum(inside, segment_ids),
+        "seq_mean": segment_sum(inside, segment_ids) / jnp.maximum(length, 1.0),
+        "seq_max": segment_max(jnp.where(mask, metrics[metric], -jnp.inf), segment_ids),
+    }
+    if metric == "ratio":
+        summed = segment_sum(gap, segment_ids)
+        levels["seq_sum"] = jnp.exp(jnp.clip(summed, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
+        levels["geometric"] = jnp.exp(summed / jnp.maximum(length, 1.0))
+    if level not in levels:
+        raise ValueError(
+            f"correction 'mask': level {level!r} with metric {metric!r}: levels are token, seq_sum, seq_mean, "
+            f"seq_max, and geometric for the ratio"
+        )
+    return jnp.ones_like(gap), mask & (levels[level] >= lo) & (levels[level] <= hi), {}
 
 
 def opsm(
@@ -131,48 +150,3 @@ def effective_samples(n: Any, first: Any, second: Any, rho_base: float) -> tuple
     ess = first * first / jnp.maximum(second, jnp.finfo(jnp.float32).tiny)
     rho = ess / jnp.maximum(n, 1.0)
     return ess, rho, jnp.sqrt(jnp.minimum(1.0, rho / rho_base))
-
-
-# ---------------------------------------------------------------- private
-
-
-def _clean(x: Any, mask: jax.Array) -> jax.Array:
-    x = jnp.asarray(x, jnp.float32)
-    x = jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 and mask.ndim == 2 else x
-    return jnp.where(mask, x, 0.0)
-
-
-def _token_metric(gap: jax.Array, metric: str) -> jax.Array:
-    gap = jnp.clip(gap, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
-    if metric == "ratio":
-        return jnp.exp(gap)
-    if metric == "k1":
-        return -gap
-    if metric == "k2":
-        return 0.5 * gap * gap
-    if metric == "k3":
-        return jnp.expm1(gap) - gap
-    raise ValueError(f"correction 'mask': unknown metric {metric!r}: known are ratio, k1, k2, k3")
-
-
-def _sequence_metric(
-    value: jax.Array, gap: jax.Array, mask: jax.Array, segment_ids: Any, level: str, metric: str
-) -> jax.Array:
-    if level == "token":
-        return value
-    length = jnp.maximum(segment_sum(mask.astype(jnp.float32), segment_ids), 1.0)
-    inside = jnp.where(mask, value, 0.0)
-    if level == "seq_sum":
-        if metric != "ratio":
-            return segment_sum(inside, segment_ids)
-        return jnp.exp(jnp.clip(segment_sum(gap, segment_ids), -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT))
-    if level == "seq_mean":
-        return segment_sum(inside, segment_ids) / length
-    if level == "seq_max":
-        return segment_max(jnp.where(mask, value, -jnp.inf), segment_ids)
-    if level == "geometric" and metric == "ratio":
-        return jnp.exp(segment_sum(gap, segment_ids) / length)
-    raise ValueError(
-        f"correction 'mask': level {level!r} with metric {metric!r}: levels are token, seq_sum, seq_mean, "
-        f"seq_max, and geometric for the ratio"
-    )

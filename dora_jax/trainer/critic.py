@@ -31,16 +31,7 @@ class Critic:
 
     def __init__(self, model: Model, section: TrainerSection):
         self.model, self.section = model, section
-        rate = optax.constant_schedule(section.value_learning_rate)
-        self._tx = optim.optimizer(
-            rate,
-            b1=section.b1,
-            b2=section.b2,
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            max_grad_norm=section.max_grad_norm,
-            moments=section.moments,
-        )
+        self._tx = optim.optimizer(optax.constant_schedule(section.value_learning_rate), section)
 
     def init(self, policy: Any) -> CriticState:
         """Jittable; copies the policy's weights."""
@@ -77,7 +68,7 @@ class Critic:
             self.loss, state.params, self.shardings(self.model.mesh).params, arrays, self.section.micro_batches
         )
         norm = optax.tree.norm(grads)
-        ok = optim.all_finite(norm, sums["value_loss"])
+        ok = jnp.isfinite(norm) & jnp.isfinite(sums["value_loss"])
         old = optim.fetched(state.opt_state, self.shardings(self.model.mesh).opt_state, after=norm)
         updates, opt_state = self._tx.update(grads, old, state.params)
         new = CriticState(optax.apply_updates(state.params, updates), opt_state)

@@ -46,20 +46,17 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
             total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
         elif eqn.primitive.name == "ragged_dot_general":  # every row with one group's matrix, or a row of its gradient
             total += 2.0 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
-        elif eqn.primitive.name == "pallas_call" and _grouped(eqn):
-            total += eqn.params["cost_estimate"].flops
+        elif eqn.primitive.name == "pallas_call":
+            total += _kernel_flops(eqn)
         else:
-            inner = jax.extend.core.jaxprs_in_params(eqn.params)
-            times, unknown = 1, loops
-            if eqn.primitive.name == "pallas_call":
-                times, unknown = _blocks(eqn), 1
-            elif eqn.primitive.name == "scan":
+            times = 1
+            if eqn.primitive.name == "scan":
                 times = eqn.params["length"]
             elif eqn.primitive.name == "while":
                 times = 1 if EVEN_LOAD in str(eqn.source_info.name_stack) else loops
             elif eqn.primitive.name == "shard_map":  # its inner shapes are one device's
                 times = eqn.params["mesh"].size
-            total += times * sum(traced_flops(each, unknown) for each in inner)
+            total += times * sum(traced_flops(each, loops) for each in jax.extend.core.jaxprs_in_params(eqn.params))
     return total
 
 
@@ -70,10 +67,7 @@ def kernel_flops(jaxpr: Any, within: str = "") -> dict[str, float]:
     found: dict[str, float] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
-            done = (
-                eqn.params["cost_estimate"].flops if _grouped(eqn) else _blocks(eqn) * traced_flops(eqn.params["jaxpr"])
-            )
-            inner = {eqn.params["name"] or within: done}
+            inner = {eqn.params["name"] or within: _kernel_flops(eqn)}
         elif eqn.primitive.name == "ragged_dot_general":
             inner = {XLA_GROUPED: 2.0 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]}
         else:
@@ -86,13 +80,13 @@ def kernel_flops(jaxpr: Any, within: str = "") -> dict[str, float]:
     return found
 
 
-def _blocks(eqn: Any) -> int:
-    return math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
-
-
-def _grouped(eqn: Any) -> bool:
-    """Whether the kernel's grid depends on the load, as that of a grouped product."""
-    return not all(isinstance(n, int) for n in eqn.params["grid_mapping"].grid) and bool(eqn.params["cost_estimate"])
+def _kernel_flops(eqn: Any) -> float:
+    """Of one pallas_call: its own estimate where its grid depends on the load, as that of a grouped product."""
+    grid, estimate = eqn.params["grid_mapping"].grid, eqn.params["cost_estimate"]
+    blocks = [n for n in grid if isinstance(n, int)]
+    if estimate and len(blocks) < len(grid):
+        return estimate.flops
+    return math.prod(blocks) * traced_flops(eqn.params["jaxpr"])
 
 
 class FlopsMeter:
@@ -103,7 +97,7 @@ class FlopsMeter:
         adapters are trained, and the model's own matrices have no gradient."""
         self._cfg, self._frozen = cfg, frozen
         self._peak = mesh.size * (1e12 * peak_tflops or peak_flops(mesh.devices.flat[0].device_kind) or 0.0)
-        self._clear()
+        self._tokens, self._places, self._flops, self._seconds = 0, 0, 0.0, 0.0
 
     def add(self, batch: Any, seconds: float) -> None:
         """A TrainBatch; a prompt that is shared counts once."""
@@ -121,11 +115,8 @@ class FlopsMeter:
         }
         if self._peak:
             metrics["trainer/mfu"] = self._flops / self._seconds / self._peak
-        self._clear()
-        return metrics
-
-    def _clear(self) -> None:
         self._tokens, self._places, self._flops, self._seconds = 0, 0, 0.0, 0.0
+        return metrics
 
 
 def peak_flops(device_kind: str) -> float | None:

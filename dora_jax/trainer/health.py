@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.config import RunError
-from dora_jax.trainer import routing
 
 MAX_SKIPPED_IN_A_ROW = 3  # a third non-finite update is no accident
 BINS_PER_DECADE = 8
 LOWEST_DECADE, HIGHEST_DECADE = -7, 2  # of |trainer - engine|
 _BINS = BINS_PER_DECADE * (HIGHEST_DECADE - LOWEST_DECADE)
+TOKEN_MEANS = ("entropy", "clipped", "ratio", "kl_anchor", "kept", "kl_ref", "value_loss")
 
 
 def token_sums(
@@ -44,6 +44,10 @@ def token_sums(
     fresh = mask & (lag == 0)
     gap = jnp.where(fresh, old - behavior, 0.0)  # the trainer at the engine's own weights, whatever the anchor
 
+    # Counts f32[bins] of log-spaced |d|; below the lowest decade counts in the first bin
+    place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(jnp.abs(gap), 10.0**LOWEST_DECADE)) - LOWEST_DECADE)
+    bins = jnp.clip(jnp.nan_to_num(place, nan=_BINS - 1).astype(jnp.int32), 0, _BINS - 1).reshape(-1)
+
     def total(x: jax.Array, where: jax.Array = mask) -> jax.Array:
         return jnp.sum(jnp.where(where, x, 0.0), dtype=jnp.float32)
 
@@ -58,34 +62,25 @@ def token_sums(
         "mismatch": total(jnp.abs(gap), fresh),
         "mismatch_kl": total(jnp.expm1(gap) - gap, fresh),
         "mismatch_max": jnp.max(jnp.abs(gap)),
-        "mismatch_bins": _histogram(jnp.abs(gap), fresh),
+        "mismatch_bins": jax.ops.segment_sum(fresh.astype(jnp.float32).reshape(-1), bins, num_segments=_BINS),
     }
-
-
-def add(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Joins the sums of two micro-batches."""
-    return {name: jnp.maximum(a[name], b[name]) if name.endswith("_max") else a[name] + b[name] for name in a}
 
 
 def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Host metrics of a step from the sums of its updates."""
     tokens = sum(float(u["tokens"]) for u in updates)
-    n = max(tokens, 1.0)
-
-    def mean(name: str) -> float:
-        return sum(float(u[name]) for u in updates) / n
-
     first = updates[0]
+    mean = {name: sum(float(u[name]) for u in updates) / max(tokens, 1.0) for name in TOKEN_MEANS if name in first}
     ess = float(first["w"]) ** 2 / max(float(first["w_sq"]), 1e-30)
     metrics = {
         "trainer/loss": float(np.mean([u["loss"] for u in updates])),
         "trainer/grad_norm": float(np.mean([u["grad_norm"] for u in updates])),
-        "trainer/entropy": mean("entropy"),
-        "trainer/clip_fraction": mean("clipped"),
-        "trainer/ratio_mean": mean("ratio"),
+        "trainer/entropy": mean["entropy"],
+        "trainer/clip_fraction": mean["clipped"],
+        "trainer/ratio_mean": mean["ratio"],
         "trainer/ratio_max": max(float(u["ratio_max"]) for u in updates),
-        "trainer/kl_anchor": mean("kl_anchor"),
-        "trainer/rejected_share": 1.0 - mean("kept") if tokens else 0.0,
+        "trainer/kl_anchor": mean["kl_anchor"],
+        "trainer/rejected_share": 1.0 - mean["kept"] if tokens else 0.0,
         "trainer/ess_share": ess / max(float(first["trajectories"]), 1.0),
         "trainer/effective_batch": ess,
         "trainer/tokens": tokens,
@@ -93,33 +88,45 @@ def reduce(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "trainer/learning_rate": float(updates[-1]["learning_rate"]),
     }
     for name in ("kl_ref", "value_loss"):
-        if name in first:
-            metrics[f"trainer/{name}"] = mean(name)
+        if name in mean:
+            metrics[f"trainer/{name}"] = mean[name]
     for name in ("lr_scale", "value_grad_norm"):
         if name in first:
             metrics[f"trainer/{name}"] = float(np.mean([u[name] for u in updates]))
-    return metrics | routing.metrics(updates) | mismatch(first)
+    metrics |= expert_metrics(updates) if "expert_load" in first else {}
+    if fresh := float(first["fresh"]):  # the engine-trainer gap at equal weights, of tokens of lag 0
+        # Upper edge of the bin that holds the quantile
+        counts = np.asarray(first["mismatch_bins"])
+        index = int(np.searchsorted(np.cumsum(counts), 0.99 * counts.sum()))
+        metrics |= {
+            "mismatch/mean": float(first["mismatch"]) / fresh,
+            "mismatch/max": float(first["mismatch_max"]),
+            "mismatch/p99": math.pow(10.0, LOWEST_DECADE + (index + 1) / BINS_PER_DECADE),
+            "mismatch/kl": float(first["mismatch_kl"]) / fresh,
+            "mismatch/tokens": fresh,
+        }
+    return metrics
 
 
-def mismatch(sums: Mapping[str, Any]) -> dict[str, float]:
-    """The engine-trainer gap at equal weights; empty where the step had no token of lag 0."""
-    fresh = float(sums["fresh"])
-    if not fresh:
-        return {}
-    # Upper edge of the bin that holds the quantile
-    counts = np.asarray(sums["mismatch_bins"])
-    index = int(np.searchsorted(np.cumsum(counts), 0.99 * counts.sum()))
+def expert_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the routers of a mixture did in a step, from the sums of its updates."""
+    load_MxE = np.sum([np.asarray(u["expert_load"], np.float64) for u in updates], axis=0)
+    layers, choices = load_MxE.shape
+    asked = max(sum(float(u["expert_choices"]) for u in updates) * layers, 1.0)
+    share_MxE = load_MxE / np.maximum(load_MxE.sum(-1, keepdims=True), 1.0)
+    mean = {n: sum(float(np.sum(u[n])) for u in updates) / asked for n in ("expert_entropy", "expert_changed")}
     return {
-        "mismatch/mean": float(sums["mismatch"]) / fresh,
-        "mismatch/max": float(sums["mismatch_max"]),
-        "mismatch/p99": math.pow(10.0, LOWEST_DECADE + (index + 1) / BINS_PER_DECADE),
-        "mismatch/kl": float(sums["mismatch_kl"]) / fresh,
-        "mismatch/tokens": fresh,
+        "moe/load_max": float(share_MxE.max() * choices),  # the busiest expert's load, in units of the mean
+        "moe/load_min": float(share_MxE.min() * choices),
+        "moe/entropy": mean["expert_entropy"],  # nats, of a router's scores
+        "moe/dropped_share": 1.0 - float(load_MxE.sum()) / asked,
+        "moe/replay_changed": mean["expert_changed"],  # of the replayed choices, those that the router would not make
     }
 
 
 def gap(logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> dict[str, float]:
-    """The same figures from the log-probs themselves, [n] tokens that both sides saw at equal weights."""
+    """The mismatch figures of `reduce` from the log-probs themselves, [n] tokens that both sides saw at equal
+    weights."""
     d = logprobs.astype(np.float64) - behavior_logprobs
     return {
         "mismatch/mean": float(np.abs(d).mean()),
@@ -161,10 +168,3 @@ class Health:
                 f"trainer and engine disagree by {gap:.3g} nats a token at equal weights, above "
                 f"trainer.max_mismatch={self.max_mismatch}: what is trained on is not what was sampled"
             )
-
-
-def _histogram(x: jax.Array, where: jax.Array) -> jax.Array:
-    """Counts f32[bins] of log-spaced |d|; below the lowest decade counts in the first bin."""
-    place = BINS_PER_DECADE * (jnp.log10(jnp.maximum(x, 10.0**LOWEST_DECADE)) - LOWEST_DECADE)
-    bins = jnp.clip(jnp.nan_to_num(place, nan=_BINS - 1).astype(jnp.int32), 0, _BINS - 1)
-    return jax.ops.segment_sum(where.astype(jnp.float32).reshape(-1), bins.reshape(-1), num_segments=_BINS)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax.models.families.config import Experts
+from dora_jax.models.moe import Routed
 from dora_jax.trainer import objective
 
 
@@ -72,12 +74,12 @@ def policy_loss(
     name: of POLICY_LOSSES, or the import path of a function of the same form (objective.plugin)."""
     function = POLICY_LOSSES.get(name) or objective.plugin("policy_loss", name)
     mask = jnp.asarray(mask, bool)
-    l, anchor, adv = (_clean(x, mask) for x in (logprobs, anchor_logprobs, advantages))
+    l, anchor, adv = (clean(x, mask) for x in (logprobs, anchor_logprobs, advantages))
     if name == "topr" and rewards is None:
         raise ValueError("policy loss 'topr' needs rewards: it treats positive and other trajectories apart")
     offered = {
-        "behavior": None if behavior_logprobs is None else _clean(behavior_logprobs, mask),
-        "rewards": None if rewards is None else _clean(rewards, mask),
+        "behavior": None if behavior_logprobs is None else clean(behavior_logprobs, mask),
+        "rewards": None if rewards is None else clean(rewards, mask),
         "mask": mask,
         "segment_ids": segment_ids,
     }
@@ -215,15 +217,11 @@ def kl(
     d = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(ref_logprobs, jnp.float32)
     if input_clamp is not None:
         d = jnp.clip(d, -input_clamp, input_clamp)
-    if name == "k1":
-        value = d
-    elif name == "k2":
-        value = 0.5 * d * d
-    elif name == "k3":  # expm1: exp(-D) - 1 + D cancels to nothing in f32 for |D| below 1e-3
-        value = jnp.expm1(-d) + d
-    else:
-        raise ValueError(f"unknown KL estimator {name!r}: known are k1, k2, k3")
-    return value if output_clamp is None else jnp.clip(value, -output_clamp, output_clamp)
+    # expm1: exp(-D) - 1 + D cancels to nothing in f32 for |D| below 1e-3
+    values = {"k1": d, "k2": 0.5 * d * d, "k3": jnp.expm1(-d) + d}
+    if name not in values:
+        raise ValueError(f"unknown KL estimator {name!r}: known are {', '.join(values)}")
+    return values[name] if output_clamp is None else jnp.clip(values[name], -output_clamp, output_clamp)
 
 
 def value_loss(values: Any, old_values: Any, returns: Any, *, e: float | None = 0.2) -> jax.Array:
@@ -235,6 +233,15 @@ def value_loss(values: Any, old_values: Any, returns: Any, *, e: float | None = 
     old = jnp.asarray(old_values, jnp.float32)
     near = old + jnp.clip(values - old, -e, e)
     return 0.5 * jnp.maximum(error, jnp.square(near - returns))
+
+
+def load_balance_loss(e: Experts, routed: Routed) -> jax.Array:
+    """Of a mixture's routers (arXiv 2101.03961): the mean over layers of E sum_e load_e score_e, both as shares: 1
+    where the load is even."""
+    load_MxE = jax.lax.stop_gradient(routed.load)
+    load_MxE = load_MxE / jnp.maximum(load_MxE.sum(-1, keepdims=True), 1.0)
+    score_MxE = routed.scores / jnp.maximum(jax.lax.stop_gradient(routed.scores).sum(-1, keepdims=True), 1.0)
+    return e.choices * jnp.mean(jnp.sum(load_MxE * score_MxE, axis=-1))
 
 
 # ----------------------------------------------------------- aggregation
@@ -257,53 +264,34 @@ def token_weights(
     m = xp.asarray(mask, bool).astype(xp.float32)
     if aggregation == "token_mean":
         return m / xp.maximum(m.sum(), 1.0)
-    if aggregation == "prompt_mean":
-        return _prompt_mean_weights(m, group_ids)
     if aggregation == "seq_mean_token_sum_norm":
         if not max_len:
             raise ValueError("aggregation 'seq_mean_token_sum_norm' needs max_len, the longest response allowed")
-        return m / (_count_sequences(m, segment_ids) * max_len)
-    per_token = m / xp.maximum(segment_sum(m, segment_ids), 1.0)  # 1 / length of the token's sequence
+        if segment_ids is None:
+            return m / (m.shape[0] * max_len)
+        ids = xp.asarray(segment_ids)
+        exists = ((ids > 0) | (segment_sum(m, ids) > 0)).astype(xp.float32)
+        size = xp.maximum(segment_sum(xp.ones_like(m), ids), 1.0)
+        return m / (xp.maximum((exists / size).sum(), 1.0) * max_len)
+    if aggregation == "prompt_mean":
+        if group_ids is None:
+            raise ValueError("aggregation 'prompt_mean' needs group_ids")
+        ids = xp.asarray(group_ids)
+        ids = xp.broadcast_to(ids[:, None], m.shape) if ids.ndim == 1 else ids
+        room = {} if xp is np else {"size": m.size, "fill_value": ids.reshape(-1)[0]}
+        _, dense = xp.unique(ids.reshape(-1), return_inverse=True, **room)
+        length = segment_sum(m.reshape(1, -1), dense.reshape(1, -1), n_segments=m.size).reshape(m.shape)
+    else:
+        length = segment_sum(m, segment_ids)
+    per_token = m / xp.maximum(length, 1.0)  # 1 / length of the token's sequence, or of its group
     non_empty = xp.maximum(per_token.sum(), 1.0)
-    return (per_token if aggregation == "seq_mean_token_mean" else m) / non_empty
-
-
-def aggregate(
-    name: str, per_token: Any, mask: Any, segment_ids: Any = None, group_ids: Any = None, max_len: int | None = None
-) -> jax.Array:
-    """The scalar loss of plain arrays: per-token losses times `token_weights`, summed."""
-    weights = token_weights(name, mask, segment_ids, group_ids, max_len)
-    return jnp.sum(jnp.where(jnp.asarray(mask, bool), jnp.asarray(per_token), 0.0) * weights)
-
-
-def _prompt_mean_weights(m: Any, group_ids: Any) -> Any:
-    if group_ids is None:
-        raise ValueError("aggregation 'prompt_mean' needs group_ids")
-    xp = np if isinstance(m, np.ndarray) else jnp
-    ids = xp.asarray(group_ids)
-    ids = xp.broadcast_to(ids[:, None], m.shape) if ids.ndim == 1 else ids
-    size = {} if xp is np else {"size": m.size, "fill_value": ids.reshape(-1)[0]}
-    _, dense = xp.unique(ids.reshape(-1), return_inverse=True, **size)
-    dense = dense.reshape(1, -1)
-    length = segment_sum(m.reshape(1, -1), dense, n_segments=m.size)
-    per_token = (m.reshape(1, -1) / xp.maximum(length, 1.0)).reshape(m.shape)
-    return per_token / xp.maximum(per_token.sum(), 1.0)
-
-
-def _count_sequences(m: Any, segment_ids: Any) -> Any:
-    if segment_ids is None:
-        return m.shape[0]
-    xp = np if isinstance(m, np.ndarray) else jnp
-    ids = xp.asarray(segment_ids)
-    exists = ((ids > 0) | (segment_sum(m, ids) > 0)).astype(xp.float32)
-    size = xp.maximum(segment_sum(xp.ones_like(m), ids), 1.0)
-    return xp.maximum((exists / size).sum(), 1.0)
+    return (m if aggregation == "seq_mean_token_sum" else per_token) / non_empty
 
 
 # ---------------------------------------------------------------- private
 
 
-def _clean(x: Any, mask: jax.Array) -> jax.Array:
+def clean(x: Any, mask: jax.Array) -> jax.Array:
     """f32 of the mask's shape, 0 under the mask; [B] is spread over the row's tokens."""
     x = jnp.asarray(x, jnp.float32)
     x = jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 and mask.ndim == 2 else x

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from dora_jax.config import TrainerSection
-from dora_jax.trainer import correction, health, loss, routing
+from dora_jax.trainer import correction, health, loss
 from dora_jax.trainer.model import Arrays, Model
 
 
@@ -32,7 +32,11 @@ def accumulate(
         part = {name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for name, x in split.items()}
         grads, sums = grad_fn(params, part)
         grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, carry[0], grads), specs)
-        return grads, health.add(carry[1], sums)
+        joined = {
+            name: jnp.maximum(x, sums[name]) if name.endswith("_max") else x + sums[name]
+            for name, x in carry[1].items()
+        }
+        return grads, joined
 
     shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
@@ -109,16 +113,18 @@ def micro_loss(
     if section.entropy_coef:
         total -= section.entropy_coef * jnp.sum(weight * jnp.where(mask, entropy, 0.0))
     if routed is not None:
-        sums |= routing.sums(routed, segments > 0)
+        k = routed.ids.shape[-1]
+        routers = {  # of the tokens that count
+            "expert_load": routed.load,
+            "expert_entropy": routed.entropy * k,  # once a choice, as the other sums
+            "expert_changed": routed.changed,
+            "expert_choices": jnp.sum(segments > 0, dtype=jnp.float32) * k,
+        }
+        sums |= jax.lax.stop_gradient(routers)
         if section.load_balance_coef:  # each micro-batch counts by its part of the update
-            balance = routing.load_balance_loss(model.cfg.moe, routed)
+            balance = loss.load_balance_loss(model.cfg.moe, routed)
             total += section.load_balance_coef * jnp.sum(weight) * balance
     return total, sums | {"loss": total, "policy_loss": policy}
-
-
-def lag(step: jax.Array, arrays: Arrays) -> jax.Array:
-    """i32[B, L]: versions between the weights that this step starts from and the ones that sampled the token."""
-    return step - arrays["version"]
 
 
 @jax.custom_jvp

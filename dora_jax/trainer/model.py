@@ -65,6 +65,10 @@ class Model(NamedTuple):
             self.attention, arrays["segment_ids"], arrays["positions"], self.mesh, arrays.get("prefix_ids")
         )
         weights, adapter = Adapted.parts(layers_of(self.cfg, params))
+        routes = arrays.get("routes")
+        if routes is not None:  # a row that is missing, which only padding has, is chosen by the router
+            missing = (routes == jnp.iinfo(routes.dtype).max).all(-1, keepdims=True)
+            routes = jnp.where(missing, moe.MISSING, routes.astype(jnp.int32))
         return decoder.forward_routed(
             self.cfg,
             weights,
@@ -76,7 +80,7 @@ class Model(NamedTuple):
             constrain=sharding.constrain_rows(self.mesh),
             merge=self.mesh.shape["context"] == 1,
             compute=expert_parallel.compute(self.expert_matmul, self.mesh, self.expert_dispatch),
-            routes_BxLxMxk=_forced(arrays.get("routes")),
+            routes_BxLxMxk=routes,
             counted_BxL=arrays["segment_ids"] > 0,
             adapters=adapter,
             adapter_gain=self.lora.gain if self.lora.on else 1.0,
@@ -89,12 +93,11 @@ class Model(NamedTuple):
         if self.cfg.experts is None or self.lora.on or isinstance(params[decoder.LAYERS], list):
             return params
         axes = decoder.logical_axes(self.cfg)
-
-        def one(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-            return x.astype(self.dtype) if len(names) > 2 and "router" not in names else x
-
         return params | {
-            stack: {name: one(x, axes[stack][name]) for name, x in params[stack].items()}
+            stack: {
+                name: x.astype(self.dtype) if len(axes[stack][name]) > 2 and "router" not in axes[stack][name] else x
+                for name, x in params[stack].items()
+            }
             for stack in decoder.stacks(self.cfg)
         }
 
@@ -126,22 +129,10 @@ def layers_of(cfg: decoder.ModelConfig, params: Any, most: int | None = None) ->
     few = cfg.n_layers <= (UNROLLED_LAYERS if most is None else most)
     if isinstance(params, Adapted):  # a published adapter may be unrolled already
         few |= decoder.layout_of(params.adapter) == "serving"
-        return Adapted(*(unrolled(part) if few else part for part in params))
-    return unrolled(params) if few else params
-
-
-def unrolled(params: Any) -> Any:
-    return params if decoder.layout_of(params) == "serving" else decoder.serving_layout(params)
+        return Adapted(*(decoder.serving_layout(part) if few else part for part in params))
+    return decoder.serving_layout(params) if few else params
 
 
 def unrouted(arrays: Arrays) -> dict[str, Any]:
     """The arrays without routes, for models other than the one that was sampled from: they choose their experts."""
     return {name: x for name, x in arrays.items() if name != "routes"}
-
-
-def _forced(routes: jax.Array | None) -> jax.Array | None:
-    """As the router takes them: a row that is missing, which only padding has, is chosen by the router."""
-    if routes is None:
-        return None
-    missing = (routes == jnp.iinfo(routes.dtype).max).all(-1, keepdims=True)
-    return jnp.where(missing, moe.MISSING, routes.astype(jnp.int32))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dora_jax.base import callables
@@ -61,20 +61,13 @@ OFFERED: Mapping[str, tuple[str, ...]] = {  # and by keyword, where its signatur
 SPLASH_UNIT = 128  # positions: a TPU's vector, of which the kernel's blocks are multiples
 CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient take more than 1 GiB
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
-GROUP_RELATIVE = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp_baseline",
-    "max_rl",
-    "opo",
-    "vcpo",
-)  # a group is its own baseline
+# a group is its own baseline
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "max_rl", "opo", "vcpo")
 VALUE_ADVANTAGES = ("gae", "gae_turn")
+ALONE = ("vcpo",)  # a trajectory has to stand alone for the norm of its gradient, and shares no prompt
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
-MAX_BFLOAT16_B2 = (
-    0.99  # of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
-)
+# of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that
+MAX_BFLOAT16_B2 = 0.99
 WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {  # keywords whose values are names; all others are numbers
     ("tis", "level"): ("token", "sequence"),
     ("mask", "level"): ("token", "seq_sum", "seq_mean", "seq_max", "geometric"),
@@ -95,7 +88,12 @@ def check(section: TrainerSection, rollout: RolloutSection | None = None) -> lis
             )
             continue
         try:
-            takes[kind] = table[name] if name in table else _keywords(kind, plugin(kind, name))
+            if name in table:
+                takes[kind] = table[name]
+            else:
+                parameters = inspect.signature(plugin(kind, name)).parameters.values()
+                words = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in OFFERED[kind]]
+                takes[kind] = tuple(words)
         except ValueError as error:
             errors.append(f"trainer.{kind}: {error}")
     if errors:
@@ -113,7 +111,21 @@ def check(section: TrainerSection, rollout: RolloutSection | None = None) -> lis
     mask = section.correction_params if section.correction == "mask" else {}
     if mask.get("level") == "geometric" and mask.get("metric", "ratio") != "ratio":
         errors.append(f"trainer.correction_params: level='geometric' is of ratios, not of metric={mask['metric']!r}")
-    return [*errors, *_pairings(section), *_numbers(section), *(_sampling(rollout) if rollout else [])]
+    errors += _pairings(section)
+    if rollout is None:
+        return errors
+    if not rollout.temperature > 0:
+        errors.append(
+            f"rollout.temperature={rollout.temperature} must be above 0: greedy samples have no log-prob to learn from"
+        )
+    whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    cut = [f"{name}={getattr(rollout, name)}" for name, off in whole.items() if getattr(rollout, name) != off]
+    if cut:
+        errors.append(
+            f"rollout.{', '.join(cut)}: the engine's log-probs are of the whole distribution, so truncated "
+            f"sampling cannot be trained on"
+        )
+    return errors
 
 
 @functools.cache
@@ -147,22 +159,13 @@ def offered(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str
     }
 
 
-def _keywords(kind: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in OFFERED[kind])
-
-
-def needs_reference(section: TrainerSection) -> bool:
-    return section.kl != "none"
-
-
 def needs_value(section: TrainerSection) -> bool:
     return section.advantage in VALUE_ADVANTAGES
 
 
 def needs_scores(section: TrainerSection) -> bool:
     """Whether log-probs or values must be computed on the packed batch before its advantages."""
-    before_advantages = needs_value(section) or section.advantage == "vcpo" or needs_reference(section)
+    before_advantages = needs_value(section) or section.advantage == "vcpo" or section.kl != "none"
     # Whether the trainer's log-probs under the step's starting weights are used at all
     return before_advantages or (
         (section.anchor == "proximal" or section.correction != "none" or section.advantage == "vcpo")
@@ -189,7 +192,7 @@ def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]
     floats = ["behavior_logprobs", "advantages", "rewards", "loss_weights"]
     if needs_scores(section):
         floats.append("old_logprobs")
-    if needs_reference(section):
+    if section.kl != "none":
         floats.append("ref_logprobs")
     if exact:
         floats.append("exact_logprobs")
@@ -198,62 +201,37 @@ def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]
     return names | dict.fromkeys(floats, "float32")
 
 
-def may_share_prompts(section: TrainerSection) -> bool:
-    """Not where a trajectory has to stand alone for the norm of its gradient."""
-    return section.advantage != "vcpo"
-
-
-def may_skip_zero_advantage(section: TrainerSection) -> bool:
-    """Where nothing but the advantage moves the weights, and no score or weight is taken over all trajectories."""
-    only_advantage = section.policy_loss in LOSSES and not section.entropy_coef
-    return not needs_scores(section) and only_advantage and section.correction != "vcpo_lr"
-
-
-def attention_problems(section: TrainerSection, platform: str, dtype: str) -> list[str]:
+def attention_problems(section: TrainerSection, platform: str, dtype: str) -> Iterator[str]:
     """Why trainer.attention does not run on these devices (platform cpu, tpu or gpu) in this type; one sentence
     each."""
     kind, local = section.attention, section.pack_tokens // section.context
-    rules = [
-        (kind == "auto", "trainer.attention=auto is open: presets.resolve names the kernel of a platform"),
-        (
-            kind == "splash" and platform != "tpu",
-            f"trainer.attention=splash is a kernel for TPUs; the trainer's devices are {platform}: use reference",
-        ),
-        (
-            kind == "splash" and local % SPLASH_UNIT != 0,
-            (
-                f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
-                f"{section.pack_tokens} over trainer.context={section.context}"
-            ),
-        ),
-        (
-            kind == "splash" and section.share_prompts == "on",
-            (
-                "trainer.share_prompts=on: the kernel trainer.attention=splash compares segments only; use reference, "
-                "or off"
-            ),
-        ),
-        (
-            kind == "cudnn" and platform != "gpu",
-            f"trainer.attention=cudnn is a kernel for NVIDIA GPUs; the trainer's devices are {platform}: use reference",
-        ),
-        (
-            kind == "cudnn" and dtype not in ("bfloat16", "float16"),
-            f"trainer.attention=cudnn computes in bfloat16 or float16, not in model.dtype={dtype}",
-        ),
-        (
-            kind == "cudnn" and section.context > 1,
-            f"trainer.attention=cudnn keeps rows whole: trainer.context={section.context} needs reference",
-        ),
-        (
-            kind == "cudnn" and (section.pack_tokens > CUDNN_LONGEST or section.pack_tokens % 2 == 1),
-            (
-                f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, "
-                f"which must be even and at most {CUDNN_LONGEST}"
-            ),
-        ),
-    ]
-    return [sentence for broken, sentence in rules if broken]
+    if kind == "auto":
+        yield "trainer.attention=auto is open: presets.resolve names the kernel of a platform"
+    if kind == "splash" and platform != "tpu":
+        yield f"trainer.attention=splash is a kernel for TPUs; the trainer's devices are {platform}: use reference"
+    if kind == "splash" and local % SPLASH_UNIT != 0:
+        yield (
+            f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
+            f"{section.pack_tokens} over trainer.context={section.context}"
+        )
+    if kind == "splash" and section.share_prompts == "on":
+        yield (
+            "trainer.share_prompts=on: the kernel trainer.attention=splash compares segments only; use reference, "
+            "or off"
+        )
+    if kind == "cudnn" and platform != "gpu":
+        yield (
+            f"trainer.attention=cudnn is a kernel for NVIDIA GPUs; the trainer's devices are {platform}: use reference"
+        )
+    if kind == "cudnn" and dtype not in ("bfloat16", "float16"):
+        yield f"trainer.attention=cudnn computes in bfloat16 or float16, not in model.dtype={dtype}"
+    if kind == "cudnn" and section.context > 1:
+        yield f"trainer.attention=cudnn keeps rows whole: trainer.context={section.context} needs reference"
+    if kind == "cudnn" and (section.pack_tokens > CUDNN_LONGEST or section.pack_tokens % 2 == 1):
+        yield (
+            f"trainer.attention=cudnn holds a mask of the square of trainer.pack_tokens={section.pack_tokens}, "
+            f"which must be even and at most {CUDNN_LONGEST}"
+        )
 
 
 def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
@@ -298,110 +276,60 @@ def _wrong_value(name: str, key: str, value: Any) -> str:
     return "" if type(value) in (int, float) else "not a number"
 
 
-def _pairings(section: TrainerSection) -> list[str]:
+def _pairings(section: TrainerSection) -> Iterator[str]:
     loss, adv = section.policy_loss, section.advantage
     aggregation, correction = section.aggregation, section.correction
-    rules = [
-        (
-            section.skip_zero_advantage and not may_skip_zero_advantage(section),
-            (
-                "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, "
-                "trainer.kl, values or old log-probs of several updates, correction='vcpo_lr', or a policy loss of "
-                "your own; set it to False"
-            ),
-        ),
-        (
-            section.share_prompts == "on" and not may_share_prompts(section),
-            f"trainer.share_prompts=on: advantage={adv!r} takes the gradient of each trajectory alone, so set it off",
-        ),
-        (
-            loss == "gspo" and aggregation != "seq_mean_token_mean",
-            (
-                f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
-                f"not {aggregation!r}"
-            ),
-        ),
-        (
-            adv == "dr_grpo" and aggregation != "seq_mean_token_sum_norm",
-            (
-                f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', "
-                f"not {aggregation!r}"
-            ),
-        ),
-        (
-            section.anchor == "behavior" and correction in WEIGHTING,
-            (
-                f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio "
-                f"already holds it; use anchor='proximal', or a correction that only masks"
-            ),
-        ),
-        (
-            loss == "longcat" and section.anchor != "proximal",
-            "trainer.policy_loss='longcat' weighs by truncated importance sampling and needs anchor='proximal'",
-        ),
-        (
-            loss == "longcat" and aggregation != "seq_mean_token_sum_norm",
-            (
-                f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', "
-                f"not {aggregation!r}"
-            ),
-        ),
-        (
-            loss == "longcat" and correction in WEIGHTING,
-            (
-                f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it "
-                "twice"
-            ),
-        ),
-        (
-            needs_value(section) and not section.value_learning_rate > 0,
-            f"trainer.advantage={adv!r} needs a value model: set trainer.value_learning_rate",
-        ),
-        (
-            not needs_value(section) and section.value_learning_rate > 0,
-            f"trainer.value_learning_rate is set but advantage={adv!r} uses no value model",
-        ),
-        (
-            section.kl == "none" and section.kl_coef != 0,
-            "trainer.kl_coef is set but trainer.kl is 'none': choose k1, k2 or k3",
-        ),
-        (
-            section.kl_in == "reward" and section.kl == "none",
-            "trainer.kl_in='reward' needs trainer.kl: choose k1, k2 or k3",
-        ),
-    ]
-    return [sentence for broken, sentence in rules if broken]
-
-
-def _numbers(section: TrainerSection) -> list[str]:
-    errors = []
+    # Where nothing but the advantage moves the weights, and no score or weight is taken over all trajectories
+    only_advantage = loss in LOSSES and not section.entropy_coef and correction != "vcpo_lr"
+    if section.skip_zero_advantage and (needs_scores(section) or not only_advantage):
+        yield (
+            "trainer.skip_zero_advantage: a sample of no advantage still counts with trainer.entropy_coef, "
+            "trainer.kl, values or old log-probs of several updates, correction='vcpo_lr', or a policy loss of "
+            "your own; set it to False"
+        )
+    if section.share_prompts == "on" and adv in ALONE:
+        yield f"trainer.share_prompts=on: advantage={adv!r} takes the gradient of each trajectory alone, so set it off"
+    if loss == "gspo" and aggregation != "seq_mean_token_mean":
+        yield (
+            f"trainer.policy_loss='gspo' clips whole sequences and needs aggregation='seq_mean_token_mean', "
+            f"not {aggregation!r}"
+        )
+    if adv == "dr_grpo" and aggregation != "seq_mean_token_sum_norm":
+        yield (
+            f"trainer.advantage='dr_grpo' removes the length bias and needs aggregation='seq_mean_token_sum_norm', "
+            f"not {aggregation!r}"
+        )
+    if section.anchor == "behavior" and correction in WEIGHTING:
+        yield (
+            f"trainer.correction={correction!r} with anchor='behavior' counts the engine gap twice: the ratio "
+            f"already holds it; use anchor='proximal', or a correction that only masks"
+        )
+    if loss == "longcat" and section.anchor != "proximal":
+        yield "trainer.policy_loss='longcat' weighs by truncated importance sampling and needs anchor='proximal'"
+    if loss == "longcat" and aggregation != "seq_mean_token_sum_norm":
+        yield (
+            f"trainer.policy_loss='longcat' divides by G T_max and needs aggregation='seq_mean_token_sum_norm', "
+            f"not {aggregation!r}"
+        )
+    if loss == "longcat" and correction in WEIGHTING:
+        yield (
+            f"trainer.policy_loss='longcat' already weighs by the engine gap: correction={correction!r} counts it twice"
+        )
+    if needs_value(section) and not section.value_learning_rate > 0:
+        yield f"trainer.advantage={adv!r} needs a value model: set trainer.value_learning_rate"
+    if not needs_value(section) and section.value_learning_rate > 0:
+        yield f"trainer.value_learning_rate is set but advantage={adv!r} uses no value model"
+    if section.kl == "none" and section.kl_coef != 0:
+        yield "trainer.kl_coef is set but trainer.kl is 'none': choose k1, k2 or k3"
+    if section.kl_in == "reward" and section.kl == "none":
+        yield "trainer.kl_in='reward' needs trainer.kl: choose k1, k2 or k3"
     if section.pack_tokens % section.context:
-        errors.append(
+        yield (
             f"trainer.pack_tokens={section.pack_tokens} is not divisible by the mesh axis "
             f"trainer.context={section.context}"
         )
     if section.moments == "bfloat16" and section.b2 > MAX_BFLOAT16_B2:
-        errors.append(
+        yield (
             f"trainer.b2={section.b2}: a second moment in bfloat16 rounds away what an update changes above "
             f"{MAX_BFLOAT16_B2}; lower it, or keep trainer.moments=float32"
         )
-    return errors
-
-
-def _sampling(rollout: RolloutSection) -> list[str]:
-    errors = []
-    if not rollout.temperature > 0:
-        errors.append(
-            f"rollout.temperature={rollout.temperature} must be above 0: greedy samples have no log-prob to learn from"
-        )
-    cut = [
-        f"{name}={getattr(rollout, name)}"
-        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
-        if getattr(rollout, name) != off
-    ]
-    if cut:
-        errors.append(
-            f"rollout.{', '.join(cut)}: the engine's log-probs are of the whole distribution, so truncated "
-            f"sampling cannot be trained on"
-        )
-    return errors

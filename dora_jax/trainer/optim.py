@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
+
+from dora_jax.config import TrainerSection
 
 HOST = "pinned_host"  # JAX's name for host memory that a device reads and writes itself
 
@@ -32,22 +33,14 @@ def schedule(kind: str, learning_rate: float, warmup_steps: int, total_steps: in
     return optax.join_schedules([warmup, tails[kind]], [warmup_steps])
 
 
-def optimizer(
-    rate: optax.Schedule,
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    max_grad_norm: float,
-    moments: str = "float32",
-) -> optax.GradientTransformation:
+def optimizer(rate: optax.Schedule, section: TrainerSection) -> optax.GradientTransformation:
     """Clip by global norm (0: off), Adam, decoupled decay of matrices only; moments: the type that both rest in."""
-    clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
-    adam = optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays, mu_dtype=moments)
+    clip = optax.clip_by_global_norm(section.max_grad_norm) if section.max_grad_norm else optax.identity()
+    betas = dict(b1=section.b1, b2=section.b2, eps=section.eps)
+    adam = optax.adamw(rate, **betas, weight_decay=section.weight_decay, mask=decays, mu_dtype=section.moments)
     tx = optax.chain(clip, adam)
     # optax has no nu_dtype: it keeps the second moment in the type that it is initialised in
-    return tx._replace(init=lambda params: tx.init(optax.tree.cast(params, moments)))
+    return tx._replace(init=lambda params: tx.init(optax.tree.cast(params, section.moments)))
 
 
 def decays(params: Any) -> Any:
@@ -83,23 +76,16 @@ def fetched(state: Any, shardings: Any, after: jax.Array) -> Any:
 def moved(tree: Any, shardings: Any) -> Any:
     """The arrays in the memory that these shardings name, on the same devices; where that is another one, the arrays
     that they were are gone. Outside jit."""
-
-    def leave(old: jax.Array, new: jax.Array) -> None:
+    there = jax.block_until_ready(jax.device_put(tree, shardings))
+    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(there), strict=True):
         if old.sharding.memory_kind != new.sharding.memory_kind:
             old.delete()
-
-    there = jax.block_until_ready(jax.device_put(tree, shardings))
-    jax.tree.map(leave, tree, there)
     return there
 
 
 def updates_done(opt_state: Any) -> jax.Array:
     """i32[]: the count that the schedule reads; skipped updates do not count."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
-
-
-def all_finite(*scalars: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(jnp.stack(scalars)))
 
 
 def need_host_memory(mesh: jax.sharding.Mesh, field: str) -> None:

@@ -39,18 +39,16 @@ class Recipe:
         self.rate = optim.schedule(
             section.schedule, section.learning_rate, section.warmup_steps, total_steps * section.updates
         )
-        self.tx = optim.optimizer(
-            self.rate,
-            b1=section.b1,
-            b2=section.b2,
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            max_grad_norm=section.max_grad_norm,
-            moments=section.moments,
-        )
+        self.tx = optim.optimizer(self.rate, section)
         self.critic = Critic(model, section)
         self.routes = RouteShape.of(model.cfg) if section.routing_replay == "rollout" else None
         self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
+        cfg, mesh = model.cfg, model.mesh
+        self.base_specs = sharding.param_specs(cfg, mesh)
+        # where the masters lie, and so their gradients
+        self.specs = lora_adapters.specs(cfg, self.lora, mesh) if self.lora.on else self.base_specs
+        # shapes of what is trained, float32, stacked
+        self.masters = lora_adapters.abstract(cfg, self.lora) if self.lora.on else decoder.abstract_params(cfg)
 
     def init(self, params: Any, base: Any = None) -> dict[str, Any]:
         """The optimizer of what is trained, and the value model, which starts as the policy: with an adapter, as the
@@ -61,38 +59,16 @@ class Recipe:
         policy = params if base is None else lora_adapters.merge(base, params, self.lora.gain)
         return state | {"critic": self.critic.init(policy)}
 
-    @property
-    def specs(self) -> Any:
-        """Where the masters lie, and so their gradients."""
-        cfg, mesh = self.model.cfg, self.model.mesh
-        return lora_adapters.specs(cfg, self.lora, mesh) if self.lora.on else self._base_specs
-
-    def abstract_masters(self) -> Any:
-        """Shapes of what is trained, float32, stacked."""
-        cfg = self.model.cfg
-        return lora_adapters.abstract(cfg, self.lora) if self.lora.on else decoder.abstract_params(cfg)
-
-    def abstract_base(self) -> Any:
-        """Shapes and shardings of `frozen_copy`."""
-        like = jax.eval_shape(self._copied, decoder.abstract_params(self.model.cfg))
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, self._base_specs)
-
     def frozen_copy(self, params: Any) -> Any:
         """The base on the masters' shards, in the compute type: what engines multiply with, to the bit."""
-        return jax.jit(self._copied, out_shardings=self._base_specs)(jax.device_put(params, self._base_specs))
-
-    @property
-    def _base_specs(self) -> Any:
-        return sharding.param_specs(self.model.cfg, self.model.mesh)
-
-    def _copied(self, params: Any) -> Any:
-        return decoder.copied(params, self.model.dtype)
+        copied = functools.partial(decoder.copied, dtype=self.model.dtype)
+        return jax.jit(copied, out_shardings=self.base_specs)(jax.device_put(params, self.base_specs))
 
     def shardings(self) -> TrainState:
         """Where the state lies between updates."""
         mesh, memory = self.model.mesh, self.section.optimizer_memory
         specs, whole = self.specs, NamedSharding(mesh, PartitionSpec())
-        opt = {"policy": optim.state_shardings(self.tx, self.abstract_masters(), specs, whole, memory)}
+        opt = {"policy": optim.state_shardings(self.tx, self.masters, specs, whole, memory)}
         opt |= {"critic": self.critic.shardings(mesh)} if objective.needs_value(self.section) else {}
         return TrainState(specs, opt, whole)
 
@@ -110,9 +86,8 @@ def new_recipe(
     exact: bool = False,
 ) -> Recipe:
     """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
-    wrong = objective.attention_problems(section, mesh.devices.flat[0].platform, dtype)
-    wrong += objective.mixture_problems(section, model_cfg)
-    if wrong:
+    wrong = list(objective.attention_problems(section, mesh.devices.flat[0].platform, dtype))
+    if wrong := wrong + objective.mixture_problems(section, model_cfg):
         raise ValueError("; ".join(wrong))
     model = Model(
         model_cfg,
@@ -132,10 +107,14 @@ def new_recipe(
 
 def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[Any, ...]:
     """Shapes and shardings that the jit is called with: (TrainState, arrays by name, and the base of an adapter)."""
-    params = recipe.abstract_masters()
-    frozen = [recipe.abstract_base()] if recipe.lora.on else []
+    placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    params, frozen = recipe.masters, []
+    if recipe.lora.on:  # what `frozen_copy` gives
+        copied = functools.partial(decoder.copied, dtype=recipe.model.dtype)
+        like = jax.eval_shape(copied, decoder.abstract_params(recipe.model.cfg))
+        frozen = [jax.tree.map(placed, like, recipe.base_specs)]
     state = TrainState(params, jax.eval_shape(recipe.init, params, *frozen), jax.ShapeDtypeStruct((), jnp.int32))
-    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, recipe.shardings())
+    state = jax.tree.map(placed, state, recipe.shardings())
     where = sharding.batch_spec(recipe.model.mesh)
     arrays = {
         name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)

@@ -108,11 +108,3 @@ def grad_norms_sq(model: Any, params: Any, rows: dict[str, jax.Array]) -> jax.Ar
         return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.grad(log_prob)(trained)))
 
     return jax.lax.map(one, rows, batch_size=GRADIENTS_AT_ONCE)
-
-
-def spread(values: np.ndarray, segments: list[tuple[int, int, int]], shape: tuple[int, int]) -> np.ndarray:
-    """[n] -> [B, L], each value over its trajectory."""
-    out = np.zeros(shape, np.float32)
-    for value, (row, start, stop) in zip(values, segments, strict=True):
-        out[row, start:stop] = value
-    return out

@@ -26,12 +26,13 @@ from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
 from dora_jax.models.lora_config import OFF, Lora
-from dora_jax.trainer import correction, flops, health, objective, optim, routing
+from dora_jax.trainer import correction, flops, health, objective, optim
 from dora_jax.trainer import score as scores
-from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, lag, micro_loss
+from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, micro_loss
 from dora_jax.trainer.model import UNROLLED_LAYERS, Adapted, Arrays, layers_of, unrouted
 from dora_jax.trainer.recipe import Recipe, TrainState, abstract_inputs, new_recipe
 
+BIAS = "router_bias"  # of a router, which selects and never weighs
 UNROLLED_ON_CPU = 32  # on one CPU device: a sixth of an update saved at 30 layers, for seconds of compiling
 
 
@@ -88,6 +89,7 @@ class Trainer:
         if section.lent_memory == "host":
             optim.need_host_memory(mesh, "lent_memory")
         self._model, self.routes = self.recipe.model, self.recipe.routes
+        self.shards = sharding.row_shards(mesh)  # data-parallel; a batch's rows: a multiple of it times micro_batches
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
         self.shardings = self.recipe.shardings()
         jit = self.recipe.jit
@@ -102,32 +104,24 @@ class Trainer:
         params = self._copy(jax.device_put(params, self.shardings.params))  # steps donate: never the caller's buffers
         opt_state = jit(self.recipe.init, out_shardings=self.shardings.opt_state)(params, *self._frozen)
         self.state = TrainState(params, opt_state, jax.device_put(np.int32(step), self._replicated))
-        self._reference = self._copy(params) if objective.needs_reference(section) else None
+        self._reference = self._copy(params) if section.kl != "none" else None
         self._update = jitted_update(self.recipe)
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
         scored = functools.partial(jit, out_shardings=self._replicated)  # every process reads all of it
-        self._logprobs = scored(
-            functools.partial(by_micro_batch, lambda p, a: self._model.logprobs(p, a)[0], section.micro_batches)
-        )
-        self._probed = scored(lambda p, a: self._model.logprobs(p, a)[0])
+        logprobs = lambda params, arrays: self._model.logprobs(params, arrays)[0]
+        self._logprobs = scored(functools.partial(by_micro_batch, logprobs, section.micro_batches))
+        self._probed = scored(logprobs)
         self._values = scored(functools.partial(by_micro_batch, self.recipe.critic.values, section.micro_batches))
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self.health = health.Health(section.max_mismatch, dump_dir)
         self._meter = flops.FlopsMeter(model_cfg, mesh, section.peak_tflops, lora.on)
-        self._begun: tuple[dict[str, float], list[dict[str, Any]]] = (
-            {},
-            [],
-        )  # of the step under way: metrics, sums an update
+        # of the step under way: metrics, sums an update
+        self._begun: tuple[dict[str, float], list[dict[str, Any]]] = {}, []
 
     @property
     def params(self) -> Any:
         """Valid until the next step, which donates them."""
         return self.state.params
-
-    @property
-    def shards(self) -> int:
-        """Data-parallel shards: a batch's rows are a multiple of this times micro_batches."""
-        return sharding.row_shards(self.mesh)
 
     @property
     def _frozen(self) -> tuple[Any, ...]:
@@ -198,7 +192,9 @@ class Trainer:
             segments = scores.segments_of(batch)
             rows = self._put(scores.one_a_row(batch, segments), self._replicated)
             norms = np.asarray(self._grad_sq(self._whole(self.state.params), rows))
-            out["grad_sq"] = scores.spread(norms, segments, batch.tokens.shape)
+            out["grad_sq"] = np.zeros(batch.tokens.shape, np.float32)
+            for value, (row, start, stop) in zip(norms, segments, strict=True):
+                out["grad_sq"][row, start:stop] = value
         return out
 
     def warmup(self, rows: int, tokens: int) -> None:
@@ -290,14 +286,14 @@ def update(
         lambda trained, arrays: micro_loss(recipe.model, section, weights(trained), arrays),
         trained,
         specs,
-        {**arrays, "lag": lag(state.step, arrays)},
+        {**arrays, "lag": state.step - arrays["version"]},  # i32[B, L]: from the weights that sampled the token
         section.micro_batches,
     )
     grads = decoder.stacked_layout(recipe.model.cfg, grads)
     sums["grad_norm"] = optax.tree.norm(grads)
     old = optim.fetched(state.opt_state["policy"], recipe.shardings().opt_state["policy"], after=sums["grad_norm"])
     sums["learning_rate"] = jnp.asarray(recipe.rate(optim.updates_done(old)), jnp.float32)
-    ok = optim.all_finite(sums["loss"], sums["grad_norm"])
+    ok = jnp.isfinite(sums["loss"]) & jnp.isfinite(sums["grad_norm"])
     updates, new = recipe.tx.update(grads, old, state.params)
     if section.correction == "vcpo_lr":
         rho_base = section.correction_params.get("rho_base", 1.0)
@@ -311,7 +307,10 @@ def update(
         sums |= more | {"skipped": jnp.maximum(sums["skipped"], more["skipped"])}
     moved = optax.apply_updates(state.params, updates)
     if section.router_bias_rate:
-        moved = routing.rebalanced(moved, sums["expert_load"], section.router_bias_rate)
+        # Each router's bias (arXiv 2408.15664): up for experts below the mean load, down for those above
+        layers, load_MxE = moved[decoder.LAYERS], sums["expert_load"]
+        signs = jnp.sign(load_MxE.mean(-1, keepdims=True) - load_MxE).astype(layers[BIAS].dtype)
+        moved = {**moved, decoder.LAYERS: {**layers, BIAS: layers[BIAS] + section.router_bias_rate * signs}}
     return TrainState(keep(moved, state.params), opt_state, state.step), sums
 
 

@@ -135,9 +135,8 @@ class ModelConfig:
     max_position: int = 32768
     latent: Latent | None = None  # None: grouped-query attention
     experts: Experts | None = None  # None: every feed-forward is dense
-    shortcut: bool = (
-        False  # LongCat: a layer is two sublayers of attention and dense feed-forward beside one of experts
-    )
+    # LongCat: a layer is two sublayers of attention and dense feed-forward beside one of experts
+    shortcut: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"):
@@ -219,16 +218,6 @@ class ModelConfig:
         return query + d * m.cache_dim + m.kv_rank * heads * (m.nope_dim + m.v_dim) + heads * m.v_dim * d
 
     @property
-    def layer_params(self) -> int:
-        """Of one layer's matrices: of the last layer, for the first ones may be dense."""
-        return self._layer_params(self.n_layers - 1, active=False)
-
-    @property
-    def active_layer_params(self) -> int:
-        """The same, of the matrices that one token is multiplied with."""
-        return self._layer_params(self.n_layers - 1, active=True)
-
-    @property
     def expert_layer_params(self) -> int:
         """Of the experts of one layer: what an `expert` axis cuts."""
         return 3 * self.d_model * self.experts.width * self.experts.count if self.experts else 0
@@ -240,11 +229,6 @@ class ModelConfig:
             return self.d_ff
         mixture = self.experts.width * (self.experts.per_token + self.experts.shared)
         return mixture + (2 * self.d_ff if self.shortcut else 0)
-
-    @property
-    def largest_params(self) -> int:
-        """Of the largest stack of matrices."""
-        return max(self.n_layers * self.d_model * self.d_ff, self.expert_layers * self.expert_layer_params // 3)
 
     @property
     def matrix_params(self) -> int:
@@ -268,9 +252,12 @@ class ModelConfig:
 
     def _all_params(self, active: bool) -> int:
         ends = (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model
-        return sum(self._layer_params(i, active) for i in range(self.n_layers)) + ends
+        return sum(self.layer_params(i, active) for i in range(self.n_layers)) + ends
 
-    def _layer_params(self, layer: int, active: bool) -> int:
+    def layer_params(self, layer: int | None = None, active: bool = False) -> int:
+        """Of one layer's matrices: of the last layer, for the first ones may be dense; active: of those that one token
+        is multiplied with."""
+        layer = self.n_layers - 1 if layer is None else layer
         e, d, dense = self.experts, self.d_model, 3 * self.d_model * self.d_ff
         sublayers = 2 if self.shortcut else 1
         if e is None or layer < e.first_dense:

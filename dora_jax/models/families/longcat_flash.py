@@ -55,14 +55,13 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _sublayer(name: str, tensor: Tensor, j: int) -> dict[str, Tensor]:
-    return {f"{name}_{j}": Tensor(tensor.name.replace("self_attn.", f"self_attn.{j}."), tensor.transposed)}
-
-
 _TENSORS = {"router": Tensor("mlp.router.classifier.weight"), **EXPERTS}
 _TENSORS["router_bias"] = Tensor("mlp.router.e_score_correction_bias", False)
 for _j in (0, 1):
-    _TENSORS |= {k: v for name, tensor in MLA.items() for k, v in _sublayer(name, tensor, _j).items()}
+    _TENSORS |= {
+        f"{name}_{_j}": Tensor(tensor.name.replace("self_attn.", f"self_attn.{_j}."), tensor.transposed)
+        for name, tensor in MLA.items()
+    }
     _TENSORS |= {f"{x}_proj_{_j}": Tensor(f"mlps.{_j}.{x}_proj.weight") for x in ("gate", "up", "down")}
     _TENSORS[f"attn_norm_{_j}"] = Tensor(f"input_layernorm.{_j}.weight", False)
     _TENSORS[f"mlp_norm_{_j}"] = Tensor(f"post_attention_layernorm.{_j}.weight", False)

@@ -142,7 +142,7 @@ class LivePage(RunFacts):
     def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         """(status, media type, body) of a GET."""
         if path == "/metrics":
-            return HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.page(self._registry)
+            return HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.generate_latest(self._registry)
         if path == "/healthz":
             status, body = self.health()
             return status, "application/json", json.dumps(body).encode()

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_jax.base.digest import digest
 from dora_jax.base.exits import Stop
-from dora_jax.config import CheckpointSection, Config, ConfigError, RunError, SftSection, field_context
+from dora_jax.config import CheckpointSection, Config, ConfigError, RunError, SftSection, TrainerSection, field_context
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.logits import target_logprobs
 from dora_jax.models.tokenizer import Tokenizer
@@ -217,7 +217,7 @@ def _steps(
 ) -> Iterator[WarmStartState]:
     """Yields the state after each dispatch, from where an earlier run was; donates params."""
     rate = optim.schedule("cosine", section.learning_rate, section.warmup_steps, section.steps)
-    tx = optim.optimizer(rate, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
+    tx = optim.optimizer(rate, TrainerSection(b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0))
     replicated = NamedSharding(mesh, PartitionSpec())
     rows = jax.device_put(data, replicated)
     specs = sharding.param_specs(cfg, mesh)
