@@ -140,8 +140,8 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> list[Place]:
             if found is None:
                 if len(bins) == shape.rows or whole > shape.tokens:
                     raise ValueError(
-                        f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens "
-                        f"do not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
+                        f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
+                        f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
                     )
                 bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
             holding[item.prompt] += [found] if item.shared else []
