@@ -10,6 +10,7 @@ a node outlives its users and is evicted, leaf first and least recently used fir
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -84,15 +85,6 @@ class Node:
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
-    def past(self, page_size: int) -> tuple[list[int], int]:
-        """(the pages before it, how many of its positions have KV: none)."""
-        pages: list[int] = []
-        node = self
-        while node.parent is not None:
-            node = node.parent
-            pages[:0] = node.pages
-        return pages, 0
-
 
 class PrefixIndex:
     """Prefix trees, one a version, and every allocation: what nobody uses is evicted when pages run short."""
@@ -113,10 +105,6 @@ class PrefixIndex:
         while self._pool.free < n and self._unused:
             self._remove(next(node for node in self._unused if not node.children))
         return self._pool.allocate(version, n)
-
-    def free(self, pages: Iterable[int]) -> None:
-        """Pages that `allocate` handed out, and nobody uses any more."""
-        self._pool.release(pages)
 
     def cost(self, version: Version, tokens: Sequence[int] | np.ndarray) -> int:
         """By how much `acquire` lowers `available`."""
@@ -212,13 +200,13 @@ class PrefixIndex:
         self._pool.release(node.pages)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
     """A prompt whose KV is held whether or not a sample uses it, from `pin` to `unpin`."""
 
-    def __init__(self, version: Version, prompt_ids: np.ndarray, path: list[Node]):
-        self.version = version
-        self.prompt_ids = prompt_ids
-        self.path = path
+    version: Version
+    prompt_ids: np.ndarray
+    path: list[Node]
 
     @property
     def computed(self) -> bool:
