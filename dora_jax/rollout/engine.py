@@ -130,19 +130,7 @@ class Engine:
 
         turn_tokens: of an episode, whose every turn samples so many at most and ends with the sample in
         `TickResult.waiting`; `import_` continues it with what was observed. 0: the sample is one answer."""
-        empty = np.zeros(0, np.int32)
-        self._add(
-            InFlightSample(
-                id=id,
-                version=version,
-                prompt_ids=np.asarray(prompt_ids, np.int32),
-                out_ids=empty,
-                logprobs=empty.astype(np.float32),
-                max_new_tokens=max_new_tokens,
-                turn_tokens=turn_tokens,
-            ),
-            announce=True,
-        )
+        self._add(migrate.begun(id, prompt_ids, version, max_new_tokens, turn_tokens), announce=True)
 
     def prefill(self, prompt_ids: Any, version: Version) -> Prefix:
         """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
