@@ -228,8 +228,7 @@ class Residents:
             raise RuntimeError("base weights belong to an engine of adapters (lora.rank)")
         formats = self._calls.param_formats[1]
         self._base = self._calls.stored(params)
-        self._write = stack.writer(formats)
-        self._several = self._write(stack.empty(formats), stack.nothing(), jnp.int32(0))
+        self._write, self._several = stack.opened(formats)
 
     @property
     def versions(self) -> tuple[Version, ...]:

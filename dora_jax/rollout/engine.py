@@ -31,7 +31,7 @@ from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import migrate
 from dora_jax.rollout.device import Device, PagesCopy, Residents
-from dora_jax.rollout.device_calls import new_calls
+from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.migrate import HostKV, InFlightSample, SampledTokens
 from dora_jax.rollout.pages import Prefix
 from dora_jax.rollout.plan import Scheduler
@@ -71,7 +71,7 @@ class Engine:
         self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
         options = {"eos_ids": self.eos_ids, "vocab_limit": vocab_limit, "dtype": dtype, "routes": routes, "lora": lora}
-        calls = new_calls(cfg, section, mesh, seed=seed, **options)
+        calls = Calls(cfg, section, mesh, seed=seed, **options)
         self.device = Device(calls, self.shapes)
         self.calls = calls
         self.param_shardings, self.base_shardings = calls.param_shardings, calls.base_shardings

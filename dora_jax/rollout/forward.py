@@ -20,21 +20,7 @@ import numpy as np
 from dora_jax.models import decoder, moe
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import quantize
-from dora_jax.rollout.shapes import (
-    ADAPTER,
-    DRAWN,
-    FRESH,
-    GROUP,
-    HEADER,
-    INDEX,
-    POSITION,
-    PREFILL_HEADER,
-    REMAINING,
-    REPEATS,
-    SLOT,
-    TOKEN,
-    Shapes,
-)
+from dora_jax.rollout.shapes import HEADER, PREFILL_HEADER, Shapes
 
 
 def empty(kv, shapes: Shapes):
@@ -53,7 +39,7 @@ class Forward:
     compute: moe.Compute
     logits: Callable[..., jax.Array]  # (params, hidden [N, D]) -> [N, V], tempered and masked
     draw: Callable[..., Any]  # sample.draw with its options
-    limits: Callable[..., Any]  # (last token, how often in a row) -> sample.Limits or None
+    limits: Callable[..., Any] | None  # (last token, how often in a row) -> sample.Limits; None: any may be drawn
     key: Callable[..., jax.Array]  # (group, index) -> the sample's key
     stop: Callable[[jax.Array], jax.Array]  # tokens -> whether each ends its sample
     dtype: Any
@@ -65,12 +51,12 @@ class Forward:
         the state, Shapes.result for the result."""
         ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
         header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
-        slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
-        fresh_B = header[:, FRESH] > 0
-        token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
-        repeats_B = jnp.where(fresh_B, header[:, REPEATS], state_Sx3[slot_B, 2])
-        active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
-        keys_B = jax.vmap(self.key)(header[:, GROUP], header[:, INDEX])
+        slot_B, fresh_B, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = header.T
+        fresh_B = fresh_B > 0
+        token_B = jnp.where(fresh_B, token_B, state_Sx3[slot_B, 0])
+        repeats_B = jnp.where(fresh_B, repeats_B, state_Sx3[slot_B, 2])
+        active_B = (remaining_B > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
+        keys_B = jax.vmap(self.key)(group_B, index_B)
         fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
         rows, steps = token_B.shape[0], self.shapes.steps
 
@@ -82,28 +68,24 @@ class Forward:
                 past_B[:, None] + i,
                 lambda moving: self.kv.attend_step(fixed, moving, i, active_B),
                 moving,
-                header[:, ADAPTER],
+                adapter_B,
             )
             with jax.named_scope("sample"):
                 next_B, logprob_B, kept_BxK = self.draw(
                     self.logits(self._base(params), hidden_Bx1xD[:, 0]),
                     keys_B,
                     drawn_B + i,
-                    self.limits(last_B, repeats_B),
+                    self.limits and self.limits(last_B, repeats_B),
                     forced_BxN[:, i] if self.shapes.exact else None,
                 )
             token_B = jnp.where(active_B, next_B, last_B)
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
             if self.routes is not None:
                 routes_NxB = routes_NxB.at[i].set(_routes(ids, self.routes)[:, 0])
-            emitted = (
-                tokens_NxB.at[i].set(token_B),
-                bits_NxB.at[i].set(_bits(logprob_B)),
-                kept_NxBxK.at[i].set(kept_BxK),
-            )
-            out = *emitted, routes_NxB
+            tokens_NxB, bits_NxB = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B))
+            out = tokens_NxB, bits_NxB, kept_NxBxK.at[i].set(kept_BxK), routes_NxB
             count_B = count_B + active_B
-            active_B = active_B & ~self.stop(token_B) & (i + 1 < header[:, REMAINING])
+            active_B = active_B & ~self.stop(token_B) & (i + 1 < remaining_B)
             return i + 1, token_B, repeats_B, active_B, moving, out, count_B
 
         out = (
@@ -133,9 +115,9 @@ class Forward:
         header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
             control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.verify_window], axis=1
         )
-        past_B, remaining_B = header[:, POSITION], header[:, REMAINING]
+        _, _, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = header.T
         active_B = remaining_B > 0
-        tokens_BxL = jnp.concatenate([header[:, TOKEN, None], jnp.maximum(drafts_BxK, 0)], axis=1)
+        tokens_BxL = jnp.concatenate([token_B[:, None], jnp.maximum(drafts_BxK, 0)], axis=1)
         at_L = jnp.arange(length)
         fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
         hidden_BxLxD, moving, ids = self._run(
@@ -144,18 +126,15 @@ class Forward:
             past_B[:, None] + at_L[None],
             lambda moving: self.kv.attend_ahead(fixed, moving, active_B),
             moving,
-            header[:, ADAPTER],
+            adapter_B,
         )
         with jax.named_scope("sample"):
-            keys_T = jax.vmap(self.key)(*(jnp.repeat(header[:, column], length) for column in (GROUP, INDEX)))
-            drawn_BxL = header[:, DRAWN, None] + at_L[None]
-            cut = self.limits(tokens_BxL.reshape(-1), _repeats(tokens_BxL, header[:, REPEATS]).reshape(-1))
-            drawn = self.draw(
-                self.logits(self._base(params), hidden_BxLxD.reshape(-1, self.cfg.d_model)),
-                keys_T,
-                drawn_BxL.reshape(-1),
-                cut,
-            )
+            keys_T = jax.vmap(self.key)(jnp.repeat(group_B, length), jnp.repeat(index_B, length))
+            drawn_BxL = drawn_B[:, None] + at_L[None]
+            repeats_BxL = _repeats(tokens_BxL, repeats_B)
+            limits = self.limits and self.limits(tokens_BxL.reshape(-1), repeats_BxL.reshape(-1))
+            logits_TxV = self.logits(self._base(params), hidden_BxLxD.reshape(-1, self.cfg.d_model))
+            drawn = self.draw(logits_TxV, keys_T, drawn_BxL.reshape(-1), limits)
         next_BxL, logprob_BxL, kept_BxLxK = (x.reshape(*tokens_BxL.shape, *x.shape[1:]) for x in drawn)
         goes_on_BxK = (next_BxL[:, :-1] == drafts_BxK) & ~self.stop(next_BxL[:, :-1])
         goes_on_BxK &= at_L[None, 1:] < remaining_B[:, None]

@@ -28,7 +28,7 @@ from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices
 from dora_jax.publish import offered_copy, placed, sliced
-from dora_jax.rollout.device_calls import Calls, new_calls
+from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.engine import Answer, Engine, ReplayEngine
 from dora_jax.rollout.migrate import HostKV
 from dora_jax.rollout.shapes import shapes_of
@@ -116,7 +116,7 @@ def engine_of(
 
 def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...], vocab_limit: int) -> Calls:
     """The calls of `engine_of`; the devices of the mesh may be descriptions."""
-    return new_calls(model, config.rollout, mesh, **engine_options(config, model, eos_ids, vocab_limit))
+    return Calls(model, config.rollout, mesh, **engine_options(config, model, eos_ids, vocab_limit))
 
 
 def engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
