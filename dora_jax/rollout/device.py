@@ -77,8 +77,9 @@ class Device:
 
     def launch_read(self, pages: list[int]) -> dict[str, jax.Array]:
         """These pages by the names of shapes.py, in the call that copies so many."""
-        ids = _put(_ids(pages, self.shapes.copy_call(len(pages))), self._calls.replicated)
-        return dict(zip(self._calls.kv.names, self._calls.read(self._whole_pool(), ids), strict=True))
+        ids = np.pad(np.array(pages, np.int32), (0, self.shapes.copy_call(len(pages)) - len(pages)))  # the dummy page
+        found = self._calls.read(self._whole_pool(), _put(ids, self._calls.replicated))
+        return dict(zip(self._calls.kv.names, found, strict=True))
 
     def read_pages(self, pages: list[int]) -> dict[str, np.ndarray]:
         """Host copies, by the names of shapes.py."""
@@ -91,13 +92,14 @@ class Device:
         start = 0
         while start < len(pages):
             size = self.shapes.copy_call(len(pages) - start)
-            ids = _put(_ids(pages[start : start + size], size), self._calls.replicated)
+            ids = np.array(pages[start : start + size], np.int32)
             pieces = [arrays[name][:, start : start + size] for name in self._calls.kv.names]
-            start += size
-            if start > len(pages):
-                pieces = [np.pad(x, [(0, size - x.shape[1] if i == 1 else 0) for i in range(x.ndim)]) for x in pieces]
+            if more := size - len(ids):  # pages of nobody, which the dummy page takes
+                ids = np.pad(ids, (0, more))
+                pieces = [np.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)]) for x in pieces]
             on_device = [_put(np.ascontiguousarray(x), self._calls.pages_sharding) for x in pieces]
-            self.pool = self._calls.write(self._whole_pool(), ids, *on_device)
+            self.pool = self._calls.write(self._whole_pool(), _put(ids, self._calls.replicated), *on_device)
+            start += size
 
     def warmup(self, params: Any) -> None:
         """Compiles every call by making it once with padding rows only."""
@@ -155,18 +157,15 @@ class PagesCopy:
         self._device, self._pages = device, pages
         self._launched: dict[str, jax.Array] = {}
         self._start = self._stop = 0  # of the piece that was launched last
+        self.more = bool(pages)  # whether pieces follow it
         self.arrays: dict[str, np.ndarray] = {}
-
-    @property
-    def more(self) -> bool:
-        """Whether pieces follow the one launched last."""
-        return self._stop < len(self._pages)
 
     def launch(self, most: int) -> bool:
         """Starts the next piece, of so many pages at most; False where none is left."""
         piece = self._pages[self._stop :][:most]
         piece = piece[: self._device.shapes.copy_call(len(piece))]
         self._start, self._stop = self._stop, self._stop + len(piece)
+        self.more = self._stop < len(self._pages)
         self._launched = self._device.launch_read(piece) if piece else {}
         return bool(piece)
 
@@ -194,13 +193,6 @@ def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_process_local_data(sharding, x)
-
-
-def _ids(pages: list[int], size: int) -> np.ndarray:
-    """i32[size], padded with the dummy page."""
-    ids = np.zeros(size, np.int32)
-    ids[: len(pages)] = pages
-    return ids
 
 
 class Residents:

@@ -32,7 +32,7 @@ from dora_jax.ops import attention
 from dora_jax.rollout import forward, quantize, sample
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
-from dora_jax.rollout.shapes import KVLayout, Shapes, kv_layout, shapes_of
+from dora_jax.rollout.shapes import Shapes, kv_layout, shapes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +96,10 @@ class Calls:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
         self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: forward.empty(kv, shapes))
-        where = _tiled(NamedSharding(mesh, kv.pool_spec), self.kv, shapes)
+        where: Any = NamedSharding(mesh, kv.pool_spec)
+        if self.kv.rank and shapes.kv and shapes.paged and mesh.devices.flat[0].platform == "tpu":
+            # of latents in 8 bits, declared: else XLA turns all of it round before a step writes its rows, and back
+            where = Format(Layout((0, 1, 2), ((8, 128), (4, 1))), where)
         self.pool_sharding = jax.tree.map(lambda _: where, self.abstract_pool)
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         cuts = {name: getattr(section, name) for name in ("top_k", "top_p", "min_p", "keep_set")}
@@ -225,14 +228,6 @@ class Calls:
         """How many shapes have been compiled so far."""
         calls: tuple[Any, ...] = self.decode, self.narrow, self.verify, self.prefill, self.read, self.write
         return sum(call._cache_size() for call in calls) + ("decode_chosen" in self.__dict__)
-
-
-def _tiled(where: NamedSharding, kv: KVLayout, shapes: Shapes) -> Any:
-    """How a pool lies. Of latents in 8 bits on a TPU it is declared: else XLA turns all of it round before a step
-    writes its rows, and back after."""
-    if not (kv.rank and shapes.kv and shapes.paged and where.mesh.devices.flat[0].platform == "tpu"):
-        return where
-    return Format(Layout((0, 1, 2), ((8, 128), (4, 1))), where)
 
 
 def _zeros(abstract: Any, formats: Any) -> Any:

@@ -89,11 +89,6 @@ class Engine:
     def versions(self) -> tuple[Version, ...]:
         return self.residents.versions
 
-    def take_base(self, params: Any) -> None:
-        """Takes the base weights (in the layout of `base_shardings`) that versions are adapters of; before the
-        first."""
-        self.residents.take_base(params)
-
     def load(self, version: Version, params: Any) -> None:
         """Takes a version's weights (in the layout of `param_shardings`) beside those that run."""
         self.residents.load(version, params)
@@ -173,11 +168,22 @@ class Engine:
         self._land()
         seq = self._held(id)
         self.scheduler.leave(seq)
-        kv_len, copied = seq.kv_len, self._copied(seq)
-        if copied is None:  # it has no pages, or others than before
+        kv_len, path = seq.kv_len, seq.path
+        copy = PagesCopy(self.device, seq.pages_to_read(self.shapes.pages_for(kv_len)))
+        whole = copy.launch(self.scheduler.copy_room)
+        while whole and copy.more:  # each piece lands while the others' next step is on the device
+            self._emit.decodes_only = False  # no tick that is timed
+            self._step()
+            copy.land()
+            whole = seq.path is path  # else preempted for an older one: its request, or other pages, hold the KV
+            if whole:
+                copy.launch(self.scheduler.copy_room)
+        if whole:
+            copy.land()
+        else:  # it has no pages, or others than before
             self._land()
             kv_len = seq.kv_len
-        pages = seq.pages_to_read(self.shapes.pages_for(kv_len))
+        copied, pages = copy.arrays if whole else None, seq.pages_to_read(self.shapes.pages_for(kv_len))
         request = self.with_kept(self._request(seq, pages, kv_len, copied))
         self._forget(seq)
         return request
@@ -352,28 +358,14 @@ class Engine:
 
     def _end(self, seq: Seq, finish: str) -> None:
         """`error`: its weights or KV are not numbers: never a sample to train on."""
-        sample = migrate.ended(seq.in_flight, finish)
+        request = seq.in_flight
+        sample = migrate.ended(request, finish)
         if self._routes is not None:
             self._routes.check(sample.table.routes, len(seq.sequence) - 1, str(seq.id))
         self._emit.finished.append(sample)
-        if self.shapes.kept:
-            self._emit.kept[seq.id] = seq.kept.copy()
+        if request.kept is not None:
+            self._emit.kept[seq.id] = request.kept
         self.scheduler.remove(seq)
-
-    def _copied(self, seq: Seq) -> dict[str, np.ndarray] | None:
-        """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
-        copy, path = PagesCopy(self.device, seq.pages_to_read(self.shapes.pages_for(seq.kv_len))), seq.path
-        if not copy.launch(self.scheduler.copy_room):
-            return None
-        while copy.more:
-            self._emit.decodes_only = False  # no tick that is timed
-            self._step()
-            copy.land()
-            if seq.path is not path:
-                return None  # preempted for an older one: its request, or other pages, hold the KV
-            copy.launch(self.scheduler.copy_room)
-        copy.land()
-        return copy.arrays
 
     def _request(
         self, seq: Seq, pages: list[int], kv_len: int, copied: dict[str, np.ndarray] | None = None

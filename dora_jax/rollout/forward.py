@@ -82,7 +82,8 @@ class Forward:
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
             if self.routes is not None:
                 routes_NxB = routes_NxB.at[i].set(_routes(ids, self.routes)[:, 0])
-            tokens_NxB, bits_NxB = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(_bits(logprob_B))
+            bits_B = jax.lax.bitcast_convert_type(logprob_B.astype(jnp.float32), jnp.int32)
+            tokens_NxB, bits_NxB = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(bits_B)
             out = tokens_NxB, bits_NxB, kept_NxBxK.at[i].set(kept_BxK), routes_NxB
             count_B = count_B + active_B
             active_B = active_B & ~self.stop(token_B) & (i + 1 < remaining_B)
@@ -131,8 +132,11 @@ class Forward:
         with jax.named_scope("sample"):
             keys_T = jax.vmap(self.key)(jnp.repeat(group_B, length), jnp.repeat(index_B, length))
             drawn_BxL = drawn_B[:, None] + at_L[None]
-            repeats_BxL = _repeats(tokens_BxL, repeats_B)
-            limits = self.limits and self.limits(tokens_BxL.reshape(-1), repeats_BxL.reshape(-1))
+            repeats = [repeats_B]  # how often each token has come in a row; the first one 0 where it is the prompt's
+            for i in range(1, length):
+                again_B = (tokens_BxL[:, i] == tokens_BxL[:, i - 1]) & (repeats[-1] > 0)
+                repeats.append(jnp.where(again_B, repeats[-1] + 1, 1))
+            limits = self.limits and self.limits(tokens_BxL.reshape(-1), jnp.stack(repeats, axis=1).reshape(-1))
             logits_TxV = self.logits(self._base(params), hidden_BxLxD.reshape(-1, self.cfg.d_model))
             drawn = self.draw(logits_TxV, keys_T, drawn_BxL.reshape(-1), limits)
         next_BxL, logprob_BxL, kept_BxLxK = (x.reshape(*tokens_BxL.shape, *x.shape[1:]) for x in drawn)
@@ -141,7 +145,8 @@ class Forward:
         count_B = active_B * (1 + jnp.cumprod(goes_on_BxK, axis=1).sum(1, dtype=jnp.int32))
         pool = self.kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
         kept_BxLK = kept_BxLxK.reshape(len(tokens_BxL), -1)
-        result = jnp.concatenate([next_BxL, _bits(logprob_BxL), count_B[:, None], kept_BxLK], axis=1)
+        bits_BxL = jax.lax.bitcast_convert_type(logprob_BxL.astype(jnp.float32), jnp.int32)
+        result = jnp.concatenate([next_BxL, bits_BxL, count_B[:, None], kept_BxLK], axis=1)
         return pool, result, self.routes and _routes(ids, self.routes)
 
     def prefill(self, params, pool, control_RxC, *, blocks: int):
@@ -175,15 +180,6 @@ class Forward:
         )
 
 
-def _repeats(tokens_BxL, first_B):
-    """How often each token has come in a row; first_B: the first one, 0 where it is the prompt's."""
-    found = [first_B]
-    for i in range(1, tokens_BxL.shape[1]):
-        again_B = (tokens_BxL[:, i] == tokens_BxL[:, i - 1]) & (found[-1] > 0)
-        found.append(jnp.where(again_B, found[-1] + 1, 1))
-    return jnp.stack(found, axis=1)
-
-
 def _routes(ids_MxBxLxk, routes: RouteShape):
     """[B, L, M, k] in the type that travels."""
     return ids_MxBxLxk.transpose(1, 2, 0, 3).astype(routes.dtype)
@@ -194,7 +190,3 @@ def is_stop(token_B, *, eos_ids: tuple[int, ...]):
     for eos in eos_ids:
         stopped |= token_B == eos
     return stopped
-
-
-def _bits(x):
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

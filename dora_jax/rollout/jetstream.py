@@ -151,12 +151,14 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
         """Ids in, ids out: requests carry token ids."""
 
         stop_tokens: ClassVar = set(engine.eos_ids)
-
-        def __init__(self):
-            self.bos_id, self.eos_id, self.pad_id = bos_id, engine.eos_ids[0] if engine.eos_ids else -1, pad_id
+        bos_id: int
+        pad_id: int
+        eos_id = engine.eos_ids[0] if engine.eos_ids else -1
 
         def decode(self, ids: list[int]) -> str:
             return " ".join(map(str, ids))
+
+    NoTokenizer.bos_id, NoTokenizer.pad_id = bos_id, pad_id
 
     class Adapter(_Adapter, base):
         result_tokens = engine_api.ResultTokens

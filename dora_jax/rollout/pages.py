@@ -64,22 +64,20 @@ class PagePool:
             raise RuntimeError(f"{len(self._free)} free + {len(seen)} held pages are not {self.pages}")
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """One chunk of a prefix: positions start .. start + length, and the pages that hold their KV."""
 
-    __slots__ = ("children", "pages", "parent", "ready", "routes", "start", "tokens", "uploading", "users", "version")
-
-    def __init__(self, version: Version, parent: Node | None, tokens: np.ndarray, start: int, pages: list[int]):
-        self.version = version
-        self.parent = parent
-        self.tokens = tokens  # i32[n]
-        self.start = start
-        self.pages = pages
-        self.users = 0  # samples that hold a path through this node
-        self.children: dict[bytes, Node] = {}
-        self.ready = False  # its KV is written, or will be before any later call reads it
-        self.uploading = False  # its KV is on its way from the host: not to be computed
-        self.routes: np.ndarray | None = None  # [n, M, k]: the experts of its tokens, where they are asked for
+    version: Version
+    parent: Node | None
+    tokens: np.ndarray  # i32[n]
+    start: int
+    pages: list[int]
+    users: int = 0  # samples that hold a path through this node
+    children: dict[bytes, Node] = dataclasses.field(default_factory=dict)
+    ready: bool = False  # its KV is written, or will be before any later call reads it
+    uploading: bool = False  # its KV is on its way from the host: not to be computed
+    routes: np.ndarray | None = None  # [n, M, k]: the experts of its tokens, where they are asked for
 
     @property
     def stop(self) -> int:

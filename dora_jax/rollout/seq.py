@@ -205,10 +205,6 @@ class Seq:
         return self._logprobs[: self.n_out]
 
     @property
-    def kept(self) -> np.ndarray:
-        return self._kept[: self.n_out]
-
-    @property
     def mask(self) -> np.ndarray | None:
         """bool[U]; None: nothing is observed."""
         if self._mask is None:
@@ -239,7 +235,7 @@ class Seq:
             max_new_tokens=self.max_new_tokens,
             spans=self.spans,
             table=self.table_from(0),
-            kept=self.kept.copy() if self._kept.shape[1] else None,
+            kept=self._kept[: self.n_out].copy() if self._kept.shape[1] else None,
             mask=self.mask,
             turn_tokens=self.turn_tokens,
             dropped=self.dropped,

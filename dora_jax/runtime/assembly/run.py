@@ -88,7 +88,7 @@ def new_engine(
         with field_context("model.path"):
             _, params = hf.load(config.model.path, engine.mesh, jnp.dtype(config.model.dtype))
         laid_out = functools.partial(decoder.serving_layout, layout=engine.shapes.layout)
-        engine.take_base(jax.jit(laid_out, out_shardings=engine.base_shardings)(params))
+        engine.residents.take_base(jax.jit(laid_out, out_shardings=engine.base_shardings)(params))
     return engine
 
 
