@@ -51,7 +51,8 @@ class Forward:
         the state, Shapes.result for the result."""
         ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
         header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
-        slot_B, fresh_B, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = header.T
+        columns = [header[:, i] for i in range(HEADER)]
+        slot_B, fresh_B, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
         fresh_B = fresh_B > 0
         token_B = jnp.where(fresh_B, token_B, state_Sx3[slot_B, 0])
         repeats_B = jnp.where(fresh_B, repeats_B, state_Sx3[slot_B, 2])
@@ -116,7 +117,8 @@ class Forward:
         header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
             control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.verify_window], axis=1
         )
-        _, _, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = header.T
+        columns = [header[:, i] for i in range(HEADER)]
+        _, _, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
         active_B = remaining_B > 0
         tokens_BxL = jnp.concatenate([token_B[:, None], jnp.maximum(drafts_BxK, 0)], axis=1)
         at_L = jnp.arange(length)
