@@ -139,6 +139,15 @@ class ScoredGroup:
     parts: dict[str, np.ndarray]  # name -> f32[G]; the terms whose sum is the reward
 
 
+class Estimate(NamedTuple):
+    """What an objective makes of n trajectories of T response tokens: their advantages f32[n] or [n, T], what takes
+    part in the loss, and the value model's targets if any."""
+
+    advantages: np.ndarray
+    mask: np.ndarray  # bool[n, T]
+    returns: np.ndarray | None = None  # f32[n, T]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSoFar:
     """An episode at the end of a turn, as its environment is asked about it."""

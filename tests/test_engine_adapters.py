@@ -56,7 +56,9 @@ def new_engine(device=0, cfg=CFG, **changes):
     section = presets.on_cpu(RolloutSection(**{**SIZES, "residents": RESIDENTS, **changes}))
     mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
     engine = Engine(cfg, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB, lora=lora_of(cfg))
-    engine.take_base(jax.device_put(decoder.serving_layout(base(cfg), engine.shapes.layout), engine.base_shardings))
+    engine.residents.take_base(
+        jax.device_put(decoder.serving_layout(base(cfg), engine.shapes.layout), engine.base_shardings)
+    )
     return engine
 
 

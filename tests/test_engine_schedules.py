@@ -136,7 +136,7 @@ def test_late_results_change_nothing_but_when_they_are_seen():
         done, preempted = {}, 0
         while not engine.idle:
             done |= {s.id: s for s in engine.tick().finished}
-            for seq in engine.scheduler.resuming:
+            for _, seq in engine.scheduler.resuming:
                 if seq.n_out:  # it decoded: the host holds all tokens whose KV it holds
                     preempted += 1
                     engine.host.put(held := engine.host.take(seq.request))

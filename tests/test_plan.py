@@ -149,7 +149,7 @@ def test_a_preempted_sample_goes_before_new_ones(pages):
         device.add(request(group, n_prompt=20))
     while device.scheduler.seqs and not any(plan.preempts for plan in device.plans):
         device.tick()
-    waiting = [seq.id for seq in device.scheduler.resuming]
+    waiting = [seq.id for _, seq in device.scheduler.resuming]
     device.add(request(8, n_prompt=1))  # small enough to fit at once
     while SampleId(8, 0) not in device.started:
         device.tick()

@@ -12,7 +12,7 @@ from dora_jax.aot import slices as aot_slices
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families.config import Latent
-from dora_jax.rollout.device_calls import new_calls
+from dora_jax.rollout.device_calls import Calls
 
 pytestmark = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
 CFG = decoder.new_config(
@@ -50,7 +50,7 @@ def calls(attention, cfg=CFG, **changes):
             **changes,
         }
     )
-    return new_calls(
+    return Calls(
         cfg,
         section,
         sharding.make_mesh(aot_slices.slice_devices("v5e-4")[:1], 1, 1, 1),

@@ -52,7 +52,7 @@ class Subject:
         self.engine = engine_of(config, model, mesh)
         params = decoder.init_params(model, 0)
         if section.on:
-            self.engine.take_base(decoder.serving_layout(params, self.engine.shapes.layout))
+            self.engine.residents.take_base(decoder.serving_layout(params, self.engine.shapes.layout))
             params = lora.init(model, section, 0)
         self.engine.warmup()
         self.bytes = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -206,7 +206,7 @@ class InstanceSide:
         model, config = model_of(mib), _config(rank)
         self._engine = run.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
         if rank:
-            self._engine.take_base(_nothing(model, self._engine.base_shardings))
+            self._engine.residents.take_base(_nothing(model, self._engine.base_shardings))
         wanted = like(model, self._engine.param_shardings, run.published(config, model))
         self.host = WeightEndpoint(0, Wire(*HERE), HostWeights(), wanted, StoredWeights(folder))
 

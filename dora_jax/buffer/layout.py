@@ -58,8 +58,7 @@ def layout(
     skip_zero_advantage: bool = False,
 ) -> BatchShape:
     """rows 0: enough for `samples` of `max_tokens` each (prompt and response), rounded up to the mesh."""
-    longest = max_tokens - 1
-    if longest > pack_tokens:
+    if (longest := max_tokens - 1) > pack_tokens:
         raise ValueError(
             f"trainer.pack_tokens={pack_tokens} is shorter than the longest sample: {longest} tokens "
             f"(prompt and response limits together, less one)"
@@ -84,10 +83,6 @@ class Item(NamedTuple):
     prompt: bytes  # what samples must have in common to share it
     shared: int
     length: int
-
-    @property
-    def whole(self) -> int:
-        return self.shared + self.length
 
 
 def items_of(samples: Sequence[Sample], share_prompts: bool) -> list[Item]:
@@ -138,15 +133,15 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> list[Place]:
     for item in items:
         total[item.prompt] += item.length if item.shared else 0
     for i in sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
-        item = items[i]
+        item, whole = items[i], items[i].shared + items[i].length
         found = next((b for b in holding[item.prompt] if b.free >= item.length), None)
         if found is None:
-            found = next((b for b in bins if b.free >= item.whole), None)
+            found = next((b for b in bins if b.free >= whole), None)
             if found is None:
-                if len(bins) == shape.rows or item.whole > shape.tokens:
+                if len(bins) == shape.rows or whole > shape.tokens:
                     raise ValueError(
-                        f"{len(items)} samples with {sum(item.whole for item in items)} tokens do not fit into "
-                        f"{shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
+                        f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
+                        f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
                     )
                 bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
             holding[item.prompt] += [found] if item.shared else []

@@ -22,18 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dora_jax.buffer.layout import BatchShape, Place, Row, items_of, places_of
-from dora_jax.types import GroupId, Sample, ScoredGroup, Span
-
-
-class GroupStore(Protocol):
-    def put(self, group: ScoredGroup) -> None:
-        """Keep a scored group; an id that is already there is an error."""
-
-    def take(self, group_ids: Iterable[GroupId]) -> tuple[ScoredGroup, ...]:
-        """Remove and return these groups, in this order; an unknown id is an error and removes nothing."""
-
-    def discard(self, group_id: GroupId) -> None:
-        """Forget a group, if it is there."""
+from dora_jax.types import Estimate, GroupId, Sample, ScoredGroup, Span
 
 
 class MemoryGroupStore:
@@ -46,10 +35,12 @@ class MemoryGroupStore:
         return len(self._groups)
 
     def put(self, group: ScoredGroup) -> None:
+        """Keep a scored group; an id that is already there is an error."""
         if self._groups.setdefault(group.group_id, group) is not group:
             raise ValueError(f"group {group.group_id} is already in the store")
 
     def take(self, group_ids: Iterable[GroupId]) -> tuple[ScoredGroup, ...]:
+        """Remove and return these groups, in this order; an unknown id is an error and removes nothing."""
         group_ids = tuple(group_ids)
         missing = sorted(set(group_ids) - self._groups.keys())
         if missing or len(set(group_ids)) != len(group_ids):
@@ -57,6 +48,7 @@ class MemoryGroupStore:
         return tuple(self._groups.pop(group_id) for group_id in group_ids)
 
     def discard(self, group_id: GroupId) -> None:
+        """Forget a group, if it is there."""
         self._groups.pop(group_id, None)
 
 
@@ -104,26 +96,10 @@ class Sequences:
     grad_sq: np.ndarray | None = None  # |grad log pi|^2 of the trajectory, in every column
 
 
-class Prepared(Protocol):
-    """What an objective makes of the trajectories."""
-
-    @property
-    def advantages(self) -> np.ndarray:
-        """f32[n] or f32[n, T]."""
-
-    @property
-    def mask(self) -> np.ndarray:
-        """bool[n, T]: takes part in the loss."""
-
-    @property
-    def returns(self) -> np.ndarray | None:
-        """f32[n, T]."""
-
-
 class Objective(Protocol):
     """The trainer's part in packing; see `trainer.prepare.Prepare`."""
 
-    def estimate(self, sequences: Sequences) -> Prepared: ...
+    def estimate(self, sequences: Sequences) -> Estimate: ...
 
     def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
         """Of packed rows, or of one trajectory a row: segment_ids None."""
@@ -146,7 +122,13 @@ def pack_step(
 
     `score`, where the objective needs it, runs the models on the packed rows first.
     """
-    parts = [_PackedUpdate.of(sorted(groups, key=lambda g: g.group_id), shape, score) for groups in updates]
+    parts = []
+    for groups in updates:
+        groups = sorted(groups, key=lambda g: g.group_id)
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = np.concatenate([np.asarray(group.rewards, np.float32) for group in groups])
+        group_ids = np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups])
+        parts.append(_PackedUpdate(samples, shape, score, rewards, group_ids))
     longest = max(part.spread.longest for part in parts)
     every = [part.sequences(longest) for part in parts]
     estimate = objective.estimate(Sequences(**{name: np.concatenate([s[name] for s in every]) for name in every[0]}))
@@ -162,16 +144,6 @@ def pack_step(
 class _PackedUpdate:
     """The groups of one update in their rows, before they have advantages."""
 
-    @classmethod
-    def of(cls, groups: Sequence[ScoredGroup], shape: BatchShape, score: Score | None) -> _PackedUpdate:
-        return cls(
-            [sample for group in groups for sample in group.samples],
-            shape,
-            score,
-            np.concatenate([np.asarray(group.rewards, np.float32) for group in groups]),
-            np.repeat([g.group_id for g in groups], [len(g.samples) for g in groups]),
-        )
-
     def __init__(
         self, samples: list[Sample], shape: BatchShape, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
     ):
@@ -181,8 +153,8 @@ class _PackedUpdate:
         segments, owners = [segment for segment, _ in found], [i for _, i in found]
         places = places_of(items_of(segments, shape.share_prompts), shape)
         self.spread = _Spread(segments, owners, places, shape)
-        self._batch: dict[str, Any] = _tokens(segments, places, self.spread, shape)
-        zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), self.spread.zeros())
+        self._batch: dict[str, Any] = _tokens(segments, places, shape)
+        zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), _zeros(shape))
         self._scored = score(TrainBatch(**(self._batch | zeros))) if score else {}
 
     def sequences(self, longest: int) -> dict[str, np.ndarray]:
@@ -195,7 +167,7 @@ class _PackedUpdate:
         } | {name: self.spread.gather(np.asarray(x), longest) for name, x in per_token.items()}
         return found | {"lengths": found["mask"].sum(1)}
 
-    def batch_of(self, estimate: Prepared, mine: slice, objective: Objective) -> TrainBatch:
+    def batch_of(self, estimate: Estimate, mine: slice, objective: Objective) -> TrainBatch:
         """`mine`: the rows of the step's estimate that are of this update."""
         spread = self.spread
         mask, advantages = estimate.mask[mine], estimate.advantages[mine]
@@ -210,10 +182,8 @@ class _PackedUpdate:
             moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
             if not moving.any(1).all():
                 return self._only(moving.any(1), mask, advantages, spread.gather(weights, mask.shape[1]))
-        if estimate.returns is None:
-            return self._batch_with(placed, advantages, weights)
-        returns = spread.responses(estimate.returns[mine], np.float32)
-        return self._batch_with(placed, advantages, weights, returns=returns)
+        returns = None if estimate.returns is None else spread.responses(estimate.returns[mine], np.float32)
+        return self._batch_with(placed, advantages, weights, returns)
 
     def _only(self, moving: np.ndarray, mask: np.ndarray, advantages: np.ndarray, weights: np.ndarray) -> TrainBatch:
         """The batch of the samples that move the weights; of the first one where none does, for its metrics."""
@@ -226,15 +196,14 @@ class _PackedUpdate:
         return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
 
     def _batch_with(
-        self, placed: np.ndarray, advantages: np.ndarray, weights: np.ndarray, **returns: np.ndarray
+        self, placed: np.ndarray, advantages: np.ndarray, weights: np.ndarray, returns: np.ndarray | None = None
     ) -> TrainBatch:
-        spread = self.spread
         return TrainBatch(
             **(self._batch | {"mask": placed}),
             **{name: x for name, x in self._scored.items() if name != "grad_sq"},
-            **returns,
-            advantages=spread.responses(advantages, np.float32) * placed,
-            rewards=spread.responses(self._rewards, np.float32),
+            returns=returns,
+            advantages=self.spread.responses(advantages, np.float32) * placed,
+            rewards=self.spread.responses(self._rewards, np.float32),
             loss_weights=weights,
             group_ids=tuple(dict.fromkeys(self._group_ids.tolist())),
         )
@@ -246,50 +215,43 @@ class _Spread:
     owners: the trajectory of each segment; the segments of one stand in its row one behind the other."""
 
     def __init__(self, samples: Sequence[Sample], owners: Sequence[int], places: Sequence[Place], shape: BatchShape):
-        self._shape = (shape.rows, shape.tokens)
-        self._owners, self._n = owners, 1 + max(owners)
-        self._first = [place.start + len(s.prompt_ids) - 1 - place.shared for s, place in zip(samples, places)]
-        self._rows = [place.row for place in places]
-        self._starts = [place.start for place in places]
-        self._lengths = [len(s.out_ids) for s in samples]
-        self._totals = [len(s.prompt_ids) + len(s.out_ids) - 1 - place.shared for s, place in zip(samples, places)]
-        self._offsets, filled = [], [0] * self._n
-        for owner, n in zip(owners, self._lengths):
-            self._offsets.append(filled[owner])
+        self._shape = shape
+        self._n = 1 + max(owners)
+        self.branched = len(owners) > self._n
+        self._responses = []  # of each segment: row, first column and length of its response; owner, first column there
+        self._segments = []  # of each: row, first column and length of all of it; its owner
+        filled = [0] * self._n
+        for sample, place, owner in zip(samples, places, owners):
+            prompt, n = len(sample.prompt_ids) - 1 - place.shared, len(sample.out_ids)
+            self._responses.append((place.row, place.start + prompt, n, owner, filled[owner]))
+            self._segments.append((place.row, place.start, prompt + n, owner))
             filled[owner] += n
         self.longest = max(filled)
 
-    @property
-    def branched(self) -> bool:
-        return len(self._owners) > self._n
-
-    def _responses(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """Of each segment: row, first column and length of its response; its trajectory, and its first column there."""
-        return zip(self._rows, self._first, self._lengths, self._owners, self._offsets)
-
-    def zeros(self, dtype: type = np.float32) -> np.ndarray:
-        return np.zeros(self._shape, dtype)
-
     def responses(self, values: np.ndarray, dtype: type) -> np.ndarray:
         """Each trajectory's values at the positions that predict its response."""
-        out = self.zeros(dtype)
-        for row, first, n, i, at in self._responses():
+        out = _zeros(self._shape, dtype)
+        for row, first, n, i, at in self._responses:
             out[row, first : first + n] = values[i] if values.ndim == 1 else values[i, at : at + n]
         return out
 
     def segments(self, values: np.ndarray) -> np.ndarray:
         """Each trajectory's value over its whole segment; -1 in padding and in shared prompts."""
-        out = np.full(self._shape, -1, np.int64)
-        for row, start, n, i in zip(self._rows, self._starts, self._totals, self._owners):
+        out = _zeros(self._shape, np.int64) - 1
+        for row, start, n, i in self._segments:
             out[row, start : start + n] = values[i]
         return out
 
     def gather(self, packed: np.ndarray, width: int) -> np.ndarray:
         """[B, L] -> [n, width] over response tokens, 0 beyond each length."""
         out = np.zeros((self._n, width), packed.dtype)
-        for row, first, n, i, at in self._responses():
+        for row, first, n, i, at in self._responses:
             out[i, at : at + n] = packed[row, first : first + n]
         return out
+
+
+def _zeros(shape: BatchShape, dtype: type = np.float32) -> np.ndarray:
+    return np.zeros((shape.rows, shape.tokens), dtype)
 
 
 def _branches(sample: Sample) -> Iterator[Sample]:
@@ -306,14 +268,11 @@ def _branches(sample: Sample) -> Iterator[Sample]:
         )
 
 
-def _tokens(
-    samples: Sequence[Sample], places: Sequence[Place], spread: _Spread, shape: BatchShape
-) -> dict[str, np.ndarray]:
+def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShape) -> dict[str, np.ndarray]:
     names = ("tokens", "targets", "segment_ids", "positions") + ("prefix_ids",) * shape.share_prompts
-    batch = {name: spread.zeros(np.int32) for name in names}
-    batch["version"] = np.full((shape.rows, shape.tokens), -1, np.int32)
-    batch["mask"] = spread.zeros(bool)
-    batch["behavior_logprobs"] = spread.zeros(np.float32)
+    batch = {name: _zeros(shape, np.int32) for name in names}
+    batch["version"] = np.full_like(batch["tokens"], -1)
+    batch["mask"], batch["behavior_logprobs"] = _zeros(shape, bool), _zeros(shape)
     if shape.routes:
         batch["routes"] = shape.routes.missing(shape.rows, shape.tokens)
 

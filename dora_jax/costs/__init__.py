@@ -27,7 +27,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from dora_jax.base.chips import CHIPS
 from dora_jax.base.config_tree import field
@@ -117,28 +116,6 @@ class CostOptions:
     switch_fixed_s: float = field(0.5, "of lending the trainer's chips, and of returning them")
 
 
-class Costs(Protocol):
-    decode_kv_s: float
-    score_s: float
-    contention: float
-    pages: int  # KV pages of an instance
-    weight_bytes: float  # of a version; 0: not known
-    mixes: bool  # one decode call serves rows of all versions
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """0: not known."""
-
-    def decode_base_s(self, batch: int) -> float: ...
-    def prefill_s(self, tokens: int, past: int) -> float: ...
-    def train_s(self, samples: int, tokens: int, squares: float) -> float: ...
-    def load_s(self) -> float: ...
-    def move_s(self, tokens: int) -> float: ...
-    def park_s(self, tokens: int) -> float: ...
-    def lend_s(self) -> float: ...
-    def return_s(self, tokens: int) -> float: ...
-
-
 def open_costs(model: ModelSizes, hardware: Hardware, options: CostOptions) -> Costs:
     """Measured costs where the options name a file of them, a roofline otherwise; ConfigError names what is wrong."""
     return MeasuredCosts(options.path) if options.path else Roofline(model, hardware, options)
@@ -172,6 +149,9 @@ def sizes_of(asked: ModelSizes, chips: int) -> ModelSizes:
 
 
 class Roofline:
+    """pages: KV pages of an instance. weight_bytes: of a version. mixes: one decode call serves rows of all
+    versions."""
+
     contention = 1.0  # every role has chips of its own
 
     def __init__(self, model: ModelSizes, hardware: Hardware, cost: CostOptions):
@@ -186,7 +166,9 @@ class Roofline:
         self._active = model.active_params or model.params
         self.decode_kv_s = model.kv_copies * model.kv_bytes_per_token / self._bytes_per_s
         self.score_s = cost.score_s
-        self._base: list[float] = []
+        self.kv_bytes_per_token = model.kv_bytes_per_token
+        self._link_bytes_per_s = chips * chip.dcn_bytes_per_s * cost.link_efficiency
+        self._ticks_s: dict[int, float] = {}  # of each batch that was asked for
         self._adapters = hardware.residents * model.adapter_bytes
         held = base + self._adapters if self.mixes else hardware.residents * base
         free = chips * chip.hbm_bytes * hardware.hbm_share - held
@@ -197,9 +179,22 @@ class Roofline:
                 f"cache on {chips} {hardware.chip}")  # fmt: skip
 
     def decode_base_s(self, batch: int) -> float:
-        while len(self._base) <= batch:
-            self._base.append(self._tick_s(len(self._base)))
-        return self._base[batch]
+        if batch in self._ticks_s:
+            return self._ticks_s[batch]
+        hardware, chip, model = self._hardware, self._chip, self._model
+        size = model.weight_bytes_per_param
+        read = (self.touched_params(batch) * size + self._adapters) / self._bytes_per_s
+        compute = FORWARD * (self._active + self._adapters / size) * batch / self._flops_per_s
+        # Two all-reduces a layer over `tensor` chips, two all-to-alls over `expert` groups.
+        activations, layer_s = batch * model.d_model * 2, 0.0
+        for groups, copies in (
+            (hardware.tensor, 2 * (hardware.tensor - 1) / hardware.tensor),
+            (hardware.expert, model.experts_per_token / (hardware.expert * hardware.tensor)),
+        ):
+            if groups > 1:
+                layer_s += 2 * (chip.ici_latency_s + copies * activations / chip.ici_bytes_per_s)
+        self._ticks_s[batch] = self._cost.decode_overhead_s + max(read, compute) + (model.n_layers * layer_s)
+        return self._ticks_s[batch]
 
     def prefill_s(self, tokens: int, past: int = 0) -> float:
         attention = 2 * FORWARD * self._model.n_layers * self._model.n_heads * self._model.head_dim
@@ -238,36 +233,6 @@ class Roofline:
         kv_bytes = tokens * self._model.kv_copies * self._model.kv_bytes_per_token / self._hardware.instance_chips
         return self._cost.switch_fixed_s + (kv_bytes + self._state_bytes_per_chip) / self._chip.host_bytes_per_s
 
-    @property
-    def kv_bytes_per_token(self) -> float:
-        return self._model.kv_bytes_per_token
-
-    # ------------------------------------------------------------ private
-
-    @property
-    def _state_bytes_per_chip(self) -> float:
-        return self._model.params * self._cost.state_bytes_per_param / self._hardware.trainer_chips
-
-    @property
-    def _link_bytes_per_s(self) -> float:
-        return self._hardware.instance_chips * self._chip.dcn_bytes_per_s * self._cost.link_efficiency
-
-    def _tick_s(self, batch: int) -> float:
-        size = self._model.weight_bytes_per_param
-        read = (self.touched_params(batch) * size + self._adapters) / self._bytes_per_s
-        compute = FORWARD * (self._active + self._adapters / size) * batch / self._flops_per_s
-        # Two all-reduces a layer over `tensor` chips, two all-to-alls over `expert` groups.
-        hardware, chip = self._hardware, self._chip
-        activations = batch * self._model.d_model * 2
-        layer_s = 0.0
-        if hardware.tensor > 1:
-            share = 2 * (hardware.tensor - 1) / hardware.tensor
-            layer_s += 2 * (chip.ici_latency_s + share * activations / chip.ici_bytes_per_s)
-        if hardware.expert > 1:
-            copies = self._model.experts_per_token / (hardware.expert * hardware.tensor)
-            layer_s += 2 * (chip.ici_latency_s + copies * activations / chip.ici_bytes_per_s)
-        return self._cost.decode_overhead_s + max(read, compute) + (self._model.n_layers * layer_s)
-
     def touched_params(self, batch: int) -> float:
         """Weights that a batch reads: of the experts only those that any of its tokens chose."""
         model = self._model
@@ -276,6 +241,12 @@ class Roofline:
         chosen = model.experts_per_token / model.experts
         dense = (self._active - model.params * chosen) / (1 - chosen)
         return dense + (model.params - dense) * (1 - (1 - chosen) ** batch)
+
+    # ------------------------------------------------------------ private
+
+    @property
+    def _state_bytes_per_chip(self) -> float:
+        return self._model.params * self._cost.state_bytes_per_param / self._hardware.trainer_chips
 
 
 class MeasuredCosts:
@@ -296,19 +267,15 @@ class MeasuredCosts:
         except (ValueError, TypeError, KeyError) as error:
             what = f"{type(error).__name__} {error}"
             raise ConfigError(f"cost.path: {path} is no file of measured costs: {what}") from error
-        self.decode_kv_s = self._data["decode_kv_s"]
-        self.score_s = self._data["score_s"]
+        self.decode_kv_s, self.score_s = self._data["decode_kv_s"], self._data["score_s"]
         self.pages = int(self._data["pages"])
         self.weight_bytes = self.kv_bytes_per_token = 0.0  # not known from times
         self.mixes = False
 
     def decode_base_s(self, batch: int) -> float:
         batches, ticks = self._batches, self._ticks_s
-        i = bisect.bisect_left(batches, batch)
-        if i == 0:
-            return ticks[0]
-        if i == len(batches):  # beyond the largest measured batch: each more sample costs what the last ones did
-            i -= 1
+        # beyond the largest measured batch each more sample costs what the last ones did
+        i = min(bisect.bisect_left(batches, batch), len(batches) - 1)
         if i == 0:
             return ticks[0]
         slope = (ticks[i] - ticks[i - 1]) / (batches[i] - batches[i - 1])
@@ -333,3 +300,6 @@ class MeasuredCosts:
 
     def return_s(self, tokens: int) -> float:
         return self._return_s + tokens * self._data["move_s_per_token"]
+
+
+Costs = Roofline | MeasuredCosts

@@ -31,20 +31,17 @@ class Recording:
     def __init__(self, path: str | Path, config: OrchestratorConfig, start: dict[str, Any] | None = None):
         self._file = Path(path).open("w")  # noqa: SIM115 (close() closes it)
         self._digest = hashlib.blake2b(digest_size=8)
-        self._write({"config": dataclasses.asdict(config), "start": start or {}})
+        header = {"config": dataclasses.asdict(config), "start": start or {}}
+        self._file.write(json.dumps(header) + "\n")
 
     def __call__(self, events: Sequence[ev.Event], commands: Sequence[ev.Command]) -> None:
         self._digest.update(repr(commands).encode())
         lines = [{"event": type(e).__name__} | {name: getattr(e, name) for name in type(e).__slots__} for e in events]
         lines[-1] |= {"commands": len(commands), "digest": self._digest.hexdigest()}
-        for line in lines:
-            self._write(line)
+        self._file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def close(self) -> None:
         self._file.close()
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
 
 
 def read(path: str | Path) -> tuple[OrchestratorConfig, dict[str, Any], Iterator[tuple[ev.Event, str]]]:

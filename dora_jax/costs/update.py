@@ -86,28 +86,23 @@ def expected(
         params = adapter_params(cfg, lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
     moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
-    # Of a device, without attention's own; remat=full repeats all of a layer but its two output projections. frozen:
-    frozen = lora.on
-    backward = 1 if frozen else BACKWARD
+    # Of a device, without attention's own; remat=full repeats all of a layer but its two output projections.
+    backward = 1 if lora.on else BACKWARD
     kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.layer_params(active=True)
     again = 1 - kept if section.remat == "full" else 0.0
     chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
     layers = (1 + backward + again) * cfg.n_layers * cfg.layer_params(active=True)
     head = (1 + backward + chunked) * cfg.d_model * cfg.vocab_size
+    products_s = (2 * local * (layers + head) / mesh.tensor) / (PRODUCTS * peak)
     parts = (
-        UpdateCost(
-            "matrix products",
-            (2 * local * (layers + head) / mesh.tensor) / (PRODUCTS * peak),
-            f"at {PRODUCTS:.0%} of the peak",
-        ),
+        UpdateCost("matrix products", products_s, f"at {PRODUCTS:.0%} of the peak"),
         _attention(cfg, section, mesh, rows, tokens, peak, bandwidth),
         UpdateCost("passes over activations", moved / bandwidth, f"{moved / 1e9:.0f} GB"),
         UpdateCost("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
     )
     sent = _sent_bytes(cfg, section, mesh, local, lora.on)
-    result = Expected(
-        parts, UpdateCost("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB"), 0.0
-    )
+    sends = UpdateCost("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB")
+    result = Expected(parts, sends, 0.0)
     needed = model_flops(cfg, [tokens] * rows, frozen=lora.on)
     return result._replace(mfu=needed / (devices * peak * result.seconds))
 
@@ -149,8 +144,6 @@ def _sent_bytes(cfg: ModelConfig, section: TrainerSection, mesh: Any, local: flo
     if mesh.tensor > 1:
         total += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
     if mesh.context > 1:
-        passes = 2 + (section.remat != "none")
-        total += (
-            passes * 2 * 2 * local * mesh.context * cfg.kv_width / math.gcd(cfg.n_kv_heads, mesh.tensor) * cfg.n_layers
-        )
+        passes, shards = 2 + (section.remat != "none"), math.gcd(cfg.n_kv_heads, mesh.tensor)
+        total += passes * 2 * 2 * local * mesh.context * cfg.kv_width / shards * cfg.n_layers
     return total

@@ -14,8 +14,8 @@ and a version lies at the same place of every engine, unless another version sti
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dora_jax.base.fault_injection import point
-from dora_jax.rollout.device_calls import AdapterStack, Calls
+from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.drafts import CallCosts
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes
 from dora_jax.types import Version
@@ -65,28 +65,25 @@ class Device:
         elif self._calls.chooses:
             call = self._calls.decode_chosen
         control_BxC = _put(control, self._calls.replicated)
-        self.pool, self.state, result, routes = call(params, self._whole_pool(), self.state, control_BxC)
-        result.copy_to_host_async()
-        return result, _on_its_way(routes)
+        self.pool, self.state, *found = call(params, self._whole_pool(), self.state, control_BxC)
+        return _on_its_way(tuple(found))
 
     def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
         """As `generate`, of drafts."""
         control_BxC = _put(control, self._calls.replicated)
-        self.pool, result, routes = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
+        self.pool, *found = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
         point("rollout.verifying")
-        result.copy_to_host_async()
-        return result, _on_its_way(routes)
+        return _on_its_way(tuple(found))
 
-    def copy_pages(self, pages: list[int]) -> PagesCopy:
-        def read(ids: np.ndarray) -> dict[str, jax.Array]:
-            found = self._calls.read(self._whole_pool(), _put(ids, self._calls.replicated))
-            return dict(zip(self._calls.kv.names, found, strict=True))
-
-        return PagesCopy(read, pages, self.shapes.copy_call)
+    def launch_read(self, pages: list[int]) -> dict[str, jax.Array]:
+        """These pages by the names of shapes.py, in the call that copies so many."""
+        ids = np.pad(np.array(pages, np.int32), (0, self.shapes.copy_call(len(pages)) - len(pages)))  # the dummy page
+        found = self._calls.read(self._whole_pool(), _put(ids, self._calls.replicated))
+        return dict(zip(self._calls.kv.names, found, strict=True))
 
     def read_pages(self, pages: list[int]) -> dict[str, np.ndarray]:
         """Host copies, by the names of shapes.py."""
-        copy = self.copy_pages(pages)
+        copy = PagesCopy(self, pages)
         while copy.launch(len(pages)):
             copy.land()
         return copy.arrays
@@ -95,12 +92,14 @@ class Device:
         start = 0
         while start < len(pages):
             size = self.shapes.copy_call(len(pages) - start)
-            ids = _put(_ids(pages[start : start + size], size), self._calls.replicated)
-            pieces = [_padded(arrays[name][:, start : start + size], size) for name in self._calls.kv.names]
+            ids = np.array(pages[start : start + size], np.int32)
+            pieces = [arrays[name][:, start : start + size] for name in self._calls.kv.names]
+            if more := size - len(ids):  # pages of nobody, which the dummy page takes
+                ids = np.pad(ids, (0, more))
+                pieces = [np.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)]) for x in pieces]
+            on_device = [_put(np.ascontiguousarray(x), self._calls.pages_sharding) for x in pieces]
+            self.pool = self._calls.write(self._whole_pool(), _put(ids, self._calls.replicated), *on_device)
             start += size
-            self.pool = self._calls.write(
-                self._whole_pool(), ids, *(_put(x, self._calls.pages_sharding) for x in pieces)
-            )
 
     def warmup(self, params: Any) -> None:
         """Compiles every call by making it once with padding rows only."""
@@ -126,8 +125,16 @@ class Device:
             calls: list[tuple[Any, tuple[int, int]]] = [(self.generate, s.decode_control(blocks))]
             calls += [(self.generate, s.decode_control(blocks, narrow=True))] if narrow else []
             calls += [(self.verify, s.verify_control(blocks))] if verify else []
-            rounds = [[self._takes_s(*call, params, blocks) for call in calls] for _ in range(TIMED)]
-            decode_s, *others_s = map(min, zip(*rounds, strict=True))
+            quickest_s = [math.inf] * len(calls)
+            for _ in range(TIMED):
+                for i, (call, shape) in enumerate(calls):
+                    control = np.zeros(shape, np.int32)
+                    control[:, SLOT], control[:, FRESH], control[:, GROUP] = s.slots, 1, np.arange(len(control))
+                    control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
+                    began = time.perf_counter()
+                    call(params, control, blocks)[0].block_until_ready()
+                    quickest_s[i] = min(quickest_s[i], time.perf_counter() - began)
+            decode_s, *others_s = quickest_s
             if verify:
                 costs.verify[blocks] = others_s.pop() / decode_s
             if narrow:
@@ -138,14 +145,6 @@ class Device:
             self.pool, self.state = self._calls.empty()
         return self.pool
 
-    def _takes_s(self, call: Callable[..., Any], shape: tuple[int, int], params: Any, blocks: int) -> float:
-        s, control = self.shapes, np.zeros(shape, np.int32)
-        control[:, SLOT], control[:, FRESH], control[:, GROUP] = s.slots, 1, np.arange(len(control))
-        control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
-        began = time.perf_counter()
-        call(params, control, blocks)[0].block_until_ready()
-        return time.perf_counter() - began
-
 
 class PagesCopy:
     """Pages on their way to the host, a piece at a time: between `launch` and `land` the device goes on with others.
@@ -154,40 +153,39 @@ class PagesCopy:
     that it holds.
     """
 
-    def __init__(
-        self, read: Callable[[np.ndarray], dict[str, jax.Array]], pages: list[int], call: Callable[[int], int]
-    ):
-        self._read, self._pages, self._call = read, pages, call
+    def __init__(self, device: Device, pages: list[int]):
+        self._device, self._pages = device, pages
         self._launched: dict[str, jax.Array] = {}
         self._start = self._stop = 0  # of the piece that was launched last
+        self.more = bool(pages)  # whether pieces follow it
         self.arrays: dict[str, np.ndarray] = {}
-
-    @property
-    def more(self) -> bool:
-        """Whether pieces follow the one launched last."""
-        return self._stop < len(self._pages)
 
     def launch(self, most: int) -> bool:
         """Starts the next piece, of so many pages at most; False where none is left."""
         piece = self._pages[self._stop :][:most]
-        size = self._call(len(piece))
-        self._start, self._stop = self._stop, self._stop + min(len(piece), size)
-        self._launched = self._read(_ids(piece[:size], size)) if piece else {}
+        piece = piece[: self._device.shapes.copy_call(len(piece))]
+        self._start, self._stop = self._stop, self._stop + len(piece)
+        self.more = self._stop < len(self._pages)
+        self._launched = self._device.launch_read(piece) if piece else {}
         return bool(piece)
 
     def land(self) -> None:
         for name, x in self._launched.items():
-            part = _local(x)
+            if x.is_fully_addressable:
+                part = np.asarray(x)
+            else:  # what this process holds lies side by side on the axis of heads
+                held = {shard.index[HEADS_AXIS].start or 0: shard.data for shard in x.addressable_shards}
+                part = np.concatenate([np.asarray(held[start]) for start in sorted(held)], axis=HEADS_AXIS)
             if name not in self.arrays:
                 self.arrays[name] = np.empty((part.shape[0], len(self._pages), *part.shape[2:]), part.dtype)
             self.arrays[name][:, self._start : self._stop] = part[:, : self._stop - self._start]
 
 
-def _on_its_way(x: jax.Array | None) -> jax.Array | None:
-    """Being copied to the host."""
-    if x is not None:
+def _on_its_way(found: Any) -> Any:
+    """The arrays of it are being copied to the host."""
+    for x in jax.tree.leaves(found):
         x.copy_to_host_async()
-    return x
+    return found
 
 
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -197,114 +195,70 @@ def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, x)
 
 
-def _local(x: jax.Array) -> np.ndarray:
-    """This process's part of pages; what it holds lies side by side on the axis of heads."""
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    parts = {shard.index[HEADS_AXIS].start or 0: shard.data for shard in x.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=HEADS_AXIS)
-
-
-def _ids(pages: list[int], size: int) -> np.ndarray:
-    """i32[size], padded with the dummy page."""
-    ids = np.zeros(size, np.int32)
-    ids[: len(pages)] = pages
-    return ids
-
-
-def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """To `size` pages on axis 1, contiguous."""
-    if x.shape[1] == size:
-        return np.ascontiguousarray(x)
-    out = np.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
-    out[:, : x.shape[1]] = x
-    return out
-
-
 class Residents:
-    """At most `room` versions, each with weights of its own."""
+    """At most `room` versions: each with weights of its own, or, where versions are adapters, each in a place of a
+    stack beside one base, and every call takes base and stack."""
 
-    def __init__(self, calls: Calls, room: int):
-        self._calls, self._room = calls, room
-        self._weights: dict[Version, Any] = {}
-
-    @property
-    def compiled(self) -> int:
-        """Programs that put a version where it belongs."""
-        return 0
-
-    def take_base(self, params: Any) -> None:
-        """RuntimeError: versions are full weights."""
-        raise RuntimeError("base weights belong to an engine of adapters (lora.rank)")
-
-    @property
-    def versions(self) -> tuple[Version, ...]:
-        return tuple(sorted(self._weights))
-
-    def load(self, version: Version, params: Any) -> None:
-        """RuntimeError: the version is here, or there is no room."""
-        if version in self._weights:
-            raise RuntimeError(f"version {version} is already loaded")
-        if len(self._weights) >= self._room:
-            raise RuntimeError(
-                f"cannot load version {version}: {self._room} residents are held ({', '.join(map(str, self.versions))})"
-            )
-        self._weights[version] = self._taken(version, params)
-
-    def drop(self, version: Version) -> None:
-        del self._weights[version]
-
-    def of(self, version: Version | None) -> Any:
-        """What a call of this version takes."""
-        if version is None:
-            raise ValueError("a call of several versions needs adapters")
-        return self._weights[version]
-
-    def any(self) -> Any:
-        """What a call takes that compiles: a version's, or zeros."""
-        return next(iter(self._weights.values())) if self._weights else self._calls.zeros()
-
-    def _taken(self, version: Version, params: Any) -> Any:
-        return self._calls.stored(params)
-
-
-class AdapterResidents(Residents):
-    """At most `room` adapters beside one base, each in a place of the stack; every call takes base and stack."""
-
-    def __init__(self, calls: Calls, room: int, stack: AdapterStack, places: dict[Version, int]):
-        """places: filled here, for the plan that writes a row's place into its call."""
-        super().__init__(calls, room)
-        self._stack, self._places = stack, places
+    def __init__(self, calls: Calls, room: int, places: dict[Version, int]):
+        """places: of adapters, filled here for the plan that writes a row's place into its call."""
+        self._calls, self._room, self._places = calls, room, places
+        self._weights: dict[Version, Any] = {}  # None: an adapter
         self._base: Any = None
         self._several: Any = None
         self._write: Any = None
 
     @property
     def compiled(self) -> int:
+        """Programs that put a version where it belongs."""
         return self._write._cache_size() if self._write else 0
 
     def take_base(self, params: Any) -> None:
-        """Base weights, in the layout of `Calls.base_shardings`; once, before the first version."""
+        """Base weights, in the layout of `Calls.base_shardings`; once, before the first version. RuntimeError: versions
+        are full weights."""
+        stack = self._calls.adapters
+        if stack is None:
+            raise RuntimeError("base weights belong to an engine of adapters (lora.rank)")
         formats = self._calls.param_formats[1]
         self._base = self._calls.stored(params)
-        self._write = self._stack.writer(formats)
-        self._several = self._write(self._stack.empty(formats), self._stack.nothing(), jnp.int32(0))
+        self._write, self._several = stack.opened(formats)
 
-    def drop(self, version: Version) -> None:
-        super().drop(version)
-        del self._places[version]
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._weights))
 
-    def of(self, version: Version | None) -> Any:
-        return self._base, self._several
-
-    def any(self) -> Any:
-        return self._calls.zeros() if self._base is None else (self._base, self._several)
-
-    def _taken(self, version: Version, params: Any) -> None:
+    def load(self, version: Version, params: Any) -> None:
+        """RuntimeError: the version is here, there is no room, or the base of an adapter is not here."""
+        if version in self._weights:
+            raise RuntimeError(f"version {version} is already loaded")
+        if len(self._weights) >= self._room:
+            raise RuntimeError(
+                f"cannot load version {version}: {self._room} residents are held ({', '.join(map(str, self.versions))})"
+            )
+        if self._calls.adapters is None:
+            self._weights[version] = self._calls.stored(params)
+            return
         if self._base is None:
             raise RuntimeError(f"cannot load version {version}: it is an adapter, and no base weights are here")
         # the place decides the last bit of a product: every instance takes the same, for samples that move
         wanted = (version % self._room, *range(self._room))
         place = next(i for i in wanted if i not in self._places.values())
         self._several = self._write(self._several, params, jnp.int32(place))
-        self._places[version] = place
+        self._weights[version], self._places[version] = None, place
+
+    def drop(self, version: Version) -> None:
+        del self._weights[version]
+        self._places.pop(version, None)
+
+    def of(self, version: Version | None) -> Any:
+        """What a call of this version takes."""
+        if self._calls.adapters:
+            return self._base, self._several
+        if version is None:
+            raise ValueError("a call of several versions needs adapters")
+        return self._weights[version]
+
+    def any(self) -> Any:
+        """What a call takes that compiles: a version's, or zeros."""
+        if self._calls.adapters:
+            return self._calls.zeros() if self._base is None else (self._base, self._several)
+        return next(iter(self._weights.values())) if self._weights else self._calls.zeros()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,76 +32,62 @@ from dora_jax.ops import attention
 from dora_jax.rollout import forward, quantize, sample
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
-from dora_jax.rollout.shapes import KVLayout, Shapes, kv_layout, shapes_of
+from dora_jax.rollout.shapes import Shapes, kv_layout, shapes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdapterStack:
     """The arrays' shapes and shardings, and what writes to them. The object holds none."""
 
-    lora: Lora
     one: Any  # shardings of a published adapter
     abstract: Any  # of `shapes.adapters` of them, with shardings
 
     @classmethod
     def of(cls, cfg: decoder.ModelConfig, section: Lora, shapes: Shapes, mesh: Mesh, dtype: Any) -> AdapterStack:
         where = functools.partial(lora.specs, cfg, section, mesh, shapes.layout, whole_experts=shapes.whole_experts)
-        one = jax.eval_shape(
-            lambda tree: decoder.serving_layout(tree, shapes.layout), lora.abstract(cfg, section, dtype)
-        )
+        laid_out = functools.partial(decoder.serving_layout, layout=shapes.layout)
         several = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct((shapes.adapters, *x.shape), x.dtype, sharding=s),
-            one,
+            jax.eval_shape(laid_out, lora.abstract(cfg, section, dtype)),
             where(several=True),
         )
-        return cls(section, where(), several)
+        return cls(where(), several)
 
-    def empty(self, formats: Any) -> Any:
-        """Adapters that change nothing, in these formats."""
-        return jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract), out_shardings=formats
-        )()
-
-    def nothing(self) -> Any:
-        """One of them, as it is published."""
-        make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.abstract)
-        return jax.jit(make, out_shardings=self.one)()
-
-    def writer(self, formats: Any) -> Any:
-        """Jitted: (adapters, one, its place) -> the adapters with it, in the same memory."""
+    def opened(self, formats: Any) -> tuple[Any, Any]:
+        """(jitted: (adapters, one, its place) -> the adapters with it, in the same memory; adapters that change
+        nothing), in these formats."""
 
         def write(several: Any, one: Any, place: jax.Array) -> Any:
             return jax.tree.map(lambda many, x: many.at[place].set(x.astype(many.dtype)), several, one)
 
-        return jax.jit(write, donate_argnums=0, out_shardings=formats)
+        put = jax.jit(write, donate_argnums=0, out_shardings=formats)
+        nothing = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.abstract)
+        return put, put(_zeros(self.abstract, formats), _zeros(nothing, self.one), jnp.int32(0))
 
 
 CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
 
 
 class Calls:
-    """The compiled calls of one engine on one mesh, and how their arrays are laid out. Owns no array."""
+    """The compiled calls of one engine on one mesh, and how their arrays are laid out. Owns no array. An AOT check
+    compiles the same for devices that are not here."""
 
     def __init__(
         self,
         cfg: decoder.ModelConfig,
-        shapes: Shapes,
+        section: RolloutSection,
         mesh: Mesh,
         *,
         seed: int,
         eos_ids: tuple[int, ...],
         vocab_limit: int,
-        sampling: dict[str, Any],
-        min_new_tokens: int,
-        temperature: float,
-        weights: str,
         dtype,
-        compiler_options: dict[str, Any] | None = None,
         routes: RouteShape | None = None,
         lora: Lora = OFF,
     ):
         """routes: what the routers' choices look like, where decode and prefill return them; None: they do not. lora:
         of the adapters, where versions are adapters: the calls take (base weights, all adapters)."""
+        shapes, temperature = shapes_of(section, lora.on), section.temperature
         self.kv = kv_layout(cfg)
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0)
         self.shapes = shapes
@@ -111,10 +96,15 @@ class Calls:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
         self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: forward.empty(kv, shapes))
-        where = _tiled(NamedSharding(mesh, kv.pool_spec), self.kv, shapes)
+        where: Any = NamedSharding(mesh, kv.pool_spec)
+        if self.kv.rank and shapes.kv and shapes.paged and mesh.devices.flat[0].platform == "tpu":
+            # of latents in 8 bits, declared: else XLA turns all of it round before a step writes its rows, and back
+            where = Format(Layout((0, 1, 2), ((8, 128), (4, 1))), where)
         self.pool_sharding = jax.tree.map(lambda _: where, self.abstract_pool)
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
-        draw = functools.partial(sample.draw, greedy=temperature == 0, **sampling)
+        cuts = {name: getattr(section, name) for name in ("top_k", "top_p", "min_p", "keep_set")}
+        draw = functools.partial(sample.draw, greedy=temperature == 0, **cuts)
+        limits: dict[str, Any] = {"min_new_tokens": section.min_new_tokens, "max_repeats": section.max_repeats}
         compute = moe.scan  # of a dense model, which has no experts
         if cfg.experts:
             compute = expert_parallel.serving(shapes.expert_matmul, mesh, whole=shapes.whole_experts)
@@ -125,7 +115,7 @@ class Calls:
             compute=compute,
             logits=logits,
             draw=draw,
-            limits=_limits(shapes, eos_ids, min_new_tokens),
+            limits=functools.partial(sample.Limits, stop_ids=eos_ids, **limits) if any(limits.values()) else None,
             key=functools.partial(sample.sample_key, seed),
             stop=functools.partial(forward.is_stop, eos_ids=eos_ids),
             dtype=dtype,
@@ -133,8 +123,8 @@ class Calls:
             gain=lora.gain if lora.on else 1.0,
         )
         self._platform = mesh.devices.flat[0].platform
-        self._lay_out_weights(cfg, mesh, weights, dtype, lora)
-        self._jit(computed, kv, compiler_options)
+        self._lay_out_weights(cfg, mesh, section.weights, dtype, lora)
+        self._jit(computed, kv, section.compiler_options)
 
     def _lay_out_weights(self, cfg: decoder.ModelConfig, mesh: Mesh, weights: str, dtype: Any, lora: Lora) -> None:
         """How a version's weights come, and how the calls take them."""
@@ -199,11 +189,7 @@ class Calls:
 
     def zeros(self) -> Any:
         """`stored` weights that are nothing."""
-        make = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_params),
-            out_shardings=self.param_formats,
-        )
-        return make()
+        return _zeros(self.abstract_params, self.param_formats)
 
     def programs(self) -> dict[str, tuple[Any, tuple, dict[str, int]]]:
         """What `Device.warmup` compiles, by name: (jitted call, abstract arguments, static arguments).
@@ -213,18 +199,13 @@ class Calls:
         s, rep = self.shapes, self.replicated
         params = self.abstract_params
         if self.chooses:
-            params = jax.tree.map(
-                lambda x, f: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f), params, self.param_formats
-            )
+            params = jax.tree.map(_placed, params, self.param_formats)
         pool = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)
         found = {f"decode {blocks}": self._decode_program(blocks) for blocks in s.decode_buckets}
         for blocks in s.prefill_buckets:
-            found[f"prefill {blocks}"] = (
-                self.prefill,
-                (params, pool, ints(*s.prefill_control(blocks))),
-                {"blocks": blocks},
-            )
+            control = ints(*s.prefill_control(blocks))
+            found[f"prefill {blocks}"] = self.prefill, (params, pool, control), {"blocks": blocks}
         for blocks in s.decode_buckets if s.narrow_rows else ():
             control, state = ints(*s.decode_control(blocks, narrow=True)), _placed(self.abstract_state, rep)
             found[f"narrow {blocks}"] = self.narrow, (params, pool, state, control), {"blocks": blocks}
@@ -232,13 +213,9 @@ class Calls:
             control = ints(*s.verify_control(blocks))
             found[f"verify {blocks}"] = self.verify, (params, pool, control), {"blocks": blocks}
         for size in sorted({s.copy_pages, s.alone_pages}):
-            pages = jax.eval_shape(self.read, pool, ints(size))
+            pages = [_placed(x, self.pages_sharding) for x in jax.eval_shape(self.read, pool, ints(size))]
             found[f"read {size}"] = self.read, (pool, ints(size)), {}
-            found[f"write {size}"] = (
-                self.write,
-                (pool, ints(size), *(_placed(x, self.pages_sharding) for x in pages)),
-                {},
-            )
+            found[f"write {size}"] = self.write, (pool, ints(size), *pages), {}
         return found
 
     def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:
@@ -253,53 +230,8 @@ class Calls:
         return sum(call._cache_size() for call in calls) + ("decode_chosen" in self.__dict__)
 
 
-def new_calls(
-    cfg: decoder.ModelConfig,
-    section: RolloutSection,
-    mesh: jax.sharding.Mesh,
-    *,
-    seed: int,
-    eos_ids: tuple[int, ...],
-    vocab_limit: int,
-    dtype,
-    routes: RouteShape | None = None,
-    lora: Lora = OFF,
-) -> Calls:
-    """What an engine of this section compiles; an AOT check compiles the same for devices that are not here."""
-    sampling = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p, "keep_set": section.keep_set}
-    return Calls(
-        cfg,
-        shapes_of(section, lora.on),
-        mesh,
-        seed=seed,
-        eos_ids=eos_ids,
-        vocab_limit=vocab_limit,
-        sampling=sampling,
-        min_new_tokens=section.min_new_tokens,
-        temperature=section.temperature,
-        weights=section.weights,
-        dtype=dtype,
-        compiler_options=section.compiler_options,
-        routes=routes,
-        lora=lora,
-    )
-
-
-def _limits(shapes: Shapes, eos_ids: tuple[int, ...], min_new_tokens: int) -> Callable[..., Any]:
-    """(last token, how often in a row) -> what may not be drawn; None where all may."""
-    if not (min_new_tokens or shapes.max_repeats):
-        return lambda last_B, repeats_B: None
-    return functools.partial(
-        sample.Limits, stop_ids=eos_ids, min_new_tokens=min_new_tokens, max_repeats=shapes.max_repeats
-    )
-
-
-def _tiled(where: NamedSharding, kv: KVLayout, shapes: Shapes) -> Any:
-    """How a pool lies. Of latents in 8 bits on a TPU it is declared: else XLA turns all of it round before a step
-    writes its rows, and back after."""
-    if not (kv.rank and shapes.kv and shapes.paged and where.mesh.devices.flat[0].platform == "tpu"):
-        return where
-    return Format(Layout((0, 1, 2), ((8, 128), (4, 1))), where)
+def _zeros(abstract: Any, formats: Any) -> Any:
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=formats)()
 
 
 def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
@@ -308,5 +240,5 @@ def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
     return jax.jit(lambda x: x.astype(like.dtype), out_shardings=format)(x)
 
 
-def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _placed(x: Any, sharding: NamedSharding | Format) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -17,6 +17,7 @@ take.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
@@ -48,15 +49,17 @@ class _Source:
     indexed: int = 0
 
 
+@dataclasses.dataclass(eq=False)
 class _Group:
     """Where each suffix of the group's samples was met last, and how often its guesses held."""
 
-    def __init__(self) -> None:
-        self.sources: dict[int, _Source] = {}
-        self.held = self.failed = 0.0
-        self.ended = 0  # tokens of samples that have left or are elsewhere
-        self.resting = 0  # calls until it is asked again
-        self._after: dict[bytes, tuple[int, int]] = {}  # last tokens -> (sample, position of what followed)
+    sources: dict[int, _Source] = dataclasses.field(default_factory=dict)
+    held: float = 0.0
+    failed: float = 0.0
+    ended: int = 0  # tokens of samples that have left or are elsewhere
+    resting: int = 0  # calls until it is asked again
+    # last tokens -> (sample, position of what followed)
+    after: dict[bytes, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def grow(self, index: int, n_prompt: int, sequence: np.ndarray) -> None:
         """The tokens of sample `index` so far."""
@@ -65,22 +68,19 @@ class _Group:
     def guess(self, index: int, sequence: np.ndarray, most: int) -> np.ndarray:
         """At most so many tokens that followed the end of sample `index` before; none where it is new. Of a sample that
         repeats itself, it goes on so."""
-        self._index()
-        for n in SUFFIXES:
-            if len(sequence) >= n and (found := self._after.get(sequence[-n:].tobytes())) is not None:
-                source, at = found
-                followed = self.sources[source].sequence[at : at + most]
-                return np.resize(followed, most) if source == index else followed
-        return sequence[:0]
-
-    def _index(self) -> None:
-        for index, source in self.sources.items():
-            sequence = source.sequence
-            for at in range(max(source.indexed, source.n_prompt), len(sequence)):
+        for known, source in self.sources.items():
+            tokens = source.sequence
+            for at in range(max(source.indexed, source.n_prompt), len(tokens)):
                 for n in SUFFIXES:
                     if at >= n:
-                        self._after[sequence[at - n : at].tobytes()] = index, at
-            source.indexed = len(sequence)
+                        self.after[tokens[at - n : at].tobytes()] = known, at
+            source.indexed = len(tokens)
+        for n in SUFFIXES:
+            if len(sequence) >= n and (found := self.after.get(sequence[-n:].tobytes())) is not None:
+                other, at = found
+                followed = self.sources[other].sequence[at : at + most]
+                return np.resize(followed, most) if other == index else followed
+        return sequence[:0]
 
 
 class Drafter:
@@ -89,7 +89,8 @@ class Drafter:
     def __init__(self, shapes: Shapes):
         self.verified = self.accepted = 0  # tokens of drafts that a call verified, and those of them that held
         self.tokens, self._steps, self._rows = shapes.drafts, shapes.steps, shapes.draft_rows
-        self._groups: dict[GroupId, _Group] = {}  # in the order in which samples of them left or were sent
+        # in the order in which samples of them left or were sent
+        self._groups = collections.defaultdict[GroupId, _Group](_Group)
         self._ended = 0  # tokens of samples that have left or are elsewhere, of all groups
         self._share = TYPICAL  # of guesses that hold, over all groups
         self._unwatched = 0  # draws since the last that was compared
@@ -104,7 +105,7 @@ class Drafter:
         decodes. cost: as above. here: every sample of the engine."""
         if len(seqs) > self._rows:
             return None
-        first = self._group(seqs[0])
+        first = self._groups[seqs[0].id.group_id]
         if first.resting:
             first.resting -= 1
             return None
@@ -115,14 +116,15 @@ class Drafter:
         groups = {seq.id.group_id for seq in seqs}
         for seq in here:
             if seq.id.group_id in groups:
-                self._grow(seq, seq.sequence)
+                self._groups[seq.id.group_id].grow(seq.id.index, seq.n_prompt, seq.sequence)
         drafts = np.stack([self.draft(seq) for seq in seqs])
         return drafts if self._worth(seqs, (drafts != NONE).sum(1).tolist(), cost) else None
 
     def draft(self, seq: Seq) -> np.ndarray:
         """i32[tokens]: a guess at what the sample draws next, NONE beyond its end."""
         draft = np.full(self.tokens, NONE, np.int32)
-        found = self._group(seq).guess(seq.id.index, seq.sequence, max(0, min(self.tokens, seq.remaining - 1)))
+        most = max(0, min(self.tokens, seq.remaining - 1))
+        found = self._groups[seq.id.group_id].guess(seq.id.index, seq.sequence, most)
         draft[: len(found)] = found
         return draft
 
@@ -137,7 +139,7 @@ class Drafter:
             self._unwatched = (self._unwatched + 1) % EVERY
             if self._unwatched:
                 return 0, 0
-            self._grow(seq, seq.sequence)
+            self._groups[seq.id.group_id].grow(seq.id.index, seq.n_prompt, seq.sequence)
             draft = self.draft(seq)
         else:
             self.verified += int((draft != NONE).sum())
@@ -148,7 +150,7 @@ class Drafter:
             return 0, 0
         wrong = np.flatnonzero(known != drawn[: len(known)])
         held, failed = (int(wrong[0]), 1) if len(wrong) else (len(known), 0)
-        group = self._group(seq)
+        group = self._groups[seq.id.group_id]
         group.held, group.failed = group.held + held, group.failed + failed
         keep = MEMORY ** (held + failed)
         self._share = keep * self._share + (1 - keep) * held / (held + failed)
@@ -157,7 +159,8 @@ class Drafter:
     def know(self, id: SampleId, tokens: np.ndarray) -> None:
         """The response, so far, of a sample that another engine has: it drafts for its siblings here. Of what is sent
         of a sample again, only what follows the same tokens counts."""
-        group, source = self._newest(id.group_id), -1 - id.index  # not that of the sample itself, which may come here
+        group = self._groups[id.group_id] = self._groups.pop(id.group_id, _Group())  # the last to be forgotten
+        source = -1 - id.index  # not that of the sample itself, which may come here
         known = group.sources[source].sequence if source in group.sources else tokens[:0]
         if len(tokens) > len(known) and np.array_equal(tokens[: len(known)], known):
             group.grow(source, 0, tokens)
@@ -166,16 +169,12 @@ class Drafter:
     def end(self, seq: Seq) -> None:
         """The sample leaves this engine; its tokens go on to draft for its siblings, here now or later, until the
         tokens of newer groups take their room."""
-        group = self._newest(seq.id.group_id)
-        self._grow(seq, seq.sequence.copy())
+        id = seq.id.group_id
+        group = self._groups[id] = self._groups.pop(id, _Group())  # the last to be forgotten
+        group.grow(seq.id.index, seq.n_prompt, seq.sequence.copy())
         self._keep(group, len(seq.sequence))
 
     # ----------------------------------------------------------- private
-
-    def _newest(self, id: GroupId) -> _Group:
-        """The group, which is the last to be forgotten."""
-        group = self._groups[id] = self._groups.pop(id) if id in self._groups else _Group()
-        return group
 
     def _keep(self, group: _Group, tokens: int) -> None:
         """So many more tokens of samples that are not here; those of the oldest groups make room."""
@@ -189,19 +188,11 @@ class Drafter:
         guesses, each of which holds with probability a, it draws (1 - a^(k+1)) / (1 - a) in the mean."""
         drawn = decoded = 0.0
         for seq, k in zip(seqs, guesses, strict=True):
-            group = self._group(seq)
+            group = self._groups[seq.id.group_id]
             a = (group.held + PRIOR * self._share) / (group.held + group.failed + PRIOR)
             drawn += k + 1 if a >= 1.0 else (1 - a ** (k + 1)) / (1 - a)
             decoded += min(self._steps, seq.remaining)
         return drawn > decoded * cost
-
-    def _grow(self, seq: Seq, sequence: np.ndarray) -> None:
-        self._group(seq).grow(seq.id.index, seq.n_prompt, sequence)
-
-    def _group(self, seq: Seq) -> _Group:
-        if (group := self._groups.get(seq.id.group_id)) is None:
-            group = self._groups[seq.id.group_id] = _Group()
-        return group
 
 
 PAYS = 0.95  # a narrow call that takes more of a decode call's time than this is not used

@@ -30,14 +30,14 @@ from dora_jax.models import decoder
 from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import migrate
-from dora_jax.rollout.device import AdapterResidents, Device, Residents
-from dora_jax.rollout.device_calls import new_calls
+from dora_jax.rollout.device import Device, PagesCopy, Residents
+from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.migrate import HostKV, InFlightSample, SampledTokens
 from dora_jax.rollout.pages import Prefix
 from dora_jax.rollout.plan import Scheduler
 from dora_jax.rollout.seq import Seq, StopStrings, Upload
 from dora_jax.rollout.shapes import shapes_of
-from dora_jax.rollout.ticks import DecodeCall, GrowingResult, Piece, Preempt, PrefillCall, TickResult
+from dora_jax.rollout.ticks import DecodeCall, GrowingResult, Preempt, PrefillCall, TickResult
 from dora_jax.types import SampleId, Version
 
 __all__ = ["Engine", "TickResult"]
@@ -71,16 +71,14 @@ class Engine:
         self._stops = StopStrings(section.stop_strings, decode)
         self.eos_ids = tuple(eos_ids)
         options = {"eos_ids": self.eos_ids, "vocab_limit": vocab_limit, "dtype": dtype, "routes": routes, "lora": lora}
-        calls = new_calls(cfg, section, mesh, seed=seed, **options)
+        calls = Calls(cfg, section, mesh, seed=seed, **options)
         self.device = Device(calls, self.shapes)
         self.calls = calls
         self.param_shardings, self.base_shardings = calls.param_shardings, calls.base_shardings
         self._routes = routes
         self.host = host or HostKV(section.host_kv_bytes)
         self.scheduler = Scheduler(self.shapes, routes, self.host)
-        self.residents = Residents(calls, section.residents)
-        if calls.adapters:
-            self.residents = AdapterResidents(calls, section.residents, calls.adapters, self.scheduler.adapters)
+        self.residents = Residents(calls, section.residents, self.scheduler.adapters)
         self._flights: list[_Flight] = []  # launched, not yet read back
         self._decoded_only = True  # the last plan
         self._emit = GrowingResult()
@@ -91,11 +89,6 @@ class Engine:
     def versions(self) -> tuple[Version, ...]:
         return self.residents.versions
 
-    def take_base(self, params: Any) -> None:
-        """Takes the base weights (in the layout of `base_shardings`) that versions are adapters of; before the
-        first."""
-        self.residents.take_base(params)
-
     def load(self, version: Version, params: Any) -> None:
         """Takes a version's weights (in the layout of `param_shardings`) beside those that run."""
         self.residents.load(version, params)
@@ -105,7 +98,8 @@ class Engine:
         to the host."""
         if running := self.scheduler.running(version):
             raise RuntimeError(f"cannot drop version {version}: {running} of its samples run")
-        self._swap([self.scheduler.release(id) for id in self.scheduler.resting.of(version)])
+        waiting = [id for id, rest in self.scheduler.resting.items() if rest.seq.version == version]
+        self._swap([self.scheduler.release(id) for id in waiting])
         self.residents.drop(version)
         self.scheduler.index.drop(version)
 
@@ -131,19 +125,7 @@ class Engine:
 
         turn_tokens: of an episode, whose every turn samples so many at most and ends with the sample in
         `TickResult.waiting`; `import_` continues it with what was observed. 0: the sample is one answer."""
-        empty = np.zeros(0, np.int32)
-        self._add(
-            InFlightSample(
-                id=id,
-                version=version,
-                prompt_ids=np.asarray(prompt_ids, np.int32),
-                out_ids=empty,
-                logprobs=empty.astype(np.float32),
-                max_new_tokens=max_new_tokens,
-                turn_tokens=turn_tokens,
-            ),
-            announce=True,
-        )
+        self._add(migrate.begun(id, prompt_ids, version, max_new_tokens, turn_tokens), announce=True)
 
     def prefill(self, prompt_ids: Any, version: Version) -> Prefix:
         """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
@@ -186,11 +168,23 @@ class Engine:
         self._land()
         seq = self._held(id)
         self.scheduler.leave(seq)
-        kv_len, copied = seq.kv_len, self._copied(seq)
-        if copied is None:  # it has no pages, or others than before
+        kv_len, path = seq.kv_len, seq.path
+        copy = PagesCopy(self.device, seq.pages_to_read(self.shapes.pages_for(kv_len)))
+        whole = copy.launch(self.scheduler.copy_room)
+        while whole and copy.more:  # each piece lands while the others' next step is on the device
+            self._emit.decodes_only = False  # no tick that is timed
+            self._step()
+            copy.land()
+            whole = seq.path is path  # else preempted for an older one: its request, or other pages, hold the KV
+            if whole:
+                copy.launch(self.scheduler.copy_room)
+        if whole:
+            copy.land()
+        else:  # it has no pages, or others than before
             self._land()
             kv_len = seq.kv_len
-        request = self.with_kept(self._request(seq, self._pages(seq, kv_len), kv_len, copied))
+        copied, pages = copy.arrays if whole else None, seq.pages_to_read(self.shapes.pages_for(kv_len))
+        request = self.with_kept(self._request(seq, pages, kv_len, copied))
         self._forget(seq)
         return request
 
@@ -239,7 +233,7 @@ class Engine:
     @property
     def free_pages(self) -> int:
         """Those of episodes that wait are free for the samples that need them."""
-        return self.scheduler.index.available + self.scheduler.resting.pages
+        return self.scheduler.index.available + sum(len(rest.private) for rest in self.scheduler.resting.values())
 
     def check(self) -> None:
         """Raises where a page, a prefix or a slot is lost or held twice."""
@@ -248,8 +242,10 @@ class Engine:
     def tick(self) -> TickResult:
         """One plan, its calls, their tokens."""
         self._step()
-        grown, self._emit = self._emit, GrowingResult()
-        return grown.result(self.free_pages)
+        grown, self._emit = vars(self._emit), GrowingResult()
+        rows = len(grown["progress"]) if grown.pop("decodes_only") else 0
+        grown |= {name: tuple(grown[name]) for name in ("started", "finished", "waiting")}
+        return TickResult(**grown, rows=rows, free_pages=self.free_pages)
 
     # ----------------------------------------------------------- private
 
@@ -300,7 +296,7 @@ class Engine:
         self._check_loaded(request.version, request.id)
         if request.id in self.scheduler.seqs:
             raise RuntimeError(f"{request.id} is already here")
-        if request.id in self.scheduler.resting and not self.scheduler.resting.fit(request):
+        if request.id in self.scheduler.resting and not self.scheduler.fit(request):
             self._swap([self.scheduler.release(request.id)])
         self.scheduler.add(request, announce=announce)
 
@@ -322,10 +318,10 @@ class Engine:
                 self._commit(call, np.asarray(result), None if routes is None else np.asarray(routes))
             elif routes is not None:
                 for chunk, rows in zip(call.chunks, np.asarray(routes), strict=False):
-                    if isinstance(chunk, Piece):
-                        chunk.seq.route(chunk.start, rows[: len(chunk.tokens)])
+                    if isinstance(chunk.of, Seq):
+                        chunk.of.route(chunk.start, rows[: len(chunk.tokens)])
                     else:
-                        chunk.routes = rows[: len(chunk.tokens)].copy()
+                        chunk.of.routes = rows[: len(chunk.tokens)].copy()
 
     def _commit(self, call: DecodeCall, result: np.ndarray, routes: np.ndarray | None) -> None:
         steps = self.shapes.steps if call.drafts is None else self.shapes.drafts + 1
@@ -336,12 +332,11 @@ class Engine:
         sound = np.all(np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None]), axis=1)
         results = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
         emit.drafted |= call.drafts is not None
-        by_text = bool(self._stops)
         for row, ((seq, planned), count, stops, numbers) in enumerate(results):
             seq.inflight -= planned
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            if by_text:
+            if self.section.stop_strings:
                 count, text_stops = self._stops.end(seq.out_ids[seq.turn_start :], tokens[row, :count])
                 stops |= text_stops
             if routes is not None:
@@ -354,45 +349,23 @@ class Engine:
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
             if numbers and seq.turn_tokens and (stops or seq.limit == seq.n_out < seq.budget):
-                self._wait(seq)
+                self.scheduler.rest(seq, len(seq.sequence) - 1)
+                emit.waiting.append(seq.in_flight)  # its environment is to answer
             elif stops or not numbers or seq.n_out == seq.limit:
                 self._end(seq, "error" if not numbers else "stop" if stops else "length")
             elif call.drafts is not None:
-                self.scheduler.again(seq)
+                self.scheduler.rows.again(seq)
 
     def _end(self, seq: Seq, finish: str) -> None:
         """`error`: its weights or KV are not numbers: never a sample to train on."""
-        sample = migrate.ended(seq.in_flight, finish)
+        request = seq.in_flight
+        sample = migrate.ended(request, finish)
         if self._routes is not None:
             self._routes.check(sample.table.routes, len(seq.sequence) - 1, str(seq.id))
         self._emit.finished.append(sample)
-        if self.shapes.kept:
-            self._emit.kept[seq.id] = seq.kept.copy()
+        if request.kept is not None:
+            self._emit.kept[seq.id] = request.kept
         self.scheduler.remove(seq)
-
-    def _wait(self, seq: Seq) -> None:
-        """Its turn is over: its environment is to answer."""
-        self.scheduler.rest(seq, len(seq.sequence) - 1)
-        self._emit.waiting.append(seq.in_flight)
-
-    def _pages(self, seq: Seq, kv_len: int) -> list[int]:
-        """Those that hold the KV of so many positions."""
-        return seq.pages_to_read()[: self.shapes.pages_for(kv_len)]
-
-    def _copied(self, seq: Seq) -> dict[str, np.ndarray] | None:
-        """Host copies of a leaving sample's pages: each piece lands while the others' next step is on the device."""
-        copy, path = self.device.copy_pages(self._pages(seq, seq.kv_len)), seq.path
-        if not copy.launch(self.scheduler.copy_room):
-            return None
-        while copy.more:
-            self._emit.decodes_only = False  # no tick that is timed
-            self._step()
-            copy.land()
-            if seq.path is not path:
-                return None  # preempted for an older one: its request, or other pages, hold the KV
-            copy.launch(self.scheduler.copy_room)
-        copy.land()
-        return copy.arrays
 
     def _request(
         self, seq: Seq, pages: list[int], kv_len: int, copied: dict[str, np.ndarray] | None = None

@@ -20,21 +20,7 @@ import numpy as np
 from dora_jax.models import decoder, moe
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import quantize
-from dora_jax.rollout.shapes import (
-    ADAPTER,
-    DRAWN,
-    FRESH,
-    GROUP,
-    HEADER,
-    INDEX,
-    POSITION,
-    PREFILL_HEADER,
-    REMAINING,
-    REPEATS,
-    SLOT,
-    TOKEN,
-    Shapes,
-)
+from dora_jax.rollout.shapes import HEADER, PREFILL_HEADER, Shapes
 
 
 def empty(kv, shapes: Shapes):
@@ -53,7 +39,7 @@ class Forward:
     compute: moe.Compute
     logits: Callable[..., jax.Array]  # (params, hidden [N, D]) -> [N, V], tempered and masked
     draw: Callable[..., Any]  # sample.draw with its options
-    limits: Callable[..., Any]  # (last token, how often in a row) -> sample.Limits or None
+    limits: Callable[..., Any] | None  # (last token, how often in a row) -> sample.Limits; None: any may be drawn
     key: Callable[..., jax.Array]  # (group, index) -> the sample's key
     stop: Callable[[jax.Array], jax.Array]  # tokens -> whether each ends its sample
     dtype: Any
@@ -65,12 +51,13 @@ class Forward:
         the state, Shapes.result for the result."""
         ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
         header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
-        slot_B, past_B, drawn_B = header[:, SLOT], header[:, POSITION], header[:, DRAWN]
-        fresh_B = header[:, FRESH] > 0
-        token_B = jnp.where(fresh_B, header[:, TOKEN], state_Sx3[slot_B, 0])
-        repeats_B = jnp.where(fresh_B, header[:, REPEATS], state_Sx3[slot_B, 2])
-        active_B = (header[:, REMAINING] > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
-        keys_B = jax.vmap(self.key)(header[:, GROUP], header[:, INDEX])
+        columns = [header[:, i] for i in range(HEADER)]
+        slot_B, fresh_B, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
+        fresh_B = fresh_B > 0
+        token_B = jnp.where(fresh_B, token_B, state_Sx3[slot_B, 0])
+        repeats_B = jnp.where(fresh_B, repeats_B, state_Sx3[slot_B, 2])
+        active_B = (remaining_B > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
+        keys_B = jax.vmap(self.key)(group_B, index_B)
         fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
         rows, steps = token_B.shape[0], self.shapes.steps
 
@@ -82,28 +69,25 @@ class Forward:
                 past_B[:, None] + i,
                 lambda moving: self.kv.attend_step(fixed, moving, i, active_B),
                 moving,
-                header[:, ADAPTER],
+                adapter_B,
             )
             with jax.named_scope("sample"):
                 next_B, logprob_B, kept_BxK = self.draw(
                     self.logits(self._base(params), hidden_Bx1xD[:, 0]),
                     keys_B,
                     drawn_B + i,
-                    self.limits(last_B, repeats_B),
+                    self.limits and self.limits(last_B, repeats_B),
                     forced_BxN[:, i] if self.shapes.exact else None,
                 )
             token_B = jnp.where(active_B, next_B, last_B)
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
             if self.routes is not None:
                 routes_NxB = routes_NxB.at[i].set(_routes(ids, self.routes)[:, 0])
-            emitted = (
-                tokens_NxB.at[i].set(token_B),
-                bits_NxB.at[i].set(_bits(logprob_B)),
-                kept_NxBxK.at[i].set(kept_BxK),
-            )
-            out = *emitted, routes_NxB
+            bits_B = jax.lax.bitcast_convert_type(logprob_B.astype(jnp.float32), jnp.int32)
+            tokens_NxB, bits_NxB = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(bits_B)
+            out = tokens_NxB, bits_NxB, kept_NxBxK.at[i].set(kept_BxK), routes_NxB
             count_B = count_B + active_B
-            active_B = active_B & ~self.stop(token_B) & (i + 1 < header[:, REMAINING])
+            active_B = active_B & ~self.stop(token_B) & (i + 1 < remaining_B)
             return i + 1, token_B, repeats_B, active_B, moving, out, count_B
 
         out = (
@@ -133,9 +117,10 @@ class Forward:
         header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
             control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.verify_window], axis=1
         )
-        past_B, remaining_B = header[:, POSITION], header[:, REMAINING]
+        columns = [header[:, i] for i in range(HEADER)]
+        _, _, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
         active_B = remaining_B > 0
-        tokens_BxL = jnp.concatenate([header[:, TOKEN, None], jnp.maximum(drafts_BxK, 0)], axis=1)
+        tokens_BxL = jnp.concatenate([token_B[:, None], jnp.maximum(drafts_BxK, 0)], axis=1)
         at_L = jnp.arange(length)
         fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
         hidden_BxLxD, moving, ids = self._run(
@@ -144,25 +129,26 @@ class Forward:
             past_B[:, None] + at_L[None],
             lambda moving: self.kv.attend_ahead(fixed, moving, active_B),
             moving,
-            header[:, ADAPTER],
+            adapter_B,
         )
         with jax.named_scope("sample"):
-            keys_T = jax.vmap(self.key)(*(jnp.repeat(header[:, column], length) for column in (GROUP, INDEX)))
-            drawn_BxL = header[:, DRAWN, None] + at_L[None]
-            cut = self.limits(tokens_BxL.reshape(-1), _repeats(tokens_BxL, header[:, REPEATS]).reshape(-1))
-            drawn = self.draw(
-                self.logits(self._base(params), hidden_BxLxD.reshape(-1, self.cfg.d_model)),
-                keys_T,
-                drawn_BxL.reshape(-1),
-                cut,
-            )
+            keys_T = jax.vmap(self.key)(jnp.repeat(group_B, length), jnp.repeat(index_B, length))
+            drawn_BxL = drawn_B[:, None] + at_L[None]
+            repeats = [repeats_B]  # how often each token has come in a row; the first one 0 where it is the prompt's
+            for i in range(1, length):
+                again_B = (tokens_BxL[:, i] == tokens_BxL[:, i - 1]) & (repeats[-1] > 0)
+                repeats.append(jnp.where(again_B, repeats[-1] + 1, 1))
+            limits = self.limits and self.limits(tokens_BxL.reshape(-1), jnp.stack(repeats, axis=1).reshape(-1))
+            logits_TxV = self.logits(self._base(params), hidden_BxLxD.reshape(-1, self.cfg.d_model))
+            drawn = self.draw(logits_TxV, keys_T, drawn_BxL.reshape(-1), limits)
         next_BxL, logprob_BxL, kept_BxLxK = (x.reshape(*tokens_BxL.shape, *x.shape[1:]) for x in drawn)
         goes_on_BxK = (next_BxL[:, :-1] == drafts_BxK) & ~self.stop(next_BxL[:, :-1])
         goes_on_BxK &= at_L[None, 1:] < remaining_B[:, None]
         count_B = active_B * (1 + jnp.cumprod(goes_on_BxK, axis=1).sum(1, dtype=jnp.int32))
         pool = self.kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
         kept_BxLK = kept_BxLxK.reshape(len(tokens_BxL), -1)
-        result = jnp.concatenate([next_BxL, _bits(logprob_BxL), count_B[:, None], kept_BxLK], axis=1)
+        bits_BxL = jax.lax.bitcast_convert_type(logprob_BxL.astype(jnp.float32), jnp.int32)
+        result = jnp.concatenate([next_BxL, bits_BxL, count_B[:, None], kept_BxLK], axis=1)
         return pool, result, self.routes and _routes(ids, self.routes)
 
     def prefill(self, params, pool, control_RxC, *, blocks: int):
@@ -196,15 +182,6 @@ class Forward:
         )
 
 
-def _repeats(tokens_BxL, first_B):
-    """How often each token has come in a row; first_B: the first one, 0 where it is the prompt's."""
-    found = [first_B]
-    for i in range(1, tokens_BxL.shape[1]):
-        again_B = (tokens_BxL[:, i] == tokens_BxL[:, i - 1]) & (found[-1] > 0)
-        found.append(jnp.where(again_B, found[-1] + 1, 1))
-    return jnp.stack(found, axis=1)
-
-
 def _routes(ids_MxBxLxk, routes: RouteShape):
     """[B, L, M, k] in the type that travels."""
     return ids_MxBxLxk.transpose(1, 2, 0, 3).astype(routes.dtype)
@@ -215,7 +192,3 @@ def is_stop(token_B, *, eos_ids: tuple[int, ...]):
     for eos in eos_ids:
         stopped |= token_B == eos
     return stopped
-
-
-def _bits(x):
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

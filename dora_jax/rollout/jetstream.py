@@ -63,11 +63,8 @@ class Slots:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.max_concurrent_decodes = engine.shapes.slots
         self._running: dict[int, tuple[SampleId, int]] = {}  # slot -> sample, tokens of it handed out
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        return self.engine.shapes.slots
 
     def prefill(self, *, version: Version, tokens: Any) -> Prefix:
         return self.engine.prefill(tokens, version)
@@ -154,12 +151,14 @@ def new_adapter(engine: Engine, version: Version, *, max_new_tokens: int, bos_id
         """Ids in, ids out: requests carry token ids."""
 
         stop_tokens: ClassVar = set(engine.eos_ids)
-
-        def __init__(self):
-            self.bos_id, self.eos_id, self.pad_id = bos_id, engine.eos_ids[0] if engine.eos_ids else -1, pad_id
+        bos_id: int
+        pad_id: int
+        eos_id = engine.eos_ids[0] if engine.eos_ids else -1
 
         def decode(self, ids: list[int]) -> str:
             return " ".join(map(str, ids))
+
+    NoTokenizer.bos_id, NoTokenizer.pad_id = bos_id, pad_id
 
     class Adapter(_Adapter, base):
         result_tokens = engine_api.ResultTokens
@@ -173,8 +172,15 @@ class _Adapter:
 
     result_tokens: Any  # JetStream's own class
     tokenizer: Any
+    samples_per_slot = 1
+    colocated_cpus = None
+    mesh: Any = None  # as those below: of an instance, in the place of JetStream's properties
+    max_concurrent_decodes = max_prefill_length = 0
 
     def __init__(self, engine: Engine, version: Version, max_new_tokens: int):
+        self.mesh, self.max_concurrent_decodes = engine.mesh, engine.shapes.slots
+        # the longest of JetStream's own lengths, powers of two from 16, that fits a prompt
+        self.max_prefill_length = 1 << (engine.section.max_prompt_tokens.bit_length() - 1)
         self._slots = Slots(engine)
         self._version = version
         self._max_new_tokens = max_new_tokens
@@ -207,7 +213,13 @@ class _Adapter:
     def generate(self, params, decode_state) -> tuple[Any, Any]:
         """One token of every slot; a slot without one has ended. Ticks until each has one to give."""
         while any(not self._ready[slot] for slot in self._live):
-            self._tick()
+            with self._lock:
+                results, _ = self._slots.generate()
+                ended = {slot for slot in self._live if not self._slots.holds(slot)}
+            for slot in self._live:
+                new = results.get_result_at_slot(slot)
+                self._ready[slot] += new.tokens[new.valid].tolist()
+            self._live -= ended
         data = np.zeros((self.max_concurrent_decodes, 3), np.int32)  # token, valid, length
         for slot, tokens in self._ready.items():
             if tokens:
@@ -217,44 +229,10 @@ class _Adapter:
             data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
         )
 
-    def _tick(self) -> None:
-        with self._lock:
-            results, _ = self._slots.generate()
-            ended = {slot for slot in self._live if not self._slots.holds(slot)}
-        for slot in self._live:
-            data = results.get_result_at_slot(slot)
-            self._ready[slot] += data.tokens[data.valid].tolist()
-        self._live -= ended
+    def _nothing(self) -> None:
+        """The state is the engine's; a prefix is a handle, so nothing is sent; requests carry token ids."""
 
-    def init_decode_state(self) -> None:
-        """The state is the engine's."""
-
-    def get_prefix_destination_sharding(self) -> None:
-        """A prefix is a handle: nothing is sent."""
-
-    def get_tokenizer(self) -> None:
-        """Requests carry token ids."""
+    init_decode_state = get_prefix_destination_sharding = get_tokenizer = _nothing
 
     def build_tokenizer(self, metadata) -> Any:
         return self.tokenizer()
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        return self._slots.max_concurrent_decodes
-
-    @property
-    def samples_per_slot(self) -> int:
-        return 1
-
-    @property
-    def max_prefill_length(self) -> int:
-        """The longest of JetStream's own lengths, powers of two from 16, that fits a prompt."""
-        return 1 << (self._slots.engine.section.max_prompt_tokens.bit_length() - 1)
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        return self._slots.engine.mesh
-
-    @property
-    def colocated_cpus(self) -> None:
-        return None

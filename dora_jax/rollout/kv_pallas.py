@@ -55,7 +55,17 @@ class Paged:
         rows = jnp.arange(pages_BxP.shape[0])
         tables_BxM = jnp.pad(pages_BxP, ((0, 0), (0, window_BxW.shape[1])))
         shared_B, own_B = tables_BxM[rows, first_B], window_BxW[:, 0]
-        pool = [self._copied(pool[0], shared_B, own_B, (past_B % self.shapes.page_size > 0) & (shared_B != own_B))]
+        needed_B = (past_B % self.shapes.page_size > 0) & (shared_B != own_B)
+        from_B, to_B = jnp.where(needed_B, shared_B, 0), jnp.where(needed_B, own_B, 0)
+        # written position by position, as KV is: to write whole pages, XLA would turn the whole pool round
+        every = jnp.arange(self.shapes.page_size)[None]
+
+        def copy(layer, pool):
+            first = layer * (self.shapes.pages + 1)
+            return pool.at[(first + to_B)[:, None], every].set(pool[(first + from_B)[:, None], every])
+
+        # in every layer; in most calls no row needs it
+        pool = [jax.lax.fori_loop(0, jnp.where(needed_B.any(), self.kv.layers, 0), copy, pool[0])]
         at_BxW = first_B[:, None] + jnp.arange(window_BxW.shape[1])[None]
         return (tables_BxM.at[rows[:, None], at_BxW].set(window_BxW), past_B), pool
 
@@ -100,7 +110,8 @@ class Paged:
         rows = self._rows(k_LxM.transpose(0, 1, 4, 2, 3), v)
         rows = jnp.where(jnp.isfinite(rows), rows, 0)
         at_LxM = self._of_layers(pages_M)
-        return [pool[0].at[at_LxM[:, :, None], self._positions()[None]].set(narrow(rows, self.pool_dtype))]
+        every = jnp.arange(self.shapes.page_size)[None]  # position by position, see `begin`
+        return [pool[0].at[at_LxM[:, :, None], every[None]].set(narrow(rows, self.pool_dtype))]
 
     # ----------------------------------------------------------- private
 
@@ -108,22 +119,6 @@ class Paged:
         """Where these pages of each layer stand, [layers, M]: one gather of whole pages, for which nothing is
         copied."""
         return jnp.arange(self.kv.layers)[:, None] * (self.shapes.pages + 1) + pages_M[None]
-
-    def _positions(self) -> jax.Array:
-        """Of a page, [1, page_size]. Pages are written position by position, as KV is: to write them whole, XLA would
-        turn the whole pool round."""
-        return jnp.arange(self.shapes.page_size)[None]
-
-    def _copied(self, pool: jax.Array, from_B, to_B, needed_B) -> jax.Array:
-        """The pool with the pages of the rows that need it copied in every layer; in most calls no row does."""
-        from_B, to_B = jnp.where(needed_B, from_B, 0), jnp.where(needed_B, to_B, 0)
-        every = self._positions()
-
-        def copy(layer, pool):
-            first = layer * (self.shapes.pages + 1)
-            return pool.at[(first + to_B)[:, None], every].set(pool[(first + from_B)[:, None], every])
-
-        return jax.lax.fori_loop(0, jnp.where(needed_B.any(), self.kv.layers, 0), copy, pool)
 
     def _attend(self, pool: Pool, tables_SxM, positions_SxL, real_SxL, is_kept_SxL=None) -> Attend:
         """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it.

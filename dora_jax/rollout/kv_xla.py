@@ -109,19 +109,16 @@ class Gathered:
         causal_LxL = jnp.arange(chunk)[:, None] >= jnp.arange(chunk)[None]
         is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
 
-        def merged(name: str, layer: int, x):
-            """The chunk with what its first page keeps."""
-            axis = POSITIONS[name] % 4
-            is_kept = jnp.expand_dims(is_kept_RxS, [i for i in (1, 2, 3) if i != axis])
-            first = jax.lax.slice_in_dim(x, 0, size, axis=axis)
-            held = pool[name][layer][write_RxW[:, 0]].astype(x.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(is_kept, held, first), 0, axis)
-
         def attend(layer, q, k, v=None):
-            now = {name: merged(name, layer, x) for name, x in self._turned(k, v).items()}
+            now = self._turned(k, v)
             for name, x in now.items():
-                pages = narrow(_cut(x, name, size), self.pool_dtype)
-                pool[name][layer] = pool[name][layer].at[write_RxW].set(pages)
+                axis, pages = POSITIONS[name] % 4, pool[name][layer]
+                is_kept = jnp.expand_dims(is_kept_RxS, [i for i in (1, 2, 3) if i != axis])
+                first = jax.lax.slice_in_dim(x, 0, size, axis=axis)
+                held = pages[write_RxW[:, 0]].astype(x.dtype)
+                now[name] = jax.lax.dynamic_update_slice_in_dim(x, jnp.where(is_kept, held, first), 0, axis)
+                new = narrow(_cut(now[name], name, size), self.pool_dtype)
+                pool[name][layer] = pages.at[write_RxW].set(new)
             return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), causal_LxL, self.kv.scale)
 
         return attend
@@ -133,12 +130,11 @@ class Gathered:
         return tuple(jnp.stack([x[pages_M] for x in pool[name]]) for name in self.kv.names)
 
     def write(self, pool: Pool, pages_M, *arrays: jax.Array) -> Pool:
-        return {
-            name: [
-                x.at[pages_M].set(new) for x, new in zip(pool[name], narrow(of_layers, self.pool_dtype), strict=True)
-            ]
-            for name, of_layers in zip(self.kv.names, arrays, strict=True)
-        }
+        found = {}
+        for name, of_layers in zip(self.kv.names, arrays, strict=True):
+            layers = zip(pool[name], narrow(of_layers, self.pool_dtype), strict=True)
+            found[name] = [x.at[pages_M].set(new) for x, new in layers]
+        return found
 
     # ----------------------------------------------------------- private
 
@@ -160,14 +156,17 @@ class Gathered:
     def _gather(self, pool: Pool, pages_BxP, past_B):
         """Each layer's past as a list of (k [B,K,D,block], v [B,K,block,D]); V is zero where there is no past."""
         s, width = self.shapes, self.shapes.block_pages
-
-        def block(layer: int, j: int):
-            ids = pages_BxP[:, j * width : (j + 1) * width]
-            found = {name: _joined(pool[name][layer][ids], name).astype(self.dtype) for name in self.kv.names}
-            seen = j * s.block + jnp.arange(s.block)[None] < past_B[:, None]
-            return found["k"], jnp.where(seen[:, None, :, None], self._values(found), 0)
-
-        return [[block(layer, j) for j in range(pages_BxP.shape[1] // width)] for layer in range(self.kv.layers)]
+        past: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(self.kv.layers)]
+        for layer, blocks in enumerate(past):
+            for j in range(pages_BxP.shape[1] // width):
+                found = {}
+                for name in self.kv.names:
+                    axis = POSITIONS[name] % 4
+                    x = jnp.moveaxis(pool[name][layer][pages_BxP[:, j * width : (j + 1) * width]], 1, axis)
+                    found[name] = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]).astype(self.dtype)
+                seen = j * s.block + jnp.arange(s.block)[None] < past_B[:, None]
+                blocks.append((found["k"], jnp.where(seen[:, None, :, None], self._values(found), 0)))
+        return past
 
 
 def _cut(x: jax.Array, name: str, size: int) -> jax.Array:
@@ -175,10 +174,3 @@ def _cut(x: jax.Array, name: str, size: int) -> jax.Array:
     D]"""
     axis = POSITIONS[name] % 4
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 1)
-
-
-def _joined(x: jax.Array, name: str) -> jax.Array:
-    """The other way."""
-    axis = POSITIONS[name] % 4
-    x = jnp.moveaxis(x, 1, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

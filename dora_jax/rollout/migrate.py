@@ -19,7 +19,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,9 +44,8 @@ class InFlightSample:
     page_size: int = 0
     k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]; see shapes.py
     v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]; None too where values are a part of the keys
-    table: TokenTable = dataclasses.field(
-        default_factory=TokenTable
-    )  # of the tokens that ran forward, as far as their rows are known
+    # of the tokens that ran forward, as far as their rows are known
+    table: TokenTable = dataclasses.field(default_factory=TokenTable)
     kept: np.ndarray | None = None  # i32[U, top_k]: keep sets so far, where the engine sends them along
     mask: np.ndarray | None = None  # bool[U], True where sampled, False where observed: a run of True is a turn.
     # None: all are sampled
@@ -85,6 +84,19 @@ class SampledTokens(NamedTuple):
     out_ids: np.ndarray  # i32[n]
     logprobs: np.ndarray  # f32[n]
     table: TokenTable  # of the tokens that ran forward meanwhile: the last of out_ids has not yet
+
+
+def begun(id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, turn_tokens: int) -> InFlightSample:
+    """One of which nothing is sampled."""
+    return InFlightSample(
+        id=id,
+        version=version,
+        prompt_ids=np.asarray(prompt_ids, np.int32),
+        out_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        max_new_tokens=max_new_tokens,
+        turn_tokens=turn_tokens,
+    )
 
 
 def with_pages(request: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFlightSample:
@@ -185,9 +197,8 @@ def cut_kv(request: InFlightSample, kv_len: int) -> InFlightSample:
     if not kv_len:
         return without_pages(request)
     pages = -(-kv_len // request.page_size)
-    return dataclasses.replace(
-        with_pages(request, {name: x[:, :pages] for name, x in request.pages.items()}), kv_len=kv_len
-    )
+    cut = {name: x[:, :pages] for name, x in request.pages.items()}
+    return dataclasses.replace(with_pages(request, cut), kv_len=kv_len)
 
 
 def with_kv_of(request: InFlightSample, held: InFlightSample) -> InFlightSample:
@@ -227,22 +238,19 @@ def repaged(request: InFlightSample, page_size: int) -> InFlightSample:
     """The same KV cut into pages of another size."""
     if not request.pages or request.page_size == page_size:
         return request
-    cut = {name: _recut(x, POSITIONS[name], request.kv_len, page_size) for name, x in request.pages.items()}
+    n, positions = -(-request.kv_len // page_size), request.kv_len
+    cut = {}
+    for name, pages in request.pages.items():
+        axis = POSITIONS[name] % pages.ndim
+        long = np.moveaxis(pages, 1, axis - 1)  # the pages stand before their positions now
+        long = long.reshape(*long.shape[: axis - 1], -1, *long.shape[axis + 1 :])
+        long = long.take(range(positions), axis=axis - 1)
+        pad = [(0, 0)] * long.ndim
+        pad[axis - 1] = (0, n * page_size - positions)
+        long = np.pad(long, pad)
+        long = long.reshape(*long.shape[: axis - 1], n, page_size, *long.shape[axis:])
+        cut[name] = np.ascontiguousarray(np.moveaxis(long, axis - 1, 1))
     return dataclasses.replace(with_pages(request, cut), page_size=page_size)
-
-
-def _recut(pages: np.ndarray, axis: int, positions: int, page_size: int) -> np.ndarray:
-    """[layers, pages, ...] with the positions of a page on this axis -> the same in pages of another size."""
-    axis %= pages.ndim
-    long = np.moveaxis(pages, 1, axis - 1)  # the pages stand before their positions now
-    long = long.reshape(*long.shape[: axis - 1], -1, *long.shape[axis + 1 :])
-    n = -(-positions // page_size)
-    long = long.take(range(positions), axis=axis - 1)
-    pad = [(0, 0)] * long.ndim
-    pad[axis - 1] = (0, n * page_size - positions)
-    long = np.pad(long, pad)
-    long = long.reshape(*long.shape[: axis - 1], n, page_size, *long.shape[axis:])
-    return np.ascontiguousarray(np.moveaxis(long, axis - 1, 1))
 
 
 class HostKV:
@@ -274,13 +282,10 @@ class HostKV:
                 self.dropped += 1
                 self.dropped_tokens += dropped.kv_len
                 if worth_saying(self.dropped):
-                    text = (
+                    repeats.append(
                         f"the KV of sample {tuple(dropped.id)} leaves host memory, and its {dropped.kv_len} tokens are "
-                    )
-                    text += (
                         f"prefilled again: rollout.host_kv_bytes is {self.budget_bytes} ({self.dropped} samples so far)"
                     )
-                    repeats.append(text)
         for text in repeats:
             self._notify(text)
 

@@ -15,15 +15,8 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import RolloutSection
-from dora_jax.rollout.migrate import (
-    InFlightSample,
-    SampledTokens,
-    ended,
-    response_room,
-    spent,
-    with_pages,
-    without_pages,
-)
+from dora_jax.rollout import migrate
+from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended
 from dora_jax.rollout.seq import StopStrings
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, TokenTable, Version
@@ -46,18 +39,16 @@ def spread_length(version: Version, group_id: int, index: int, limit: int) -> in
     return max(1, min(limit, int(limit * u**3) + 1))
 
 
+@dataclasses.dataclass
 class _Running:
-    def __init__(self, request: InFlightSample, limit: int, length: int, last: bool):
-        self.request = request
-        self.limit = limit  # of its tokens
-        self.length = length  # where it stops
-        self.last = last  # at its limit it is over, and not only its turn
-        self.out = request.out_ids.tolist()
-        self.stamps = (
-            [] if request.k_pages is None else request.k_pages.reshape(-1)[: request.kv_len].tolist()
-        )  # its KV
-        self.drawn: list[int] = []  # of the tokens sampled here
-        self.started = False
+    request: InFlightSample
+    limit: int  # of its tokens
+    length: int  # where it stops
+    last: bool  # at its limit it is over, and not only its turn
+    out: list[int]
+    stamps: list[int]  # its KV
+    drawn: list[int] = dataclasses.field(default_factory=list)  # of the tokens sampled here
+    started: bool = False
 
 
 class OracleEngine:
@@ -126,18 +117,7 @@ class OracleEngine:
     def submit(
         self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, turn_tokens: int = 0
     ) -> None:
-        empty = np.zeros(0, np.int32)
-        self.import_(
-            InFlightSample(
-                id=id,
-                version=version,
-                prompt_ids=np.asarray(prompt_ids, np.int32),
-                out_ids=empty,
-                logprobs=empty.astype(np.float32),
-                max_new_tokens=max_new_tokens,
-                turn_tokens=turn_tokens,
-            )
-        )
+        self.import_(migrate.begun(id, prompt_ids, version, max_new_tokens, turn_tokens))
 
     def import_(self, request: InFlightSample) -> None:
         id = request.id
@@ -146,41 +126,38 @@ class OracleEngine:
         if request.version not in self._weights:
             raise RuntimeError(f"{id} needs version {request.version}; loaded: {self.versions}")
         if request.turn_tokens and self._stops.ends_turn(request, self.eos_ids):
-            self._waiting.append(request)
-        elif request.turn_tokens and spent(request, self._max_context):
-            self._finished.append(ended(request, "length"))
-        else:
-            self._samples[id] = self._running(request)
-
-    def _running(self, request: InFlightSample) -> _Running:
-        id, start = request.id, request.turn_start
+            return self._waiting.append(request)
+        if request.turn_tokens and migrate.spent(request, self._max_context):
+            return self._finished.append(ended(request, "length"))
+        start = request.turn_start
         unsampled = len(request.out_ids) - request.sampled
-        budget = min(response_room(request, self._max_context), request.max_new_tokens + unsampled)
+        budget = min(migrate.response_room(request, self._max_context), request.max_new_tokens + unsampled)
         limit = min(budget, start + request.turn_tokens) if request.turn_tokens else budget
         first = request.spans[0].version if request.spans else request.version
         if self._turn_length is not None:
             length = self._turn_length(id, start)
         else:
             length = self._length(first, id.group_id, id.index + start, limit - start)  # each turn has its own
-        running = _Running(request, limit, min(start + length, limit), limit == budget)
-        stamps = [mix(request.version, *id, i) for i in range(len(request.prompt_ids) + len(running.out) - 1)]
-        if running.stamps[: len(stamps)] != stamps[: len(running.stamps)]:
+        out = request.out_ids.tolist()
+        stamps = [mix(request.version, *id, i) for i in range(len(request.prompt_ids) + len(out) - 1)]
+        came = [] if request.k_pages is None else request.k_pages.reshape(-1)[: request.kv_len].tolist()
+        if came[: len(stamps)] != stamps[: len(came)]:
             raise RuntimeError(f"the KV of {id} is not its own at version {request.version}")
-        running.stamps = stamps  # what had none is prefilled
-        return running
+        # what came without KV is prefilled
+        self._samples[id] = _Running(request, limit, min(start + length, limit), limit == budget, out, stamps)
 
     def export(self, id: SampleId) -> InFlightSample:
         return self._request(self._samples.pop(id))
 
     def _request(self, s: _Running) -> InFlightSample:
         stamps = np.array(s.stamps, np.int64).reshape(1, 1, 1, 1, -1)
-        request = with_pages(self._tokens(s), {"k": stamps, "v": stamps})
+        request = migrate.with_pages(self._tokens(s), {"k": stamps, "v": stamps})
         return dataclasses.replace(request, kv_len=len(s.stamps), page_size=self.section.page_size)
 
     def _tokens(self, s: _Running) -> InFlightSample:
         mask = s.request.mask
         return dataclasses.replace(
-            without_pages(s.request),
+            migrate.without_pages(s.request),
             out_ids=np.array(s.out, np.int32),
             logprobs=self._logprobs(s),
             mask=None if mask is None else np.concatenate([mask, np.ones(len(s.out) - len(mask), bool)]),
@@ -236,14 +213,20 @@ class OracleEngine:
                 started.append(id)
         decoded = [(id, s) for id, s in self._samples.items() if s.started]
         for id, s in decoded:
-            tokens += self._decode(id, s)
+            version, start = self._weights[s.request.version], len(s.out)
+            for position in range(start, min(s.length, start + self.section.decode_steps)):
+                stops = position + 1 == s.length < s.limit and self.eos_ids
+                s.drawn.append(mix(version, *id, position))
+                s.out.append(self.eos_ids[0] if stops else self._allowed[s.drawn[-1] % len(self._allowed)])
+                s.stamps.append(mix(version, *id, len(s.stamps)))
+            tokens += len(s.out) - start
             progress[id] = len(s.out)
             if len(s.out) == s.length:
-                stops = s.length < s.limit
-                if s.request.turn_tokens and (stops or not s.last):
+                early = s.length < s.limit
+                if s.request.turn_tokens and (early or not s.last):
                     waiting.append(self._request(s))
                 else:
-                    finished.append(ended(self._tokens(s), "stop" if stops else "length"))
+                    finished.append(ended(self._tokens(s), "stop" if early else "length"))
                 del self._samples[id]
         return TickResult(
             started=tuple(started),
@@ -257,17 +240,6 @@ class OracleEngine:
 
     # ----------------------------------------------------------- private
 
-    def _decode(self, id: SampleId, s: _Running) -> int:
-        new = range(len(s.out), min(s.length, len(s.out) + self.section.decode_steps))
-        version = self._weights[s.request.version]
-        for position in new:
-            stops = position + 1 == s.length < s.limit and self.eos_ids
-            s.drawn.append(mix(version, *id, position))
-            s.out.append(self.eos_ids[0] if stops else self._allowed[s.drawn[-1] % len(self._allowed)])
-            s.stamps.append(mix(version, *id, len(s.stamps)))
-        return len(new)
-
     def _logprobs(self, s: _Running) -> np.ndarray:
-        return np.concatenate(
-            [s.request.logprobs, -1.0 - np.array([stamp % 1000 for stamp in s.drawn], np.float32) / 1000]
-        )
+        drawn = np.array([stamp % 1000 for stamp in s.drawn], np.float32)
+        return np.concatenate([s.request.logprobs, -1.0 - drawn / 1000])

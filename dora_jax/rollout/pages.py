@@ -10,6 +10,7 @@ a node outlives its users and is evicted, leaf first and least recently used fir
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -63,35 +64,24 @@ class PagePool:
             raise RuntimeError(f"{len(self._free)} free + {len(seen)} held pages are not {self.pages}")
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """One chunk of a prefix: positions start .. start + length, and the pages that hold their KV."""
 
-    __slots__ = ("children", "pages", "parent", "ready", "routes", "start", "tokens", "uploading", "users", "version")
-
-    def __init__(self, version: Version, parent: Node | None, tokens: np.ndarray, start: int, pages: list[int]):
-        self.version = version
-        self.parent = parent
-        self.tokens = tokens  # i32[n]
-        self.start = start
-        self.pages = pages
-        self.users = 0  # samples that hold a path through this node
-        self.children: dict[bytes, Node] = {}
-        self.ready = False  # its KV is written, or will be before any later call reads it
-        self.uploading = False  # its KV is on its way from the host: not to be computed
-        self.routes: np.ndarray | None = None  # [n, M, k]: the experts of its tokens, where they are asked for
+    version: Version
+    parent: Node | None
+    tokens: np.ndarray  # i32[n]
+    start: int
+    pages: list[int]
+    users: int = 0  # samples that hold a path through this node
+    children: dict[bytes, Node] = dataclasses.field(default_factory=dict)
+    ready: bool = False  # its KV is written, or will be before any later call reads it
+    uploading: bool = False  # its KV is on its way from the host: not to be computed
+    routes: np.ndarray | None = None  # [n, M, k]: the experts of its tokens, where they are asked for
 
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
-
-    def past(self, page_size: int) -> tuple[list[int], int]:
-        """(the pages before it, how many of its positions have KV: none)."""
-        pages: list[int] = []
-        node = self
-        while node.parent is not None:
-            node = node.parent
-            pages[:0] = node.pages
-        return pages, 0
 
 
 class PrefixIndex:
@@ -113,10 +103,6 @@ class PrefixIndex:
         while self._pool.free < n and self._unused:
             self._remove(next(node for node in self._unused if not node.children))
         return self._pool.allocate(version, n)
-
-    def free(self, pages: Iterable[int]) -> None:
-        """Pages that `allocate` handed out, and nobody uses any more."""
-        self._pool.release(pages)
 
     def cost(self, version: Version, tokens: Sequence[int] | np.ndarray) -> int:
         """By how much `acquire` lowers `available`."""
@@ -212,13 +198,13 @@ class PrefixIndex:
         self._pool.release(node.pages)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
     """A prompt whose KV is held whether or not a sample uses it, from `pin` to `unpin`."""
 
-    def __init__(self, version: Version, prompt_ids: np.ndarray, path: list[Node]):
-        self.version = version
-        self.prompt_ids = prompt_ids
-        self.path = path
+    version: Version
+    prompt_ids: np.ndarray
+    path: list[Node]
 
     @property
     def computed(self) -> bool:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, Pr
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import PREFILL_HEADER, Shapes
-from dora_jax.rollout.ticks import Piece, Preempt, PrefillCall, TickPlan
+from dora_jax.rollout.ticks import Chunk, Preempt, PrefillCall, TickPlan
 from dora_jax.types import SampleId, Version
 
 
@@ -51,73 +50,6 @@ class Rest:
         return self.table[self.first_private :]
 
 
-class Resting:
-    def __init__(self, shapes: Shapes, index: PrefixIndex):
-        self._shapes, self._index = shapes, index
-        self._rests: dict[SampleId, Rest] = {}  # the longest-waiting first
-
-    def __contains__(self, id: SampleId) -> bool:
-        return id in self._rests
-
-    def __iter__(self) -> Iterator[Rest]:
-        return iter(self._rests.values())
-
-    @property
-    def pages(self) -> int:
-        """Those that `release` makes available at least."""
-        return sum(len(rest.private) for rest in self)
-
-    def add(self, seq: Seq, kv_len: int) -> None:
-        """Takes over the pages that hold its KV; those beyond are free."""
-        rest = Rest(seq, seq.path, seq.table.tolist(), seq.first_private, kv_len)
-        self._rests[seq.id] = self._cut(rest, kv_len)
-
-    def adopt(self, id: SampleId) -> Rest | None:
-        """Its pages are the caller's now."""
-        return self._rests.pop(id, None)
-
-    def put_back(self, rest: Rest) -> None:
-        self._rests = {rest.seq.id: rest, **self._rests}
-
-    def release(self, id: SampleId) -> Rest:
-        """Frees its pages, which hold its KV until the next call writes to them."""
-        rest = self._rests.pop(id)
-        self._index.release(rest.path)
-        self._index.free(rest.private)
-        return rest
-
-    @property
-    def oldest(self) -> SampleId | None:
-        return next(iter(self._rests), None)
-
-    def of(self, version: Version) -> list[SampleId]:
-        return [id for id, rest in self._rests.items() if rest.seq.version == version]
-
-    def fit(self, request: InFlightSample) -> bool:
-        """Whether the episode can go on in these pages: what it shares with what is in them is kept, the rest is
-        cut."""
-        rest = self._rests[request.id]
-        ours, theirs = np.concatenate([request.prompt_ids, request.out_ids]), rest.seq.sequence
-        n = min(len(ours) - 1, rest.kv_len)
-        other = np.flatnonzero(ours[:n] != theirs[:n])
-        kv_len = int(other[0]) if len(other) else n
-        if (
-            request.version != rest.seq.version
-            or len(request.prompt_ids) != rest.seq.n_prompt
-            or kv_len < rest.seq.n_prompt
-        ):
-            return False
-        self._rests[request.id] = self._cut(rest, kv_len)
-        return True
-
-    # ----------------------------------------------------------- private
-
-    def _cut(self, rest: Rest, kv_len: int) -> Rest:
-        n = max(self._shapes.pages_for(kv_len), rest.first_private)
-        self._index.free(rest.table[n:])
-        return dataclasses.replace(rest, table=rest.table[:n], kv_len=kv_len)
-
-
 class Scheduler:
     """All samples of one engine. `plan` commits what it decides: see TickPlan."""
 
@@ -129,29 +61,38 @@ class Scheduler:
         self.pool = PagePool(shapes.pages, shapes.page_size)
         self.index = PrefixIndex(self.pool, shapes.chunk)
         self.host = host or HostKV()
-        self.resting = Resting(shapes, self.index)
+        self.resting: dict[SampleId, Rest] = {}  # the longest-waiting first
         self.seqs: dict[SampleId, Seq] = {}
         self._pinned: dict[Prefix, None] = {}
-        self._rows = Rows(shapes, self.adapters)
-        self.decoding = Decoding(shapes, self._rows)
+        self.rows = Rows(shapes, self.adapters)
+        self.decoding = Decoding(shapes, self.rows)
         self._admitted: dict[Seq, None] = {}
         self._coming: dict[Seq, None] = {}  # admitted, and a part of their prefix has no KV yet
         self._uploading: dict[Seq, None] = {}
-        self._resuming: list[tuple[int, Seq]] = []  # heap by arrival: preempted and imported, before new ones
+        self.resuming: list[tuple[int, Seq]] = []  # heap by arrival: preempted and imported, before new ones
         self._waiting: deque[Seq] = deque()
         self._free_slots = list(range(shapes.slots))  # a heap: low slots first
         self._arrivals = 0
 
     def add(self, request: InFlightSample, *, announce: bool) -> None:
         """ValueError where the sample can never run here."""
-        self._check_fits(request)
+        s, n_prompt = self.shapes, len(request.prompt_ids)
+        if n_prompt == 0:
+            raise ValueError(f"{request.id} has an empty prompt")
+        if spent(request, s.max_context):
+            raise ValueError(f"{request.id} has no token left to sample of {request.max_new_tokens}")
+        if n_prompt + (1 if request.turn_tokens else request.max_new_tokens) > s.max_context:
+            raise ValueError(
+                f"{request.id} may reach {n_prompt + request.max_new_tokens} tokens; the engine is "
+                f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)"
+            )
         seq = Seq(request, self._arrivals, announce, self.shapes.max_context, self.shapes.kept, self.routes)
         self._arrivals += 1
         self.seqs[seq.id] = seq
         if announce:
             self._waiting.append(seq)
         else:
-            heapq.heappush(self._resuming, (seq.arrival, seq))
+            heapq.heappush(self.resuming, (seq.arrival, seq))
 
     def remove(self, seq: Seq) -> None:
         """Finished, cancelled or exported: frees what it holds."""
@@ -161,14 +102,33 @@ class Scheduler:
         elif seq in self._waiting:
             self._waiting.remove(seq)
         else:
-            self._resuming.remove((seq.arrival, seq))
-            heapq.heapify(self._resuming)
+            self.resuming.remove((seq.arrival, seq))
+            heapq.heapify(self.resuming)
 
     def rest(self, seq: Seq, kv_len: int) -> None:
-        """Its turn has ended: its pages stay until others need them."""
+        """Its turn has ended: the pages that hold its KV stay until others need them; those beyond are free."""
         self._leave(seq)
-        self.resting.add(seq, kv_len)
+        self._keep(Rest(seq, seq.path, seq.table.tolist(), seq.first_private, kv_len), kv_len)
         self._vacate(seq)
+
+    def fit(self, request: InFlightSample) -> bool:
+        """Whether the episode, which waits here, can go on in its pages: what it shares with what is in them is kept,
+        the rest is cut."""
+        rest = self.resting[request.id]
+        ours, theirs = np.concatenate([request.prompt_ids, request.out_ids]), rest.seq.sequence
+        n, n_prompt = min(len(ours) - 1, rest.kv_len), rest.seq.n_prompt
+        other = np.flatnonzero(ours[:n] != theirs[:n])
+        kv_len = int(other[0]) if len(other) else n
+        if request.version != rest.seq.version or len(request.prompt_ids) != n_prompt or kv_len < n_prompt:
+            return False
+        self._keep(rest, kv_len)
+        return True
+
+    def _keep(self, rest: Rest, kv_len: int) -> None:
+        """The pages of so many positions, in its place among those that wait."""
+        n = max(self.shapes.pages_for(kv_len), rest.first_private)
+        self.pool.release(rest.table[n:])
+        self.resting[rest.seq.id] = dataclasses.replace(rest, table=rest.table[:n], kv_len=kv_len)
 
     def _leave(self, seq: Seq) -> None:
         del self.seqs[seq.id]
@@ -179,13 +139,15 @@ class Scheduler:
         """Takes the pages of episodes that wait, as far as so many are not available: what to copy before they are
         written to."""
         swaps = []
-        while pages > self.index.available and (oldest := self.resting.oldest) is not None:
-            swaps.append(self.release(oldest))
+        while pages > self.index.available and self.resting:
+            swaps.append(self.release(next(iter(self.resting))))
         return swaps
 
     def release(self, id: SampleId) -> Preempt:
         """Of an episode that waits: takes its pages, which hold its KV until the next call writes to them."""
-        rest = self.resting.release(id)
+        rest = self.resting.pop(id)
+        self.index.release(rest.path)
+        self.pool.release(rest.private)
         return Preempt(rest.seq, rest.table, rest.kv_len)
 
     def running(self, version: Version) -> int:
@@ -205,65 +167,43 @@ class Scheduler:
         """It decodes no more; its pages stay until `remove`."""
         seq.leaving = True
         if seq.slot is not None:
-            self._rows.pause(seq)
+            self.rows.decodes[seq.row] = False
 
     def plan(self) -> TickPlan:
         plan = TickPlan()
-        for seq, need in self._rows.growth():
+        for seq, need in self.rows.growth():
             plan.swaps += self.make_room(need)
             while need > self.index.available and seq.slot is not None:  # else preempted for an older one
                 self.preempt(self.victim(seq), plan)
             if seq.slot is not None:
-                self._rows.append(seq, self.index.allocate(seq.version, need))
+                self.rows.append(seq, self.index.allocate(seq.version, need))
         if not plan.preempts:
-            while self._free_slots and self._resuming and self._admit(self._resuming[0][1], plan):
-                heapq.heappop(self._resuming)
-            while self._free_slots and self._waiting and not self._resuming and self._admit(self._waiting[0], plan):
+            while self._free_slots and self.resuming and self._admit(self.resuming[0][1], plan):
+                heapq.heappop(self.resuming)
+            while self._free_slots and self._waiting and not self.resuming and self._admit(self._waiting[0], plan):
                 self._waiting.popleft()
         self._begin_ready()
         plan.uploads = self.plan_uploads()
-        holders = self._holders()
-        while len(plan.prefills) < self.shapes.prefill_calls and (call := self._prefill(holders)):
+        while len(plan.prefills) < self.shapes.prefill_calls and (call := self.plan_prefill()):
             plan.prefills.append(call)
         self._begin_ready()
         plan.decodes = self.decoding.calls(self.seqs.values())
         return plan
 
-    def again(self, seq: Seq) -> None:
-        """A verifying call has drawn fewer tokens than it might, and the sample goes on."""
-        self._rows.again(seq)
-
     def check(self) -> None:
         """Pages, prefixes and slots are conserved."""
         held = [(node.version, node.pages) for node in self.index.nodes()]
-        resting = [(rest.seq.version, rest.private) for rest in self.resting]
+        resting = [(rest.seq.version, rest.private) for rest in self.resting.values()]
         self.pool.check([*held, *resting, *((seq.version, seq.private) for seq in self._admitted)])
         self.index.check()
-        self._rows.check(list(self._admitted))
+        self.rows.check(list(self._admitted))
         slots = [seq.row for seq in self._admitted]
         if sorted(slots + self._free_slots) != list(range(self.shapes.slots)):
             raise RuntimeError(f"slots {slots} in use and {self._free_slots} free are not {self.shapes.slots}")
-        if len(self.seqs) != len(self._admitted) + len(self._resuming) + len(self._waiting):
+        if len(self.seqs) != len(self._admitted) + len(self.resuming) + len(self._waiting):
             raise RuntimeError(f"{len(self.seqs)} samples are not those that run, resume or wait")
 
     # ----------------------------------------------------------- pages
-
-    def _check_fits(self, request: InFlightSample) -> None:
-        s, n_prompt = self.shapes, len(request.prompt_ids)
-        if n_prompt == 0:
-            raise ValueError(f"{request.id} has an empty prompt")
-        if spent(request, s.max_context):
-            raise ValueError(f"{request.id} has no token left to sample of {request.max_new_tokens}")
-        if n_prompt + (1 if request.turn_tokens else request.max_new_tokens) > s.max_context:
-            raise ValueError(
-                f"{request.id} may reach {n_prompt + request.max_new_tokens} tokens; the engine is "
-                f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)"
-            )
-
-    @property
-    def resuming(self) -> tuple[Seq, ...]:
-        """The preempted and imported samples that wait for a slot, in the order of their arrival."""
-        return tuple(seq for _, seq in sorted(self._resuming))
 
     def victim(self, seq: Seq) -> Seq:
         """The cheapest to copy among those that came later; the sample itself when it is the youngest."""
@@ -273,10 +213,10 @@ class Scheduler:
         return min(younger or [seq], key=lambda other: (len(other.private), -other.arrival))
 
     def preempt(self, seq: Seq, plan: TickPlan) -> None:
-        pages = seq.pages_to_read()[: self.shapes.pages_for(seq.kv_len)]
+        pages = seq.pages_to_read(self.shapes.pages_for(seq.kv_len))
         plan.preempts.append(Preempt(seq, pages, seq.kv_len))
         self._free(seq)
-        heapq.heappush(self._resuming, (seq.arrival, seq))
+        heapq.heappush(self.resuming, (seq.arrival, seq))
 
     def _free(self, seq: Seq) -> None:
         for _, node in seq.uploads:
@@ -291,7 +231,7 @@ class Scheduler:
 
     def _vacate(self, seq: Seq) -> None:
         """It has no slot any more, and its pages are no longer its."""
-        self._rows.free(seq)
+        self.rows.free(seq)
         heapq.heappush(self._free_slots, seq.row)
         del self._admitted[seq]
         seq.slot, seq.path, seq.first_private, seq.tail_page = None, [], 0, None
@@ -302,7 +242,7 @@ class Scheduler:
 
     def _admit(self, seq: Seq, plan: TickPlan) -> bool:
         """Give it a slot, its prefix and the pages of its first decode call; False where pages are short."""
-        if (rest := self.resting.adopt(seq.id)) is not None:
+        if (rest := self.resting.pop(seq.id, None)) is not None:
             return self._go_on(seq, rest, plan)
         if any(swap.seq.id == seq.id for swap in plan.swaps):
             return False  # its KV is on its way to the host
@@ -332,7 +272,8 @@ class Scheduler:
         self._seat(seq, nodes[:first_private], private, plan)
         if own:
             seq.filled, seq.fill_to = kv_len, len(prefix)
-        self._queue_uploads(seq, kv_len, own)
+        if seq.request is not None:
+            self._queue_uploads(seq, seq.request, kv_len, own)
         return True
 
     def _go_on(self, seq: Seq, rest: Rest, plan: TickPlan) -> bool:
@@ -341,7 +282,7 @@ class Scheduler:
         more = self.shapes.pages_for(prefix + min(self.shapes.reach, seq.remaining)) - len(rest.table)
         plan.swaps += self.make_room(more + len(self._admitted))
         if more + len(self._admitted) > self.index.available:
-            self.resting.put_back(rest)
+            self.resting = {seq.id: rest, **self.resting}
             return False
         seq.path, seq.first_private, seq.request = rest.path, rest.first_private, None
         self._seat(seq, rest.table, more, plan)
@@ -352,26 +293,21 @@ class Scheduler:
         """Gives it a slot, these pages and so many more."""
         seq.prefix = tuple(seq.path)
         seq.slot = heapq.heappop(self._free_slots)
-        self._rows.take(seq, pages + self.index.allocate(seq.version, more))
+        self.rows.take(seq, pages + self.index.allocate(seq.version, more))
         self._admitted[seq] = self._coming[seq] = None
         if seq.announce:
             plan.started.append(seq.id)
         seq.announce = False
 
-    def _queue_uploads(self, seq: Seq, kv_len: int, own: bool) -> None:
-        if seq.request is None:
-            return
-        size = self.shapes.page_size
+    def _queue_uploads(self, seq: Seq, request: InFlightSample, kv_len: int, own: bool) -> None:
         for node in seq.path:
             if not (node.ready or node.uploading) and node.stop <= kv_len:
-                seq.uploads.append((Upload(seq.request, node.start // size, node.pages), node))
+                seq.uploads.append((Upload(request, node.start // self.shapes.page_size, node.pages), node))
                 node.uploading = True
                 node.routes = seq.known_routes(node.start, node.stop)
         if own:
-            stop = self.shapes.pages_for(kv_len)
-            seq.uploads.append(
-                (Upload(seq.request, seq.first_private, seq.table[seq.first_private : stop].tolist()), None)
-            )
+            pages = seq.table[seq.first_private : self.shapes.pages_for(kv_len)].tolist()
+            seq.uploads.append((Upload(request, seq.first_private, pages), None))
         if seq.uploads:
             self._uploading[seq] = None
         else:
@@ -383,12 +319,12 @@ class Scheduler:
         for seq in [seq for seq in self._coming if seq.ready]:
             del self._coming[seq]
             if not seq.leaving:
-                self._rows.begin(seq)
+                self.rows.decodes[seq.row] = True
 
     @property
     def copy_room(self) -> int:
         """Pages that may be copied to or from the host before the next decode calls."""
-        return self.shapes.copy_pages if self._rows.any_decodes else self.shapes.alone_pages
+        return self.shapes.copy_pages if self.rows.any_decodes else self.shapes.alone_pages
 
     def plan_uploads(self) -> list[Upload]:
         """The next pieces of what came from the host, `copy_room` in all, the first sample's first."""
@@ -416,51 +352,43 @@ class Scheduler:
     def plan_prefill(self) -> PrefillCall | None:
         """The next chunk of the longest-waiting prompts of one version, each chunk once for all samples that share
         it."""
-        return self._prefill(self._holders())
-
-    def _holders(self) -> list[Prefix | Seq]:
-        return [*self._pinned, *sorted(self._coming, key=lambda seq: seq.arrival)]
-
-    def _prefill(self, holders: list[Prefix | Seq]) -> PrefillCall | None:
-        s, chunks = self.shapes, dict[Node | Piece, None]()
+        s, chunks = self.shapes, dict[Node | Seq, Chunk]()
+        holders: list[Prefix | Seq] = [*self._pinned, *sorted(self._coming, key=lambda seq: seq.arrival)]
         for holder in holders:
             chunk = self._next_chunk(holder)
             if chunk is not None and (s.adapters or not chunks or chunk.version == next(iter(chunks)).version):
-                chunks[chunk] = None
+                chunks[chunk.of] = chunk
                 if len(chunks) == s.prefill_rows:
                     break
         if not chunks:
             return None
-        blocks = s.bucket(max(chunk.start for chunk in chunks), s.prefill_buckets)
-        control = self._prefill_control(list(chunks), blocks)
-        for chunk in chunks:
-            if isinstance(chunk, Piece):
-                chunk.seq.filled = chunk.start + len(chunk.tokens)
+        blocks = s.bucket(max(chunk.start for chunk in chunks.values()), s.prefill_buckets)
+        read = PREFILL_HEADER + s.chunk
+        write = read + blocks * s.block_pages
+        control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
+        for row, chunk in zip(control, chunks.values(), strict=False):
+            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), chunk.kept, self.adapters.get(chunk.version, 0)
+            row[PREFILL_HEADER : PREFILL_HEADER + len(chunk.tokens)] = chunk.tokens
+            row[read : read + len(chunk.past)] = chunk.past
+            row[write : write + len(chunk.pages)] = chunk.pages
+            if isinstance(chunk.of, Seq):
+                chunk.of.filled = chunk.start + len(chunk.tokens)
             else:
-                chunk.ready = True
-        return PrefillCall(None if s.adapters else next(iter(chunks)).version, blocks, control, tuple(chunks))
+                chunk.of.ready = True
+        version = None if s.adapters else next(iter(chunks)).version
+        return PrefillCall(version, blocks, control, tuple(chunks.values()))
 
-    def _next_chunk(self, holder: Prefix | Seq) -> Node | Piece | None:
+    def _next_chunk(self, holder: Prefix | Seq) -> Chunk | None:
         """What it needs computed next; None: nothing, or what is on its way from the host."""
         if not holder.computed:
-            node = next(node for node in holder.path if not node.ready)
-            return None if node.uploading else node
+            i, node = next((i, node) for i, node in enumerate(holder.path) if not node.ready)
+            if node.uploading:
+                return None
+            past = [page for before in holder.path[:i] for page in before.pages]
+            return Chunk(node, node.version, node.start, node.tokens, node.pages, past, kept=0)
         if isinstance(holder, Prefix) or holder.uploads or holder.filled == holder.fill_to:
             return None
         s, first = self.shapes, holder.filled // self.shapes.page_size
         start, stop = first * s.page_size, min(first * s.page_size + s.chunk, holder.fill_to)
-        pages = holder.table[first : s.pages_for(stop)].tolist()
-        return Piece(holder, start, holder.sequence[start:stop], pages)
-
-    def _prefill_control(self, chunks: list[Node | Piece], blocks: int) -> np.ndarray:
-        s = self.shapes
-        read = PREFILL_HEADER + s.chunk
-        write = read + blocks * s.block_pages
-        control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
-        for row, chunk in zip(control, chunks, strict=False):
-            past, kept = chunk.past(s.page_size)
-            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), kept, self.adapters.get(chunk.version, 0)
-            row[PREFILL_HEADER : PREFILL_HEADER + len(chunk.tokens)] = chunk.tokens
-            row[read : read + len(past)] = past
-            row[write : write + len(chunk.pages)] = chunk.pages
-        return control
+        pages, past = holder.table[first : s.pages_for(stop)].tolist(), holder.table[:first].tolist()
+        return Chunk(holder, holder.version, start, holder.sequence[start:stop], pages, past, holder.filled - start)

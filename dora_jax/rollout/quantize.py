@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,21 @@ NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
 PROJECTIONS = tuple(f"{x}_proj{of_sublayer}" for of_sublayer in ("", "_0", "_1") for x in NAMES)
 
 
+class OfLayer:
+    """A weight of one layer, which the decoder indexes as it does stacked ones."""
+
+    def __getitem__(self, every: Any) -> Self:
+        return self
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Narrow:
+class Narrow(OfLayer):
     """A weight [..., D, F] in 8 bits: `x @ weight` is what the decoder asks of it, and scales after the product, so
     that no wide weight is ever made."""
 
     values: Any  # int8 or float8 [..., D, F]
     scale: Any  # f32[..., 1, F]
-
-    def __getitem__(self, every: Any) -> Narrow:
-        return self
 
     def astype(self, dtype: Any) -> Narrow:
         """It takes the type of what it is multiplied with."""
@@ -48,13 +52,10 @@ class Narrow:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Turned:
+class Turned(OfLayer):
     """A weight [D, F] kept as [F, D]: a CPU multiplies a few dozen rows by it a quarter sooner so."""
 
     values: Any  # [F, D]
-
-    def __getitem__(self, every: Any) -> Turned:
-        return self
 
     def astype(self, dtype: Any) -> Turned:
         return Turned(self.values.astype(dtype))
@@ -120,8 +121,9 @@ def narrow(x, dtype) -> jax.Array:
 
 
 def _layers(params: Any, one: Callable[[Any], Any]) -> Any:
-    def layer(weights: dict[str, Any]) -> dict[str, Any]:
-        return {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}
-
     layers = params["layers"]
-    return {**params, "layers": [layer(w) for w in layers] if isinstance(layers, list) else layer(layers)}
+    found = [
+        {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}
+        for weights in (layers if isinstance(layers, list) else [layers])
+    ]
+    return {**params, "layers": found if isinstance(layers, list) else found[0]}

@@ -16,16 +16,8 @@ from dora_jax.rollout.seq import Seq
 from dora_jax.rollout.shapes import ADAPTER, DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, Shapes
 from dora_jax.types import Version
 
-SENT = (
-    SLOT,
-    FRESH,
-    POSITION,
-    REMAINING,
-    DRAWN,
-    GROUP,
-    INDEX,
-    ADAPTER,
-)  # the others are the device's from the first call on
+# the others are the device's from the first call on
+SENT = (SLOT, FRESH, POSITION, REMAINING, DRAWN, GROUP, INDEX, ADAPTER)
 
 
 class Rows:
@@ -38,15 +30,15 @@ class Rows:
         self._pages = np.zeros(shapes.slots, np.int32)  # of the table that are in use
         self._versions = np.zeros(shapes.slots, np.int64)
         self._arrivals = np.zeros(shapes.slots, np.int64)
-        self._decodes = np.zeros(shapes.slots, bool)  # its prefix has KV, and it is not leaving
+        self.decodes = np.zeros(shapes.slots, bool)  # by slot: its prefix has KV, and it is not leaving
         self._seqs = np.full(shapes.slots, None, object)
 
     @property
     def any_decodes(self) -> bool:
-        return bool((self._decodes & (self._rows[:, REMAINING] > 0)).any())
+        return bool((self.decodes & (self._rows[:, REMAINING] > 0)).any())
 
     def take(self, seq: Seq, pages: list[int]) -> None:
-        """The sample got its slot and these pages; it does not decode before `begin`."""
+        """The sample got its slot and these pages; it does not decode before `decodes` says so."""
         slot = seq.row
         self._rows[slot, :HEADER] = self._header(seq)
         self._versions[slot], self._arrivals[slot], self._seqs[slot] = seq.version, seq.arrival, seq
@@ -59,29 +51,21 @@ class Rows:
         self._pages[seq.row] += len(pages)
         seq.table = self._rows[seq.row, HEADER:stop]
 
-    def begin(self, seq: Seq) -> None:
-        self._decodes[seq.row] = True
-
     def again(self, seq: Seq) -> None:
         """The next call takes from the host where the sample is, not from the state of its slot."""
         seq.fresh = True
         self._rows[seq.row, :HEADER] = self._header(seq)
 
-    def pause(self, seq: Seq) -> None:
-        self._decodes[seq.row] = False
-
     def free(self, seq: Seq) -> None:
         slot = seq.row
-        self._rows[slot, REMAINING], self._pages[slot], self._decodes[slot], self._seqs[slot] = 0, 0, False, None
+        self._rows[slot, REMAINING], self._pages[slot], self.decodes[slot], self._seqs[slot] = 0, 0, False, None
         seq.table = self._rows[slot, :0]
 
     def growth(self) -> list[tuple[Seq, int]]:
         """(sample, pages that its next decode call needs beyond those it has), in order of arrival."""
-        need = (
-            self.shapes.pages_for(self._rows[:, POSITION] + np.minimum(self._rows[:, REMAINING], self.shapes.reach))
-            - self._pages
-        )
-        slots = np.flatnonzero((need > 0) & (self._rows[:, REMAINING] > 0))
+        position, remaining = self._rows[:, POSITION], self._rows[:, REMAINING]
+        need = self.shapes.pages_for(position + np.minimum(remaining, self.shapes.reach)) - self._pages
+        slots = np.flatnonzero((need > 0) & (remaining > 0))
         slots = slots[np.argsort(self._arrivals[slots])]
         return list(zip(self._seqs[slots].tolist(), need[slots].tolist(), strict=True))
 
@@ -90,7 +74,7 @@ class Rows:
 
         By context where several calls are needed: a call costs what its longest row costs, and the one that is not full
         takes the shortest rows."""
-        ready = np.flatnonzero(self._decodes & (self._rows[:, REMAINING] > 0))
+        ready = np.flatnonzero(self.decodes & (self._rows[:, REMAINING] > 0))
         versions, most = self._versions[ready], self.shapes.rows
         for version in (None,) if self.shapes.adapters else np.unique(versions).tolist():
             slots = ready if version is None else ready[versions == version]
@@ -119,9 +103,8 @@ class Rows:
         position, table = rows[:, POSITION], rows[:, HEADER:]
         steps = np.minimum(rows[:, REMAINING], s.steps if drafts is None else s.drafts + 1)
         window = HEADER + blocks * s.block_pages
-        control = np.full(
-            s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks), DUMMY, np.int32
-        )
+        shape = s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks)
+        control = np.full(shape, DUMMY, np.int32)
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]
@@ -156,7 +139,7 @@ class Rows:
             columns = list(range(HEADER) if seq.fresh else SENT)
             if (sent != true)[columns].any() or self._pages[seq.row] != len(seq.table):
                 raise RuntimeError(f"the row of {seq.id} says {sent.tolist()}, the sample {true.tolist()}")
-            if self._decodes[seq.row] and (seq.leaving or not seq.ready):
+            if self.decodes[seq.row] and (seq.leaving or not seq.ready):
                 raise RuntimeError(f"{seq.id} decodes although it leaves or its prefix has no KV")
 
     # ----------------------------------------------------------- private

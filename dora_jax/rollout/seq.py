@@ -43,9 +43,6 @@ class StopStrings:
         # a token is at least one byte of text, but for SLACK of them
         self._window = max((len(text.encode()) for text in strings), default=0) + SLACK
 
-    def __bool__(self) -> bool:
-        return bool(self._strings)
-
     def end(self, old: Sequence[int] | np.ndarray, new: Sequence[int] | np.ndarray) -> tuple[int, bool]:
         """(how many of the new tokens count, whether the last of them completes a stop string)."""
         if not self._strings or not len(new):
@@ -159,9 +156,8 @@ class Seq:
         self.prefix: tuple[Node, ...] = ()  # of its last admission: the nodes hold the experts of its first tokens
         self.slot: int | None = None
         self.path: list[Node] = []  # shared prefix
-        self.table = np.zeros(
-            0, np.int32
-        )  # page of each page-sized stretch: the path's, then its own from first_private
+        # page of each page-sized stretch: the path's, then its own from first_private
+        self.table = np.zeros(0, np.int32)
         self.first_private = 0
         self.filled = self.fill_to = 0  # of an episode's new tokens: positions with KV in its own pages, and to have it
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
@@ -209,10 +205,6 @@ class Seq:
         return self._logprobs[: self.n_out]
 
     @property
-    def kept(self) -> np.ndarray:
-        return self._kept[: self.n_out]
-
-    @property
     def mask(self) -> np.ndarray | None:
         """bool[U]; None: nothing is observed."""
         if self._mask is None:
@@ -243,7 +235,7 @@ class Seq:
             max_new_tokens=self.max_new_tokens,
             spans=self.spans,
             table=self.table_from(0),
-            kept=self.kept.copy() if self._kept.shape[1] else None,
+            kept=self._kept[: self.n_out].copy() if self._kept.shape[1] else None,
             mask=self.mask,
             turn_tokens=self.turn_tokens,
             dropped=self.dropped,
@@ -294,9 +286,9 @@ class Seq:
     def private(self) -> list[int]:
         return self.table[self.first_private :].tolist()
 
-    def pages_to_read(self) -> list[int]:
-        """Those that hold its KV."""
+    def pages_to_read(self, n: int) -> list[int]:
+        """The first n of those that hold its KV."""
         pages = self.table.tolist()
         if self.tail_page is not None:
             pages[self.first_private] = self.tail_page
-        return pages
+        return pages[:n]

@@ -43,41 +43,24 @@ class KVLayout:
     def names(self) -> tuple[str, ...]:
         return ("k", "v") if self.value_dim else ("k",)
 
-    @property
-    def numbers(self) -> int:
-        """Numbers a token, over all layers."""
-        return self.layers * self.heads * (self.key_dim + self.value_dim)
-
     def shape(self, name: str, positions: int) -> tuple[int, int, int]:
         """Of the array `name` for so many positions of one attention."""
         return (self.heads, self.key_dim, positions) if name == "k" else (self.heads, positions, self.value_dim)
 
 
 def kv_layout(cfg: ModelConfig) -> KVLayout:
-    latent = cfg.latent
+    layers, scale, latent = cfg.kv_layers, cfg.attention_scale, cfg.latent
     if latent is not None:
-        return KVLayout(
-            layers=cfg.kv_layers,
-            heads=1,
-            key_dim=latent.cache_dim,
-            value_dim=0,
-            rank=latent.kv_rank,
-            scale=cfg.attention_scale,
-        )
-    return KVLayout(
-        layers=cfg.kv_layers,
-        heads=cfg.n_kv_heads,
-        key_dim=cfg.head_dim,
-        value_dim=cfg.head_dim,
-        scale=cfg.attention_scale,
-    )
+        width, rank = latent.cache_dim, latent.kv_rank
+        return KVLayout(layers=layers, scale=scale, heads=1, key_dim=width, value_dim=0, rank=rank)
+    width = cfg.head_dim
+    return KVLayout(layers=layers, scale=scale, heads=cfg.n_kv_heads, key_dim=width, value_dim=width)
 
 
 # columns of a decode call's control array; then the pages to read, then those to write
 SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, ADAPTER, HEADER = range(11)
-PREFILL_HEADER = (
-    4  # of a prefill call's: the chunk's start, its length, how many of its first positions have KV, adapter
-)
+# of a prefill call's: the chunk's start, its length, how many of its first positions have KV, adapter
+PREFILL_HEADER = 4
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
@@ -196,20 +179,17 @@ class Shapes:
         return self.pages_for(n_prompt + max_new_tokens - 1) + int((n_prompt - 1) % self.page_size > 0)
 
 
+# fields that have the name and the value of the section's
+OF_SECTION = ("slots", "narrow_rows", "narrow_cost", "page_size", "pages", "expert_matmul", "attention", "kv",
+              "max_repeats", "drafts", "draft_cost", "exact")  # fmt: skip
+
+
 def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
     """adapters: versions are adapters of the same base weights. ValueError: the section's sizes cannot work
     together."""
     size, paged = section.page_size, section.attention != "reference"
-    _check_sampling(section)
     rows = section.decode_rows or section.slots
-    if section.slots % rows:
-        raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
-    if section.prefill_tokens < size:
-        raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {size}")
-    if section.expert not in (1, section.tensor):
-        raise ValueError(f"rollout.expert {section.expert} is neither 1 nor rollout.tensor {section.tensor}")
-    if section.narrow_rows >= rows:
-        raise ValueError(f"rollout.narrow_rows {section.narrow_rows} is not less than the {rows} rows of a decode call")
+    _check(section, rows)
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(
         _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
@@ -217,37 +197,36 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
     prefill_rows = max(1, min(section.prefill_call_tokens, section.prefill_tokens) // chunk)
     copy_pages = max(1, COPY_TOKENS // size) if paged else COPY_PAGES
     shapes = Shapes(
-        slots=section.slots,
+        **{name: getattr(section, name) for name in OF_SECTION},
         rows=rows,
-        narrow_rows=section.narrow_rows,
-        narrow_cost=section.narrow_cost,
         steps=section.decode_steps,
         chunk=chunk,
         prefill_rows=prefill_rows,
         prefill_calls=section.prefill_tokens // (prefill_rows * chunk),
-        page_size=size,
-        pages=section.pages,
         copy_pages=copy_pages,
         alone_pages=copy_pages if paged else max(copy_pages, min(ALONE_PAGES, -(-max_context // size))),
         block=size if paged else min(_up(section.context_block, size), _up(max_context, size)),
         max_context=max_context,
-        expert_matmul=section.expert_matmul,
         whole_experts=section.expert > 1,
-        attention=section.attention,
-        kv=section.kv,
-        max_repeats=section.max_repeats,
         kept=section.top_k if section.keep_set else 0,
-        drafts=section.drafts,
         draft_rows=min(section.draft_rows, rows),
-        draft_cost=section.draft_cost,
         adapters=section.residents if adapters else 0,
-        exact=section.exact,
     )
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     if needed > section.pages:
         raise ValueError(f"rollout.pages {section.pages} cannot hold one longest sample, which needs {needed}")
-    if section.attention in ("tpu", "tokamax"):
-        _check_tables(shapes)
+    # a TPU kernel holds a call's page table in SMEM
+    for name, rows, written in (
+        ("decode_rows", shapes.rows, shapes.reach),
+        ("prefill_tokens", shapes.prefill_rows, shapes.chunk),
+    ):
+        table = table_bytes(rows, max_context - 1, written, size)
+        if section.attention in ("tpu", "tokamax") and table > SMEM_BYTES - SMEM_SPARE_BYTES:
+            raise ValueError(
+                f"rollout.page_size {size} makes a page table of {table} bytes for {rows} rows "
+                f"of {max_context} positions, and the kernel has {SMEM_BYTES - SMEM_SPARE_BYTES}: "
+                f"raise rollout.page_size, or lower rollout.{name}"
+            )
     return shapes
 
 
@@ -258,22 +237,7 @@ def table_bytes(rows: int, positions: int, written: int, page_size: int) -> int:
     return 4 * rows * _up(pages, SMEM_LANES)
 
 
-def _check_tables(shapes: Shapes) -> None:
-    """A TPU kernel holds a call's page table in SMEM."""
-    for name, rows, written in (
-        ("decode_rows", shapes.rows, shapes.reach),
-        ("prefill_tokens", shapes.prefill_rows, shapes.chunk),
-    ):
-        size = table_bytes(rows, shapes.max_context - 1, written, shapes.page_size)
-        if size > SMEM_BYTES - SMEM_SPARE_BYTES:
-            raise ValueError(
-                f"rollout.page_size {shapes.page_size} makes a page table of {size} bytes for {rows} rows "
-                f"of {shapes.max_context} positions, and the kernel has {SMEM_BYTES - SMEM_SPARE_BYTES}: "
-                f"raise rollout.page_size, or lower rollout.{name}"
-            )
-
-
-def _check_sampling(section: RolloutSection) -> None:
+def _check(section: RolloutSection, rows: int) -> None:
     if section.min_new_tokens > section.max_new_tokens:
         raise ValueError(
             f"rollout.min_new_tokens {section.min_new_tokens} is not between 0 and rollout.max_new_tokens "
@@ -288,6 +252,14 @@ def _check_sampling(section: RolloutSection) -> None:
         raise ValueError("rollout.keep_set sends the kept ids along, so rollout.top_k must bound their number")
     if "" in section.stop_strings:
         raise ValueError("rollout.stop_strings has an empty string, which every text contains")
+    if section.slots % rows:
+        raise ValueError(f"rollout.slots {section.slots} is not a multiple of rollout.decode_rows {rows}")
+    if section.prefill_tokens < section.page_size:
+        raise ValueError(f"rollout.prefill_tokens {section.prefill_tokens} is less than a page of {section.page_size}")
+    if section.expert not in (1, section.tensor):
+        raise ValueError(f"rollout.expert {section.expert} is neither 1 nor rollout.tensor {section.tensor}")
+    if section.narrow_rows >= rows:
+        raise ValueError(f"rollout.narrow_rows {section.narrow_rows} is not less than the {rows} rows of a decode call")
 
 
 def _up(n: int, multiple: int) -> int:

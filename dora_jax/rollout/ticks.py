@@ -28,21 +28,17 @@ class Preempt:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A chunk of what an episode observed, from the start of a page on. What the page holds already stays."""
+class Chunk:
+    """A row of a prefill call: a node of a prefix, or some of what an episode observed, from the start of a page on.
+    What the page holds already stays."""
 
-    seq: Seq
+    of: Node | Seq
+    version: Version
     start: int
     tokens: np.ndarray  # i32[n]
     pages: list[int]  # that it writes
-
-    @property
-    def version(self) -> Version:
-        return self.seq.version
-
-    def past(self, page_size: int) -> tuple[list[int], int]:
-        """(the pages before it, how many of its first positions have KV)."""
-        return self.seq.table[: self.start // page_size].tolist(), self.seq.filled - self.start
+    past: list[int]  # the pages before it
+    kept: int  # how many of its first positions have KV: none of a node's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,7 @@ class PrefillCall:
     version: Version | None  # None: each row has its own adapter
     blocks: int
     control: np.ndarray  # i32, see Shapes.prefill_control
-    chunks: tuple[Node | Piece, ...]  # of its first rows
+    chunks: tuple[Chunk, ...]  # of its first rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +86,7 @@ class TickResult:
 
 @dataclass
 class GrowingResult:
-    """What the next tick result will say, as far as it has happened."""
+    """What the next tick result will say, as far as it has happened; decodes_only: its ticks did nothing else."""
 
     started: list[SampleId] = dataclasses.field(default_factory=list)
     finished: list[Sample] = dataclasses.field(default_factory=list)
@@ -102,18 +98,3 @@ class GrowingResult:
     drafted: bool = False
     guesses: int = 0
     held: int = 0
-
-    def result(self, free_pages: int) -> TickResult:
-        return TickResult(
-            started=tuple(self.started),
-            finished=tuple(self.finished),
-            progress=self.progress,
-            tokens=self.tokens,
-            free_pages=free_pages,
-            kept=self.kept,
-            waiting=tuple(self.waiting),
-            rows=len(self.progress) if self.decodes_only else 0,
-            drafted=self.drafted,
-            guesses=self.guesses,
-            held=self.held,
-        )

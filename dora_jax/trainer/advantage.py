@@ -10,13 +10,13 @@ Stage 5, train: the trainer's part in packing a step: trajectories -> advantages
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
 from dora_jax.config import TrainerSection
 from dora_jax.trainer import loss, objective
+from dora_jax.types import Estimate
 
 GRPO_EPS = 1e-6
 WHITEN_EPS = 1e-8  # under the root: a batch without variance whitens to 0
@@ -202,15 +202,6 @@ def _whiten(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
         return np.zeros(x.shape)
     variance = chosen.var(ddof=1) if chosen.size > 1 else 0.0
     return np.where(mask, (x - chosen.mean()) / np.sqrt(variance + WHITEN_EPS), 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Advantages f32[n] or [n, T], the mask that takes part in the loss, and the value model's targets if any."""
-
-    advantages: np.ndarray
-    mask: np.ndarray
-    returns: np.ndarray | None = None
 
 
 class ZeroWeights:

@@ -74,8 +74,8 @@ class loaded:
         for engine in self.engines:
             for id in list(engine.scheduler.seqs):
                 engine.cancel(id)
-            for rest in list(engine.scheduler.resting):
-                engine.forget(rest.seq.id)
+            for id in list(engine.scheduler.resting):
+                engine.forget(id)
             assert not engine.host.bytes
             engine.tick()
             engine.check()

@@ -28,7 +28,7 @@ from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices
 from dora_jax.publish import offered_copy, placed, sliced
-from dora_jax.rollout.device_calls import Calls, new_calls
+from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.engine import Answer, Engine, ReplayEngine
 from dora_jax.rollout.migrate import HostKV
 from dora_jax.rollout.shapes import shapes_of
@@ -88,7 +88,7 @@ def new_engine(
         with field_context("model.path"):
             _, params = hf.load(config.model.path, engine.mesh, jnp.dtype(config.model.dtype))
         laid_out = functools.partial(decoder.serving_layout, layout=engine.shapes.layout)
-        engine.take_base(jax.jit(laid_out, out_shardings=engine.base_shardings)(params))
+        engine.residents.take_base(jax.jit(laid_out, out_shardings=engine.base_shardings)(params))
     return engine
 
 
@@ -116,7 +116,7 @@ def engine_of(
 
 def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[int, ...], vocab_limit: int) -> Calls:
     """The calls of `engine_of`; the devices of the mesh may be descriptions."""
-    return new_calls(model, config.rollout, mesh, **engine_options(config, model, eos_ids, vocab_limit))
+    return Calls(model, config.rollout, mesh, **engine_options(config, model, eos_ids, vocab_limit))
 
 
 def engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:

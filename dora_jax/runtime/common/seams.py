@@ -12,7 +12,7 @@ PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around
 CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
 Environments    tasks.environments.EnvironmentPool
-GroupStore      buffer.store.MemoryGroupStore (buffer/pack.py)
+GroupStore      buffer.pack.MemoryGroupStore
 WeightStore     publish.HostWeights (memory), transfer.StoredWeights (storage), and of the trainer
 PublishedWeights    publish.DeviceWeights, cluster.RemoteWeights (its processes, which send them over the wire)
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dora_jax.buffer.pack import GroupStore
+from dora_jax.buffer.pack import MemoryGroupStore as GroupStore
 from dora_jax.orchestrate.core import World
 from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
 
