@@ -30,16 +30,7 @@ from typing import Any, Protocol
 
 import msgpack
 
-from dora_jax.runtime.cluster.messages import (
-    CODEC,
-    Begin,
-    GangCommand,
-    Heartbeat,
-    Hello,
-    PreemptionNotice,
-    ProcessFailed,
-    TickCommands,
-)
+from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.run_registry import address_in
 from dora_jax.runtime.common.codec import CodecError
 from dora_jax.runtime.common.idle_time import IdleTimer
@@ -72,12 +63,6 @@ class RecordConnection:
         self._writer.start()
         threading.Thread(target=self._read, name="link reader", daemon=True).start()
 
-    @property
-    def own_ip(self) -> str:
-        """The address of this machine, as the other side sees it."""
-        with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
-            return raw.getsockname()[0]
-
     def adopt(
         self, receive: Callable[[RecordConnection, Any], None], ended: Callable[[RecordConnection, str], None]
     ) -> None:
@@ -86,7 +71,7 @@ class RecordConnection:
 
     def send(self, record: Any) -> None:
         """Encodes the record on the caller's thread, so that a record that cannot be encoded raises there."""
-        self._out.put(CODEC.encode(record))
+        self._out.put(messages.CODEC.encode(record))
 
     def flush(self, timeout_s: float) -> None:
         """Sends what waits, then closes: the last thing a process does."""
@@ -94,6 +79,7 @@ class RecordConnection:
         self._writer.join(timeout_s)
 
     def close(self, reason: str = "closed") -> None:
+        """Ends the connection at once; what waits to be sent is lost."""
         if not self._closed.acquire(blocking=False):
             return
         self._out.put(None)
@@ -113,7 +99,7 @@ class RecordConnection:
                 if not isinstance(frame, list):
                     raise CodecError(f"a {type(frame).__name__} stands where records are expected")
                 for data in frame:
-                    self._receive(self, CODEC.decode(data))
+                    self._receive(self, messages.CODEC.decode(data))
         except (EOFError, OSError) as error:
             self.close(f"the connection ended: {type(error).__name__}")
         except BaseException as error:  # of this peer's bytes, or of what they led to: it is the link that ends
@@ -140,17 +126,14 @@ class ControllerConnection:
     def __init__(self, address: str, token: bytes, end: Callable[[], None] = lambda: os._exit(0)):
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.token, self._end = token, end
-        self._hello: Hello | None = None
+        self._hello: messages.Hello | None = None
         self._place = ""
         self._patience_s = 0.0
-        self.alone = False  # nobody listens: what could be sent is of an earlier controller's time
-        self._link = self._linked(address)
+        self.alone = False  # until Rejoin nobody listens: what could be sent is of an earlier controller's time
+        self.own_ip = ""  # of this machine, as the controller sees it
+        self.records = self._linked(address)
 
-    @property
-    def own_ip(self) -> str:
-        return self._link.own_ip
-
-    def hello(self, hello: Hello) -> None:
+    def hello(self, hello: messages.Hello) -> None:
         self._hello = hello
         self.send(hello)
 
@@ -162,12 +145,9 @@ class ControllerConnection:
             self._hello = dataclasses.replace(self._hello, rank=rank)
 
     def send(self, record: Any) -> None:
-        if not self.alone or isinstance(record, (Heartbeat, ProcessFailed, PreemptionNotice)):
-            self._link.send(record)
-
-    def rejoin(self) -> None:
-        """Sends to the controller that sent Rejoin from now on."""
-        self.alone = False
+        always = messages.Heartbeat, messages.ProcessFailed, messages.PreemptionNotice
+        if not self.alone or isinstance(record, always):
+            self.records.send(record)
 
     def part(self) -> None:
         """The role has ended: this process ends with its controller, or now if there is none."""
@@ -175,17 +155,13 @@ class ControllerConnection:
         if self.alone:
             self._end()
 
-    def flush(self, timeout_s: float) -> None:
-        self._link.flush(timeout_s)
-
-    def close(self, reason: str = "closed") -> None:
-        """Ends the connection at once; what waits to be sent is lost."""
-        self._link.close(reason)
-
     # ------------------------------------------------------------ private
 
     def _linked(self, address: str) -> RecordConnection:
-        link = RecordConnection(dial(address, self.token), lambda _, item: self.inbox.put(item), self._lost)
+        end = dial(address, self.token)
+        with socket.socket(fileno=os.dup(end.fileno())) as raw:
+            self.own_ip = raw.getsockname()[0]
+        link = RecordConnection(end, lambda _, item: self.inbox.put(item), self._lost)
         link.start()
         return link
 
@@ -207,7 +183,7 @@ class ControllerConnection:
                 time.sleep(LOOK_S)
                 continue
             link.send(self._hello)  # before anything else is
-            self._link = link
+            self.records = link
             return
         self._end()
 
@@ -228,31 +204,28 @@ class HeartbeatSender:
         self.busy = False
         self.waits = IdleTimer()
         self._link = link
-        self._ended = threading.Event()
+        self.ended = threading.Event()  # set by the owner
 
     def start(self) -> None:
         threading.Thread(target=self._beat, name="status", daemon=True).start()
 
-    def stop(self) -> None:
-        self._ended.set()
-
     def _beat(self) -> None:
-        while not self._ended.is_set():
-            self._link.send(Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
-            self._ended.wait(BEAT_S)
+        while not self.ended.is_set():
+            self._link.send(messages.Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
+            self.ended.wait(BEAT_S)
 
 
 @dataclasses.dataclass
 class Leader:
     followers: list[RecordConnection]
 
-    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
+    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[messages.GangCommand, ...]:
         """The commands that came since the last tick. wait: the engine is idle, so this waits for a command."""
         turn = [posts.get()] if wait else []
         while not posts.empty():
             turn.append(posts.get())
         for follower in self.followers:
-            follower.send(TickCommands(posts=tuple(turn)))
+            follower.send(messages.TickCommands(posts=tuple(turn)))
         return tuple(turn)
 
 
@@ -260,11 +233,11 @@ class Leader:
 class Follower:
     turns: queue.SimpleQueue
 
-    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
+    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[messages.GangCommand, ...]:
         return self.turns.get().posts
 
 
-def turns(begin: Begin, token: bytes, arrivals: queue.SimpleQueue) -> Leader | Follower:
+def turns(begin: messages.Begin, token: bytes, arrivals: queue.SimpleQueue) -> Leader | Follower:
     """`arrivals`: connections that the others have opened. A lost one needs no answer: the controller ends the gang."""
     turns: queue.SimpleQueue = queue.SimpleQueue()
     ends = [arrivals.get() for _ in range(begin.hosts - 1)] if begin.rank == 0 else [dial(begin.leader, token)]

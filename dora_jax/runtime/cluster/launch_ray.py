@@ -125,6 +125,7 @@ class RayGang:
         self._asked_s = self._looked_s = 0.0
         self._actors: list[Any] = []
         self._ends: list[Any] = []
+        self.placed = False
         if work is None:
             # what there is of it in the cluster
             try:
@@ -139,16 +140,10 @@ class RayGang:
                     except ValueError:
                         continue  # it has just ended
             self._ends = [actor.end.remote() for actor in self._actors]
+            self.placed = bool(self._actors)
+            self.whole = self._room is not None and len(self._actors) == hosts
             if self._slice_type:
                 self._slices.hold(self.name, self._nodes)
-
-    @property
-    def placed(self) -> bool:
-        return bool(self._actors)
-
-    @property
-    def whole(self) -> bool:
-        return self._room is not None and len(self._actors) == self._hosts
 
     def ended(self) -> str | None:
         if not self._actors:
@@ -221,6 +216,7 @@ class RayGang:
             self._actors.append(actor)
             self._ends.append(actor.run.remote(*work))
         self._nodes = _nodes_of(room)
+        self.placed = True
 
     def _reclaim(self) -> None:
         if self._room is not None:

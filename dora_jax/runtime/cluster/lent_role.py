@@ -117,13 +117,13 @@ class LentRole:
                 role = self._parts.role(begin, link, status, turns(begin, link.token, arrivals), self._free)
                 link.send(messages.Ready())
                 role.run(link.inbox)
-                link.flush(LAST_WORDS_S)  # what is handed over is sent before the process may end
+                link.records.flush(LAST_WORDS_S)  # what is handed over is sent before the process may end
             self._free()
         except BaseException as error:
             self._fail(error)
         finally:
             self._worker = None
-            status.stop()
+            status.ended.set()
             listener.close()
             link.inbox.put(None)  # its threads end
 

@@ -15,6 +15,7 @@ import signal
 if __name__ == "__main__":  # Ctrl-C reaches every process of a terminal; the controller is the one that it is meant for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+import json
 import os
 import queue
 import socket
@@ -25,7 +26,7 @@ from collections.abc import Callable, MutableMapping
 from multiprocessing import connection
 from typing import TYPE_CHECKING
 
-from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
+from dora_jax.runtime.cluster.launch_process import Ticket
 
 if TYPE_CHECKING:
     from dora_jax.config import Config
@@ -36,10 +37,6 @@ LAST_WORDS_S = 5.0
 HEARTBEAT_S = 60  # of jax.distributed, which aborts in C++ where a busy machine delays it: the controller comes first
 SHUTDOWN_S = 5
 MULTISLICE = "MEGASCALE_"
-
-
-def main() -> None:
-    serve(ticket_of(os.environ["DORA_TICKET"]), bytes.fromhex(os.environ.pop("DORA_TOKEN")))
 
 
 def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None) -> None:
@@ -60,13 +57,16 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
         ip = link.own_ip
         arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
         listener = Listener(ip, token, arrivals.put)  # for the other processes, should this one be the first
+        with socket.socket() as free:
+            free.bind((ip, 0))
+            port = free.getsockname()[1]
         link.hello(
             messages.Hello(
                 gang=ticket.gang,
                 epoch=ticket.epoch,
                 pid=os.getpid(),
                 worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
-                coordinator=f"{ip}:{_free_port(ip)}",
+                coordinator=f"{ip}:{port}",
                 leader=listener.address,
             )
         )
@@ -95,7 +95,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
         link.send(
             messages.ProcessFailed(error=f"{type(error).__name__}: {error}", final=isinstance(error, ConfigError))
         )
-        link.flush(LAST_WORDS_S)
+        link.records.flush(LAST_WORDS_S)
     end(1)
 
 
@@ -149,11 +149,5 @@ def leave_multislice(environ: MutableMapping[str, str]) -> None:
         del environ[name]
 
 
-def _free_port(ip: str) -> int:
-    with socket.socket() as free:
-        free.bind((ip, 0))
-        return free.getsockname()[1]
-
-
 if __name__ == "__main__":
-    main()
+    serve(Ticket(**json.loads(os.environ["DORA_TICKET"])), bytes.fromhex(os.environ.pop("DORA_TOKEN")))

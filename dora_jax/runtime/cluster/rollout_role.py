@@ -192,7 +192,7 @@ class RolloutRole:
                         for version in tuple(self._engine.versions):
                             self._engine.drop(version)
                         holds = self._transfers.settle()
-                        self._link.rejoin()
+                        self._link.alone = False
                         for sample in samples:
                             self._link.send(sample)
                         self._link.send(messages.Ready(holds=holds))

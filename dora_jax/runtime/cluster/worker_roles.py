@@ -108,7 +108,7 @@ class TrainerRole:
                         if self._checkpoints is not None:
                             self._checkpoints.wait()
                         self._cache.mark_unhealthy()
-                        self._link.rejoin()
+                        self._link.alone = False
                         self._link.send(messages.Ready(holds=holds))
                     case messages.Call(number=number, what=what):
                         self._link.send(messages.Answer(number=number, what=self._answer(what)))
