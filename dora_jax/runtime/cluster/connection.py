@@ -4,7 +4,7 @@
 
 `RecordConnection` carries records of messages.py over an authenticated connection (runtime/common/listener.py), many
 records a frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after
-that one is killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
+that one is killed. `Turns` gives every process of a gang the same commands before each tick.
 `HeartbeatSender` tells the controller every second that the process is alive, and how far it is.
 
 Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called
@@ -17,6 +17,7 @@ makes one tick after each batch of commands if its engine is busy; the engines a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError, connection
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 
@@ -34,7 +35,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.run_registry import address_in
 from dora_jax.runtime.common.codec import CodecError
 from dora_jax.runtime.common.idle_time import IdleTimer
-from dora_jax.runtime.common.listener import dial
+from dora_jax.runtime.common.listener import Listener, dial
 
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most
@@ -42,16 +43,14 @@ LOOK_S = 0.5
 BEAT_S = 1.0
 BATCH_BYTES = 1 << 20  # and none are added to so much: records with KV are large
 
+Receive = Callable[["RecordConnection", Any], None]  # of a record
+Ended = Callable[["RecordConnection", str], None]  # with the reason
+
 
 class RecordConnection:
     """Use `start` once `receive` may be called; it runs on the link's own thread, as does `ended`."""
 
-    def __init__(
-        self,
-        end: connection.Connection,
-        receive: Callable[[RecordConnection, Any], None],
-        ended: Callable[[RecordConnection, str], None],
-    ):
+    def __init__(self, end: connection.Connection, receive: Receive, ended: Ended):
         self._end = end
         self._receive = receive
         self._ended = ended
@@ -63,9 +62,7 @@ class RecordConnection:
         self._writer.start()
         threading.Thread(target=self._read, name="link reader", daemon=True).start()
 
-    def adopt(
-        self, receive: Callable[[RecordConnection, Any], None], ended: Callable[[RecordConnection, str], None]
-    ) -> None:
+    def adopt(self, receive: Receive, ended: Ended) -> None:
         """Replaces both callbacks; called from `receive`, or before `start`."""
         self._receive, self._ended = receive, ended
 
@@ -83,11 +80,8 @@ class RecordConnection:
         if not self._closed.acquire(blocking=False):
             return
         self._out.put(None)
-        try:  # a shutdown wakes a thread that reads, where a close would not
-            with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
-                raw.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was faster
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._end.fileno())) as raw:
+            raw.shutdown(socket.SHUT_RDWR)  # it wakes a thread that reads, where a close would not
         self._ended(self, reason)
 
     # ------------------------------------------------------------ private
@@ -188,21 +182,13 @@ class ControllerConnection:
         self._end()
 
 
-class ProcessStatus(Protocol):
-    """What a role tells of its progress, once a second."""
-
-    waits: IdleTimer  # of the role's thread
-    busy: bool
-    progress: int
-
-
 class HeartbeatSender:
-    """`ProcessStatus` that is sent."""
+    """What a role tells of its progress, once a second."""
 
     def __init__(self, link: ControllerConnection):
         self.progress = 0
         self.busy = False
-        self.waits = IdleTimer()
+        self.waits = IdleTimer()  # of the role's thread
         self._link = link
         self.ended = threading.Event()  # set by the owner
 
@@ -215,12 +201,31 @@ class HeartbeatSender:
             self.ended.wait(BEAT_S)
 
 
+def join(
+    link: ControllerConnection, gang: str, epoch: int, worker: int, coordinator: str = ""
+) -> tuple[Listener, queue.SimpleQueue[connection.Connection], HeartbeatSender]:
+    """Says Hello; the process is heard from now on. Returns where the others of the gang connect, should this process
+    be the first, their connections, and the heartbeats."""
+    arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
+    listener, status = Listener(link.own_ip, link.token, arrivals.put), HeartbeatSender(link)
+    leader, pid = listener.address, os.getpid()
+    hello = messages.Hello(gang=gang, epoch=epoch, pid=pid, worker=worker, coordinator=coordinator, leader=leader)
+    link.hello(hello)
+    status.start()
+    return listener, arrivals, status
+
+
 @dataclasses.dataclass
-class Leader:
+class Turns:
+    """led: what the first process of the gang sends to this one; None: this one is the first."""
+
     followers: list[RecordConnection]
+    led: queue.SimpleQueue[messages.TickCommands] | None = None
 
     def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[messages.GangCommand, ...]:
         """The commands that came since the last tick. wait: the engine is idle, so this waits for a command."""
+        if self.led is not None:
+            return self.led.get().posts
         turn = [posts.get()] if wait else []
         while not posts.empty():
             turn.append(posts.get())
@@ -229,19 +234,11 @@ class Leader:
         return tuple(turn)
 
 
-@dataclasses.dataclass
-class Follower:
-    turns: queue.SimpleQueue
-
-    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[messages.GangCommand, ...]:
-        return self.turns.get().posts
-
-
-def turns(begin: messages.Begin, token: bytes, arrivals: queue.SimpleQueue) -> Leader | Follower:
+def turns_of(begin: messages.Begin, token: bytes, arrivals: queue.SimpleQueue) -> Turns:
     """`arrivals`: connections that the others have opened. A lost one needs no answer: the controller ends the gang."""
     turns: queue.SimpleQueue = queue.SimpleQueue()
     ends = [arrivals.get() for _ in range(begin.hosts - 1)] if begin.rank == 0 else [dial(begin.leader, token)]
     links = [RecordConnection(end, lambda _, item: turns.put(item), lambda _, reason: None) for end in ends]
     for link in links:
         link.start()
-    return Leader(links) if begin.rank == 0 else Follower(turns)
+    return Turns(links) if begin.rank == 0 else Turns([], turns)

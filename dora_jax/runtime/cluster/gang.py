@@ -120,9 +120,8 @@ class Gang:
     @property
     def holds(self) -> tuple[Version, ...]:
         """Versions that all processes of the gang hold from an earlier controller's time."""
-        return tuple(
-            sorted(set.intersection(*(set(process.ready.holds if process.ready else ()) for process in self._ranks)))
-        )
+        held = [set(process.ready.holds if process.ready else ()) for process in self._ranks]
+        return tuple(sorted(set.intersection(*held)))
 
     @property
     def waited_s(self) -> float:

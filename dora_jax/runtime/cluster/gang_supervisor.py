@@ -113,7 +113,7 @@ class GangSupervisor:
 
     def _one_incarnation(self, gang: Gang, lost_s: float | None) -> bool:
         """Runs one gang from its start to its death; True where it came up."""
-        started = self._started(gang)
+        started = self._started(gang, Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch))
         try:
             if started is None:
                 return False
@@ -137,9 +137,8 @@ class GangSupervisor:
                 started.kill()
             self._registry.strike(gang.name)
 
-    def _started(self, gang: Gang) -> StartedGang | None:
+    def _started(self, gang: Gang, ticket: Ticket) -> StartedGang | None:
         """The processes of the gang; None: there are none, and the gang is dead."""
-        ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
         if not gang.again:
             started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
             self._registry.enter(gang.name, gang.epoch, started.pids)

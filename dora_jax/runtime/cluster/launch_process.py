@@ -33,8 +33,8 @@ class Ticket:
 class StartedGang(Protocol):
     """By default nothing tells of a machine that goes, and there is nothing to kill."""
 
-    placed: bool  # False: there is no room for them yet
-    pids: tuple[int, ...]  # by which `find` knows the processes; empty: it needs none
+    placed: bool = True  # False: there is no room for them yet
+    pids: tuple[int, ...] = ()  # by which `find` knows the processes; empty: it needs none
 
     def ended(self) -> str | None:
         """Says in a few words which process has ended; None: all live."""
@@ -58,7 +58,8 @@ class Launcher(Protocol):
         self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
     ) -> StartedGang | None:
         """The processes that an earlier controller has started for this gang and epoch; None: they are not all there,
-        and every process that was has been ended."""
+        and every process that was has been ended. By default an earlier controller leaves none."""
+        return None
 
     def close(self) -> None:
         """By default the processes end with their gangs."""
@@ -76,18 +77,11 @@ class ProcessLauncher(Launcher):
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         env = {**os.environ, "DORA_TICKET": json.dumps(dataclasses.asdict(ticket)), "DORA_TOKEN": token.hex()}
+        command = [sys.executable, "-m", "dora_jax.runtime.cluster.process_main"]
         children: list[subprocess.Popen] = []
         for number in range(hosts):
             with (self._logs / f"{ticket.gang}.{ticket.epoch}.{number}.log").open("w") as log:
-                children.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "dora_jax.runtime.cluster.process_main"],
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
+                children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
         return LocalProcesses(children)
 
     def find(
@@ -109,8 +103,6 @@ class ProcessLauncher(Launcher):
 class LocalProcesses(StartedGang):
     """Children, or processes that an earlier controller started and that outlived it. The machine tells them itself
     that it goes, by SIGTERM."""
-
-    placed = True
 
     def __init__(self, processes: Sequence[subprocess.Popen | psutil.Process]):
         self._processes = processes

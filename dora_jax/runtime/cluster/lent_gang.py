@@ -36,8 +36,6 @@ class LentProcesses(StartedGang):
     """Processes that the trainer's gang has already. They end with that gang; their part in this incarnation ends with
     its connections."""
 
-    placed = True
-    pids = ()
     trainer: Gang
 
     def ended(self) -> str | None:
@@ -56,14 +54,8 @@ class LentLauncher(Launcher):
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         """RunError: there is no gang of the trainer to ask."""
-        call = messages.LendDevices(
-            instance=self.instance,
-            gang=ticket.gang,
-            epoch=ticket.epoch,
-            controller=ticket.controller,
-            first=self.first,
-            hosts=hosts,
-        )
+        where = dataclasses.asdict(ticket)  # gang, epoch, controller
+        call = messages.LendDevices(instance=self.instance, first=self.first, hosts=hosts, **where)
         try:
             if (gang := self.trainer()) is None:
                 raise GangDied("it is being started")
@@ -71,11 +63,6 @@ class LentLauncher(Launcher):
         except GangDied as error:
             raise RunError(f"the trainer's gang cannot lend its devices: {error}") from error
         return LentProcesses(gang)
-
-    def find(
-        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
-    ) -> StartedGang | None:
-        return None
 
 
 class LentSupervisor(GangSupervisor):
@@ -117,8 +104,7 @@ class LentSupervisor(GangSupervisor):
             return None
         return super()._next()
 
-    def _started(self, gang: Gang) -> StartedGang | None:
-        ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
+    def _started(self, gang: Gang, ticket: Ticket) -> StartedGang | None:
         try:
             if self._lost > self._limits.restarts:
                 raise RunError(f"{self._lost} incarnations in a row were lost")
@@ -131,7 +117,7 @@ class LentSupervisor(GangSupervisor):
 
 
 class LentRemoteInstance(RemoteInstance):
-    _supervisor: LentSupervisor
+    supervisor: LentSupervisor
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -147,7 +133,7 @@ class LentRemoteInstance(RemoteInstance):
 
     def lend(self, version: Version) -> None:
         self._version = version
-        self._supervisor.asked.put(None)
+        self.supervisor.asked.put(None)
 
     def reclaim(self) -> None:
         if worker := self._worker:
