@@ -174,9 +174,8 @@ class Gang:
                 raise GangDied(self.reason)
             self._number += 1
             pending = self._calls[self._number] = PendingCall(self, type(what).__name__, then)
-            alone = isinstance(
-                what, messages.WriteWeights
-            )  # the others are done by all processes together, in one order
+            # the other calls are done by all processes together, in one order
+            alone = isinstance(what, messages.WriteWeights)
             for process in self._ranks if alone else self._ranks[:1]:
                 process.link.send(messages.Call(number=self._number, what=what))
             return pending

@@ -69,9 +69,8 @@ class TrainerRole:
         self._copies: dict[Version, int] = {}  # digests of what was published
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
         self._transfers = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
-        self._checkpoints: checkpoint.Checkpoints | None = (
-            None  # opened by the first save: nothing else writes there by then
-        )
+        # opened by the first save: nothing else writes there by then
+        self._checkpoints: checkpoint.Checkpoints | None = None
         self._cache = StepCache()
         self._lent = LentRole(begin, config, link, self._trainer) if config.orchestrator.elastic else None
         shape = build.batch_layout(config, self._trainer.shards)
