@@ -17,12 +17,7 @@ import pytest
 
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.checkpoint_shards import (
-    BucketCheckpointWriter,
-    FolderCheckpointWriter,
-    StepBucket,
-    steps_at,
-)
+from dora_jax.runtime.cluster.checkpoint_shards import CheckpointWriter, StepBucket, steps_at
 from dora_jax.runtime.cluster.gang import CallRefused
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints
 from dora_jax.runtime.cluster_backend import wish_at
@@ -57,7 +52,7 @@ def test_the_parts_of_two_processes_are_a_step_like_any_other(tmp_path, monkeypa
 def test_a_step_is_read_on_any_mesh_by_a_cluster_and_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     url = f"file://{tmp_path}/store"
-    home, like = BucketCheckpointWriter(url, 0), like_on(jax.devices()[:4])
+    home, like = CheckpointWriter(url, 0), like_on(jax.devices()[:4])
     values = values_of(like)
     saver = home.checkpoints(CheckpointSection(), print)
     steps = StepBucket(url)
@@ -94,7 +89,7 @@ def test_a_step_that_a_run_in_one_process_saved_is_gone_on_from(tmp_path, monkey
         mirror.settle()
     steps = steps_at(url, print)
     assert steps.steps() == [4] and steps.fault(4) is None
-    back = BucketCheckpointWriter(url, 0).restore(4, like["params"], like["opt_state"])
+    back = CheckpointWriter(url, 0).restore(4, like["params"], like["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, back, (values["params"], values["opt_state"]))
 
 
@@ -109,10 +104,8 @@ def sealed(tmp_path, step=5, name="params/w/0"):
 def test_what_a_gang_ended_over_is_left_for_a_person(tmp_path, monkeypatch):
     monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
     url = f"file://{tmp_path}/store"
-    (BucketCheckpointWriter(url, 1).folder / "bad_batch_3.npz").write_bytes(b"batch")
-    assert (
-        list(BucketCheckpointWriter(url, 1).folder.iterdir()) == [] and Objects(url).get("bad_batch_3.npz") == b"batch"
-    )
+    (CheckpointWriter(url, 1).folder / "bad_batch_3.npz").write_bytes(b"batch")
+    assert list(CheckpointWriter(url, 1).folder.iterdir()) == [] and Objects(url).get("bad_batch_3.npz") == b"batch"
 
 
 def test_what_was_damaged_or_is_missing_in_the_bucket_is_found(tmp_path):
@@ -296,13 +289,15 @@ def test_a_checkpoint_is_restored_and_adopted_only_with_the_digests_of_its_save(
 
 def test_metadata_by_which_others_find_the_arrays_is_checked_before_a_step_is_adopted(tmp_path):
     like = like_on(jax.devices()[:2])
-    values, home = values_of(like), FolderCheckpointWriter(tmp_path, 0)
+    values, home = values_of(like), CheckpointWriter(str(tmp_path), 0)
     saver = home.checkpoints(CheckpointSection(), print)
     saver.save(3, values["params"], values["opt_state"], {}, {})
     saver.wait()
     saver.close()
     args = 3, like["params"], like["opt_state"]
-    jax.tree.map(np.testing.assert_array_equal, home.restore_unsealed(*args), (values["params"], values["opt_state"]))
+    jax.tree.map(
+        np.testing.assert_array_equal, home.restore(*args, unsealed=True), (values["params"], values["opt_state"])
+    )
     (tmp_path / "checkpoints/3/params/_METADATA").write_text("")
     with pytest.raises(ValueError, match="its metadata cannot be read"):
-        home.restore_unsealed(*args)
+        home.restore(*args, unsealed=True)

@@ -55,12 +55,12 @@ def test_a_gang_that_leaves_takes_no_token_with_it(tmp_path, hosts):
 
 def test_a_gang_that_comes_later_takes_work(tmp_path):
     world, steps = World(tmp_path / "journal"), []
-    world.remotes[2].want(False)
+    world.remotes[2].supervisor.want(False)
 
     def resize(event, commands):
         if isinstance(event, ev.StepPublished):
             steps.append(event.version)
-            world.remotes[2].want(len(steps) >= 2)
+            world.remotes[2].supervisor.want(len(steps) >= 2)
 
     check(world, world.run([resize]))
     kinds = ev.StepPublished, ev.InstanceUp, ev.SampleDone

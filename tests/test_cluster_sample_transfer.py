@@ -9,7 +9,7 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import holders_alike, observed, parted, without_pages
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveThroughController, ResultSender
+from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveDestination, ResultSender
 from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Parked, Waiting
 from dora_jax.types import SampleId
 from tests.fakes.cluster import eventually
@@ -39,7 +39,7 @@ class Driver:
 
     def run(self, kill_after=None):
         for remote in self.world.remotes.values():
-            remote.open()
+            remote.supervisor.start()
         while self.left:
             self._hear(self.world.outbox.get(timeout=30))
             if kill_after is not None and self.moves >= kill_after:
@@ -268,9 +268,8 @@ def with_pages(host, heads=1):
 def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
     outlet = ResultSender(sent := Sent(), 0, hosts)
     outlet.put(Parked(id=A, instance=0, in_flight=with_pages(0)))
-    MoveThroughController(messages.MoveSample(id=A, dst=1, epoch=1, number=1, attempt=1), outlet).receive(
-        with_pages(0), 0, 1
-    )
+    move = messages.MoveSample(id=A, dst=1, epoch=1, number=1, attempt=1)
+    MoveDestination(move, outlet, KVEndpoint(0, 0, None, None)).receive(with_pages(0), 0, 1)
     assert [bool(in_flight.n_pages) for in_flight in (sent[0].in_flight, sent[1].lent.in_flight)] == [hosts == 1] * 2
     other = ResultSender(silent := Sent(), 1, 2)
     other.put(sent[0])
@@ -316,7 +315,8 @@ def handed(pair):
     for host in (1, 0):
         assert not drained(outbox), "every process gives its part first"
         outlet = ResultSender(sent := Sent(), host, 2)
-        outlet.leave(lambda outlet=outlet, host=host: outlet.put(HandedOver(in_flight=with_pages(host, 2))))
+        outlet.put(HandedOver(in_flight=with_pages(host, 2)))
+        outlet.leave()
         part, left = (messages.CODEC.decode(messages.CODEC.encode(item)) for item in sent)
         assert left == messages.HandOverDone(hosts=2)
         remotes.tell(0, "on_message", part)

@@ -33,7 +33,7 @@ def remembering():
     memory = StepCache()
     memory.digests[0] = 100
     for base in range(4):
-        assert memory.new(base, step_of(base)) == step_of(base) and memory.mid_step and memory.recall(base) is None
+        assert memory.new(base, step_of(base)) == step_of(base) and memory.begun and memory.recall(base) is None
         memory.made(base, messages.StepFinished(digest=base, metrics={}))
     return memory
 

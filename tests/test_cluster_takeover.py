@@ -17,7 +17,7 @@ from dora_jax.publish import HostWeights
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import Follower, HeartbeatSender, Leader
+from dora_jax.runtime.cluster.connection import HeartbeatSender, Turns
 from dora_jax.runtime.cluster.gang import Gang, GangListener
 from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
 from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
@@ -237,7 +237,7 @@ def halves(hub, place, both):
         host.join()
         host.link.wait_for_another(place, host.began.rank, 20.0)
         host.ready()
-        Half(host, Follower(shared) if host.began.rank else Leader([follower]), both).run(host.inbox)
+        Half(host, Turns([], shared) if host.began.rank else Turns([follower]), both).run(host.inbox)
 
     ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
     return [FakeHost(ticket, hub.token, rank, None, incarnation) for rank in (0, 1)]

@@ -15,7 +15,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import StepFolder
 from dora_jax.runtime.cluster.gang import GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
-from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
+from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, part
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.sample_gaps import SampleGap
@@ -100,14 +100,13 @@ class Rig:
             self.said.append,
             self._keeper,
         )
-        self.weights = RemoteWeights(self.publisher)
 
     def __enter__(self):
-        self.trainer.open()
+        self.trainer.supervisor.start()
         return self
 
     def __exit__(self, *error):
-        self.trainer.close()
+        self.trainer.supervisor.close()
         self.publisher.close()
         self.hub.close()
 
@@ -128,7 +127,7 @@ class Rig:
         return self.published(base, groups, self.trainer.step(parts()))
 
     def published(self, base, groups, metrics):
-        copy = self.weights.put(base + 1, self.trainer.params)
+        copy = self.publisher.put(base + 1, self.trainer.params)
         if self.journaled:
             published = Published(epoch=0, digest=self.trainer.digest(), copy=copy)
             self.journal.append(Step(base=base, groups=groups, published=published))
@@ -225,13 +224,13 @@ def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path)
 
 def test_versions_that_only_the_lost_trainer_held_are_published_again(tmp_path):
     with Rig(tmp_path, paths=(WIRE, STORAGE)) as rig:
-        rig.weights.put(0, rig.trainer.params)
+        rig.publisher.put(0, rig.trainer.params)
         for base in range(3):
             rig.step(base)
         eventually(lambda: {*range(4)} <= set(rig.stored.versions))
         for version in (1, 3):
             rig.stored.drop(version)  # as if they had not been written yet
-        rig.weights.drop(0)
+        rig.publisher.drop(0)
         rig.kill()
         rig.trainer.catch_up()
         eventually(lambda: {1, 3} <= set(rig.stored.versions))
@@ -251,7 +250,7 @@ def test_a_gang_whose_copy_is_not_the_one_that_was_published_ends_and_another_on
         rig.kill()
         rig.trainer.catch_up()
         eventually(lambda: 2 in rig.stored.versions)
-        assert rig.trainer.gang.epoch == 3 and rig.publisher.digest(2) == 2
+        assert rig.trainer.gang.epoch == 3 and rig.publisher.digests[2] == 2
         reason = (
             "its copy of version 2 has the digest 0000000000000042, and the one that was published 0000000000000002"
         )

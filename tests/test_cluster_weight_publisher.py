@@ -180,7 +180,7 @@ def test_what_an_instance_staged_must_have_the_digest_that_the_trainer_or_the_jo
     else:
         publisher.begin(1)
         publisher.kept(trainer, 1, digest=5)
-    assert publisher.digest(1) == 5
+    assert publisher.digests[1] == 5
     publisher.want(replica, 1, lambda: pytest.fail("it was taken into use"))
     key = replica.told[-1].key
     publisher.tell(ex.Accepted(key=key, host=0, shards=()))
@@ -193,4 +193,4 @@ def test_what_an_instance_staged_must_have_the_digest_that_the_trainer_or_the_jo
         in abort.reason
     )
     publisher.drop(1)
-    assert publisher.digest(1) == 0
+    assert 1 not in publisher.digests

@@ -89,7 +89,7 @@ def test_what_a_dead_receiver_never_took_is_let_go():
     key = Key(epoch=1, version=1, receiver="r0", sequence=1)
     assert isinstance(source.execute(ex.Offer(world="t", key=key, wanted=(slices.wanted(x),))), ex.Offered)
     source.execute(ex.Release(world="t", key=key, hosts=1))
-    assert wire.offers == ()
+    assert wire.offers == {}
     assert np.asarray(source.weights.get(1, None)["w"].at(((0,), (4,)))).tolist() == [1, 1, 1, 1]
     source.weights.drop(1)
     assert source.weights.versions == ()

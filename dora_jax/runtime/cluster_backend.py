@@ -27,7 +27,7 @@ from dora_jax.runtime.cluster.launch_process import Launcher, ProcessLauncher
 from dora_jax.runtime.cluster.lent_gang import LentLauncher, LentRemoteInstance, LentSupervisor
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
-from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
+from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, part
 from dora_jax.runtime.cluster.run_registry import RunRegistry, build_of
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import StageWorker, TrainerSide
@@ -64,30 +64,29 @@ class ClusterBackend:
         except StoreError as error:
             raise ConfigError(f"workdir: {error}") from error
         wire = config.cluster.wire == "transfer"
-        self._publisher = WeightPublisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
-        self.weights = RemoteWeights(self._publisher)
+        self.weights = WeightPublisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
         self._launcher = _launcher(config, workdir, self._place)
         self._listener = GangListener(self._launcher.ip, self._registry)
         self._trainer = RemoteTrainer(
-            self._steps, self._steps_since, self._publisher, notify, functools.partial(self._supervisor, None)
+            self._steps, self._steps_since, self.weights, notify, functools.partial(self._supervisor, None)
         )
         self._instances: dict[InstanceId, RemoteInstance] = {}
         for instance in range(config.rollout.instances):
             self._instances[instance] = RemoteInstance(
                 run.instance_up(instance, config),
                 parts.outbox,
-                self._publisher,
+                self.weights,
                 functools.partial(self._supervisor, instance),
                 notify,
             )
-        own = list(self._instances.values())
+        own = [remote.supervisor for remote in self._instances.values()]
         self._instances |= {instance: self._lent(instance, parts) for instance in run.lendable(config)}
         self._scaler = InstanceScaler(wish_at(self._place), own, notify) if config.cluster.elastic else None
         self._registry.announce(self._listener.address)
         self._closed = False
-        self._trainer.open()
+        self._trainer.supervisor.start()
         for remote in self._instances.values():
-            remote.open()
+            remote.supervisor.start()
 
     def trainer_side(self) -> TrainerSide:
         checkpoints = RemoteCheckpoints(self._steps, self._parts.config.checkpoint, self._trainer, self._notify)
@@ -109,7 +108,7 @@ class ClusterBackend:
 
     def ready(self, instances: Sequence[RemoteInstance], worker: StageWorker | None) -> list[InstanceUp]:
         """Waits for no instance: each reports itself when it is up."""
-        self._publisher.settle()
+        self.weights.settle()
         if worker is not None:
             self._trainer.on_up = lambda: worker.post(self._trainer.catch_up)
         return []
@@ -121,10 +120,10 @@ class ClusterBackend:
         self._closed = True
         if self._scaler:
             self._scaler.close()
-        self._trainer.close()
+        self._trainer.supervisor.close()
         for instance in self._instances.values():
             instance.stop()
-        self._publisher.close()
+        self.weights.close()
         self._listener.close()
         self._launcher.close()
         self._registry.close()
@@ -138,7 +137,7 @@ class ClusterBackend:
         launcher = LentLauncher(self._launcher.ip, lambda: self._trainer.gang, instance, first)
         new = functools.partial(self._supervisor, instance, kind=LentSupervisor, launcher=launcher)
         up = run.instance_up(instance, config)
-        return LentRemoteInstance(up, parts.outbox, self._publisher, new, self._notify)
+        return LentRemoteInstance(up, parts.outbox, self.weights, new, self._notify)
 
     def _supervisor(
         self,
@@ -249,7 +248,7 @@ class InstanceScaler:
     def __init__(
         self,
         wish: Callable[[], str | None],
-        instances: Sequence[RemoteInstance],
+        instances: Sequence[GangSupervisor],
         notify: Callable[[str], None],
         look_s: float = LOOK_S,
     ):

@@ -21,10 +21,10 @@ if PROCESSES > 1:
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
 
 from dora_jax.config import CheckpointSection
-from dora_jax.runtime.cluster.checkpoint_shards import BucketCheckpointWriter
+from dora_jax.runtime.cluster.checkpoint_shards import CheckpointWriter
 from tests.fakes.sharded_state import like_on, values_of
 
-home = BucketCheckpointWriter(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
+home = CheckpointWriter(f"{os.environ['DORA_TEST_URL']}/{PROCESSES}", RANK)
 like = like_on(jax.devices())
 values = values_of(like)
 checkpoints = home.checkpoints(CheckpointSection(), print)

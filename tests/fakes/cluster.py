@@ -72,7 +72,7 @@ class FakeHost:
                 self.beat(len(self.received))
 
     def die(self):
-        self.link.close("killed")
+        self.link.records.close("killed")
 
 
 class FakeLauncher:

@@ -14,7 +14,7 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.publish import HostWeights
 from dora_jax.rollout.migrate import without_pages
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import Follower, Leader
+from dora_jax.runtime.cluster.connection import Turns
 from dora_jax.runtime.cluster.gang import GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.lent_gang import LentRemoteInstance, LentSupervisor
@@ -137,7 +137,7 @@ class Oracles(FakeLauncher):
             weights,
             host.link,
             HeartbeatSender(host.link),
-            Follower(turns) if host.began.rank else Leader(led),
+            Turns([], turns) if host.began.rank else Turns(led),
             self._partial_s,
             self._porter(host.began.instance, host.began.rank),
         )
@@ -226,7 +226,7 @@ class World:
 
     def run(self, observers=()):
         for remote in self.remotes.values():
-            remote.open()
+            remote.supervisor.start()
         self.world.start([])
         try:
             return run(self.orchestrator, self.durable, [each(observe) for observe in observers])

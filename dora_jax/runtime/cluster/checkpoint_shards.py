@@ -23,13 +23,11 @@ from typing import Any
 import jax
 
 from dora_jax.config import CheckpointSection, ConfigError
-from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal import object_storage, workdir_mirror
 from dora_jax.runtime.journal.object_storage import STEPS, Objects, StoredSteps, StoreError
 from dora_jax.runtime.transfer.weight_storage import name_of, read_arrays
 from dora_jax.trainer import checkpoint, manifest
-from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.manifest import Files
 from dora_jax.types import Version
 
@@ -58,10 +56,6 @@ class StepFolder:
         """The steps that are complete but for their manifest."""
         return checkpoint.unsealed(self._folder)
 
-    def adopt(self, step: Version) -> None:
-        """Writes the manifest of an unsealed step."""
-        manifest.write(self._folder / str(step))
-
     def aside(self) -> list[str]:
         """Names of the folders of steps that were moved aside."""
         return checkpoint.aside(self._folder)
@@ -77,9 +71,12 @@ class StepFolder:
         """Takes the step off the list; `why` names the folder that keeps it."""
         checkpoint.set_aside(self._folder / str(step), why)
 
-    def seal(self, step: Version, parts: Sequence[Files]) -> None:
-        """Makes a step of the files that each process of one gang has put; of a bucket only."""
-        raise RuntimeError("in a folder the processes of the trainer seal a step themselves")
+    def seal(self, step: Version, parts: Sequence[Files] | None = None) -> None:
+        """Writes the manifest of a step: of an unsealed one, or, in a bucket only, of the files that each process of
+        one gang has put: `parts`."""
+        if parts is not None:
+            raise RuntimeError("in a folder the processes of the trainer seal a step themselves")
+        manifest.write(self._folder / str(step))
 
 
 class StepBucket:
@@ -89,18 +86,13 @@ class StepBucket:
         self._store = Objects(url)
         self._stored = StoredSteps(self._store)
         self._stored.look()
-
-    def tidy(self) -> None:
-        self._stored.sweep()
+        self.tidy = self._stored.sweep
 
     def steps(self) -> list[Version]:
         return sorted(self._stored.whole)
 
     def unsealed(self) -> list[Version]:
         return []  # no process says that it has put all of one
-
-    def adopt(self, step: Version) -> None:
-        raise RuntimeError("in a bucket a step without a manifest is none")
 
     def aside(self) -> list[str]:
         return []
@@ -127,7 +119,9 @@ class StepBucket:
     def set_aside(self, step: Version, why: str) -> None:
         self._stored.drop(step)
 
-    def seal(self, step: Version, parts: Sequence[Files]) -> None:
+    def seal(self, step: Version, parts: Sequence[Files] | None = None) -> None:
+        if parts is None:
+            raise RuntimeError("in a bucket a step without a manifest is none")
         files: Files = {}
         for part in parts:
             if twice := set(files) & set(part):
@@ -156,53 +150,38 @@ def steps_at(place: str, notify: Callable[[str], None]) -> StepStore:
 # ------------------------------------------------------- of a process of the trainer
 
 
-class FolderCheckpointWriter:
-    """A process of the trainer writes checkpoints, together with the others, into the workdir that all of them see."""
+class CheckpointWriter:
+    """A process of the trainer writes checkpoints: into the workdir that all of them see, together with the others; or,
+    where that is a bucket, its shards into a scratch folder of its own, from which it uploads them. What the bucket
+    does not have yet is lost with the gang."""
 
-    def __init__(self, folder: Path, rank: int):
-        self.folder, self.speaks = folder, rank == 0
+    def __init__(self, place: str, rank: int):
+        self._bucket, self._store, self._rank = "://" in place, Objects(place), rank
+        self.speaks = self._bucket or rank == 0  # of what befalls a checkpoint, or its part of one
+        self.folder = workdir_mirror.scratch(place, f"trainer.{rank}") if self._bucket else Path(place)
+        if self._bucket:
+            for path in self.folder.glob(BAD_BATCHES):  # an earlier gang ended over it
+                self._store.put(path.name, path.read_bytes())
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
 
-    def checkpoints(self, section: CheckpointSection, notify: Callable[[str], None]) -> Checkpoints:
-        return Checkpoints(self.folder / STEPS, section, notify)
-
-    def restore(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """(params, opt_state) of a step, laid out as `params` and `opt_state` say: ShapeDtypeStructs with shardings of
-        any mesh. Each process reads what its own devices hold and waits for no other, so that one may fail alone."""
-        return read_state(Objects(str(self.folder)), step, params, opt_state)
-
-    def restore_unsealed(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """As `restore`, of a step whose files nothing vouches for: the metadata by which Orbax finds the arrays is
-        checked too."""
-        for item, like in (("params", params), ("opt_state", opt_state)):
-            checkpoint.check_layout(self.folder / STEPS, step, item, like)
-        return self.restore(step, params, opt_state)
-
-
-class BucketCheckpointWriter:
-    """A process of the trainer writes its shards into a scratch folder of its own and uploads them; what the bucket
-    does
-    not have yet is lost with the gang."""
-
-    speaks = True  # of what befalls its part
-
-    def __init__(self, url: str, rank: int):
-        self.folder = workdir_mirror.scratch(url, f"trainer.{rank}")
-        self._store, self._rank = Objects(url), rank
-        for path in self.folder.glob(BAD_BATCHES):  # an earlier gang ended over it
-            self._store.put(path.name, path.read_bytes())
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-
-    def checkpoints(self, section: CheckpointSection, notify: Callable[[str], None]) -> Checkpoints:
+    def checkpoints(self, section: CheckpointSection, notify: Callable[[str], None]) -> checkpoint.Checkpoints:
+        if not self._bucket:
+            return checkpoint.Checkpoints(self.folder / STEPS, section, notify)
         newest = dataclasses.replace(section, keep=1, keep_best=0, keep_every=0)  # the bucket has the others
-        return Checkpoints(self.folder / STEPS, newest, notify, self._put)
+        return checkpoint.Checkpoints(self.folder / STEPS, newest, notify, self._put)
 
-    def restore(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """As FolderCheckpointWriter.restore, straight from the bucket."""
-        return read_state(self._store, step, params, opt_state)
-
-    def restore_unsealed(self, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        raise ValueError("in a bucket a step without a manifest is none")
+    def restore(self, step: Version, params: Tree, opt_state: Tree, unsealed: bool = False) -> tuple[Tree, Tree]:
+        """(params, opt_state) of a step, laid out as `params` and `opt_state` say: ShapeDtypeStructs with shardings of
+        any mesh. Each process reads what its own devices hold and waits for no other, so that one may fail alone.
+        unsealed: nothing vouches for its files: the metadata by which Orbax finds the arrays is checked too."""
+        if unsealed and self._bucket:
+            raise ValueError("in a bucket a step without a manifest is none")
+        items = {"params": params, "opt_state": opt_state}
+        for item, like in items.items() if unsealed else ():
+            checkpoint.check_layout(self.folder / STEPS, step, item, like)
+        restored = [_item(self._store, f"{STEPS}/{step}/{item}", like) for item, like in items.items()]
+        return restored[0], restored[1]
 
     def _put(self, root: Path) -> Files:
         files = {
@@ -210,20 +189,6 @@ class BucketCheckpointWriter:
         }
         object_storage.push_part(self._store.put, root, files)
         return files
-
-
-def home(begin: Begin) -> FolderCheckpointWriter | BucketCheckpointWriter:
-    return (
-        BucketCheckpointWriter(begin.workdir, begin.rank)
-        if "://" in begin.workdir
-        else FolderCheckpointWriter(Path(begin.workdir), begin.rank)
-    )
-
-
-def read_state(store: Objects, step: Version, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-    """(params, opt_state) of a step in a bucket or a folder, laid out as these ShapeDtypeStructs say."""
-    folder = f"{STEPS}/{step}"
-    return _item(store, f"{folder}/params", params), _item(store, f"{folder}/opt_state", opt_state)
 
 
 def _item(store: Objects, folder: str, like: Tree) -> Tree:

@@ -4,7 +4,7 @@
 
 `RecordConnection` carries records of messages.py over an authenticated connection (runtime/common/listener.py), many
 records a frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after
-that one is killed. `Leader` and `Follower` give every process of a gang the same commands before each tick.
+that one is killed. `Turns` gives every process of a gang the same commands before each tick.
 `HeartbeatSender` tells the controller every second that the process is alive, and how far it is.
 
 Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called
@@ -17,6 +17,7 @@ makes one tick after each batch of commands if its engine is busy; the engines a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -26,24 +27,15 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError, connection
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 
-from dora_jax.runtime.cluster.messages import (
-    CODEC,
-    Begin,
-    GangCommand,
-    Heartbeat,
-    Hello,
-    PreemptionNotice,
-    ProcessFailed,
-    TickCommands,
-)
+from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.run_registry import address_in
 from dora_jax.runtime.common.codec import CodecError
 from dora_jax.runtime.common.idle_time import IdleTimer
-from dora_jax.runtime.common.listener import dial
+from dora_jax.runtime.common.listener import Listener, dial
 
 MAX_FRAME_BYTES = 1 << 31
 BATCH_RECORDS = 256  # records that wait are sent together, so many at most
@@ -51,16 +43,14 @@ LOOK_S = 0.5
 BEAT_S = 1.0
 BATCH_BYTES = 1 << 20  # and none are added to so much: records with KV are large
 
+Receive = Callable[["RecordConnection", Any], None]  # of a record
+Ended = Callable[["RecordConnection", str], None]  # with the reason
+
 
 class RecordConnection:
     """Use `start` once `receive` may be called; it runs on the link's own thread, as does `ended`."""
 
-    def __init__(
-        self,
-        end: connection.Connection,
-        receive: Callable[[RecordConnection, Any], None],
-        ended: Callable[[RecordConnection, str], None],
-    ):
+    def __init__(self, end: connection.Connection, receive: Receive, ended: Ended):
         self._end = end
         self._receive = receive
         self._ended = ended
@@ -72,21 +62,13 @@ class RecordConnection:
         self._writer.start()
         threading.Thread(target=self._read, name="link reader", daemon=True).start()
 
-    @property
-    def own_ip(self) -> str:
-        """The address of this machine, as the other side sees it."""
-        with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
-            return raw.getsockname()[0]
-
-    def adopt(
-        self, receive: Callable[[RecordConnection, Any], None], ended: Callable[[RecordConnection, str], None]
-    ) -> None:
+    def adopt(self, receive: Receive, ended: Ended) -> None:
         """Replaces both callbacks; called from `receive`, or before `start`."""
         self._receive, self._ended = receive, ended
 
     def send(self, record: Any) -> None:
         """Encodes the record on the caller's thread, so that a record that cannot be encoded raises there."""
-        self._out.put(CODEC.encode(record))
+        self._out.put(messages.CODEC.encode(record))
 
     def flush(self, timeout_s: float) -> None:
         """Sends what waits, then closes: the last thing a process does."""
@@ -94,14 +76,12 @@ class RecordConnection:
         self._writer.join(timeout_s)
 
     def close(self, reason: str = "closed") -> None:
+        """Ends the connection at once; what waits to be sent is lost."""
         if not self._closed.acquire(blocking=False):
             return
         self._out.put(None)
-        try:  # a shutdown wakes a thread that reads, where a close would not
-            with socket.socket(fileno=os.dup(self._end.fileno())) as raw:
-                raw.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was faster
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._end.fileno())) as raw:
+            raw.shutdown(socket.SHUT_RDWR)  # it wakes a thread that reads, where a close would not
         self._ended(self, reason)
 
     # ------------------------------------------------------------ private
@@ -113,7 +93,7 @@ class RecordConnection:
                 if not isinstance(frame, list):
                     raise CodecError(f"a {type(frame).__name__} stands where records are expected")
                 for data in frame:
-                    self._receive(self, CODEC.decode(data))
+                    self._receive(self, messages.CODEC.decode(data))
         except (EOFError, OSError) as error:
             self.close(f"the connection ended: {type(error).__name__}")
         except BaseException as error:  # of this peer's bytes, or of what they led to: it is the link that ends
@@ -140,17 +120,14 @@ class ControllerConnection:
     def __init__(self, address: str, token: bytes, end: Callable[[], None] = lambda: os._exit(0)):
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.token, self._end = token, end
-        self._hello: Hello | None = None
+        self._hello: messages.Hello | None = None
         self._place = ""
         self._patience_s = 0.0
-        self.alone = False  # nobody listens: what could be sent is of an earlier controller's time
-        self._link = self._linked(address)
+        self.alone = False  # until Rejoin nobody listens: what could be sent is of an earlier controller's time
+        self.own_ip = ""  # of this machine, as the controller sees it
+        self.records = self._linked(address)
 
-    @property
-    def own_ip(self) -> str:
-        return self._link.own_ip
-
-    def hello(self, hello: Hello) -> None:
+    def hello(self, hello: messages.Hello) -> None:
         self._hello = hello
         self.send(hello)
 
@@ -162,12 +139,9 @@ class ControllerConnection:
             self._hello = dataclasses.replace(self._hello, rank=rank)
 
     def send(self, record: Any) -> None:
-        if not self.alone or isinstance(record, (Heartbeat, ProcessFailed, PreemptionNotice)):
-            self._link.send(record)
-
-    def rejoin(self) -> None:
-        """Sends to the controller that sent Rejoin from now on."""
-        self.alone = False
+        always = messages.Heartbeat, messages.ProcessFailed, messages.PreemptionNotice
+        if not self.alone or isinstance(record, always):
+            self.records.send(record)
 
     def part(self) -> None:
         """The role has ended: this process ends with its controller, or now if there is none."""
@@ -175,17 +149,13 @@ class ControllerConnection:
         if self.alone:
             self._end()
 
-    def flush(self, timeout_s: float) -> None:
-        self._link.flush(timeout_s)
-
-    def close(self, reason: str = "closed") -> None:
-        """Ends the connection at once; what waits to be sent is lost."""
-        self._link.close(reason)
-
     # ------------------------------------------------------------ private
 
     def _linked(self, address: str) -> RecordConnection:
-        link = RecordConnection(dial(address, self.token), lambda _, item: self.inbox.put(item), self._lost)
+        end = dial(address, self.token)
+        with socket.socket(fileno=os.dup(end.fileno())) as raw:
+            self.own_ip = raw.getsockname()[0]
+        link = RecordConnection(end, lambda _, item: self.inbox.put(item), self._lost)
         link.start()
         return link
 
@@ -207,68 +177,68 @@ class ControllerConnection:
                 time.sleep(LOOK_S)
                 continue
             link.send(self._hello)  # before anything else is
-            self._link = link
+            self.records = link
             return
         self._end()
 
 
-class ProcessStatus(Protocol):
-    """What a role tells of its progress, once a second."""
-
-    waits: IdleTimer  # of the role's thread
-    busy: bool
-    progress: int
-
-
 class HeartbeatSender:
-    """`ProcessStatus` that is sent."""
+    """What a role tells of its progress, once a second."""
 
     def __init__(self, link: ControllerConnection):
         self.progress = 0
         self.busy = False
-        self.waits = IdleTimer()
+        self.waits = IdleTimer()  # of the role's thread
         self._link = link
-        self._ended = threading.Event()
+        self.ended = threading.Event()  # set by the owner
 
     def start(self) -> None:
         threading.Thread(target=self._beat, name="status", daemon=True).start()
 
-    def stop(self) -> None:
-        self._ended.set()
-
     def _beat(self) -> None:
-        while not self._ended.is_set():
-            self._link.send(Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
-            self._ended.wait(BEAT_S)
+        while not self.ended.is_set():
+            self._link.send(messages.Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
+            self.ended.wait(BEAT_S)
+
+
+def join(
+    link: ControllerConnection, gang: str, epoch: int, worker: int, coordinator: str = ""
+) -> tuple[Listener, queue.SimpleQueue[connection.Connection], HeartbeatSender]:
+    """Says Hello; the process is heard from now on. Returns where the others of the gang connect, should this process
+    be the first, their connections, and the heartbeats."""
+    arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
+    listener, status = Listener(link.own_ip, link.token, arrivals.put), HeartbeatSender(link)
+    leader, pid = listener.address, os.getpid()
+    hello = messages.Hello(gang=gang, epoch=epoch, pid=pid, worker=worker, coordinator=coordinator, leader=leader)
+    link.hello(hello)
+    status.start()
+    return listener, arrivals, status
 
 
 @dataclasses.dataclass
-class Leader:
-    followers: list[RecordConnection]
+class Turns:
+    """led: what the first process of the gang sends to this one; None: this one is the first."""
 
-    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
+    followers: list[RecordConnection]
+    led: queue.SimpleQueue[messages.TickCommands] | None = None
+
+    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[messages.GangCommand, ...]:
         """The commands that came since the last tick. wait: the engine is idle, so this waits for a command."""
+        if self.led is not None:
+            return self.led.get().posts
         turn = [posts.get()] if wait else []
         while not posts.empty():
             turn.append(posts.get())
         for follower in self.followers:
-            follower.send(TickCommands(posts=tuple(turn)))
+            follower.send(messages.TickCommands(posts=tuple(turn)))
         return tuple(turn)
 
 
-@dataclasses.dataclass
-class Follower:
-    turns: queue.SimpleQueue
-
-    def next(self, posts: queue.SimpleQueue, wait: bool) -> tuple[GangCommand, ...]:
-        return self.turns.get().posts
-
-
-def turns(begin: Begin, token: bytes, arrivals: queue.SimpleQueue) -> Leader | Follower:
+def turns_of(begin: messages.Begin, token: bytes, arrivals: queue.SimpleQueue) -> Turns:
     """`arrivals`: connections that the others have opened. A lost one needs no answer: the controller ends the gang."""
     turns: queue.SimpleQueue = queue.SimpleQueue()
     ends = [arrivals.get() for _ in range(begin.hosts - 1)] if begin.rank == 0 else [dial(begin.leader, token)]
     links = [RecordConnection(end, lambda _, item: turns.put(item), lambda _, reason: None) for end in ends]
     for link in links:
         link.start()
-    return Leader(links) if begin.rank == 0 else Follower(turns)
+    return Turns(links) if begin.rank == 0 else Turns([], turns)

@@ -15,34 +15,19 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
 
+from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import RecordConnection
-from dora_jax.runtime.cluster.messages import (
-    Answer,
-    Begin,
-    Call,
-    CallDeclined,
-    CallResult,
-    HandOver,
-    HandOverDone,
-    Heartbeat,
-    Hello,
-    Note,
-    PreemptionNotice,
-    ProcessFailed,
-    Ready,
-    Rejoin,
-    WriteWeights,
-)
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.common.listener import Listener
 from dora_jax.types import Version
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
 RETURN_S = 30.0  # for all processes of a gang to find the new controller, on a file system that is slow to tell
+NO_BEAT = messages.Heartbeat(progress=0, busy=False, waited_s=0.0)
 
 
 class GangDied(Exception):
@@ -62,58 +47,42 @@ class GangLimits:
     elastic: bool = False  # while there is no room for it, it is waited for without an end
 
 
-class GangListener:
+class GangListener(Listener):
     """The port of the controller, and the gangs that it expects there."""
 
     def __init__(self, ip: str, registry: RunRegistry):
         self.registry = registry
         self.token = registry.token
-        self._expected: dict[tuple[str, int], Gang] = {}
-        self._listener = Listener(ip, self.token, self._welcome)
-        self.address = self._listener.address
+        self.expected: dict[tuple[str, int], Gang] = {}  # by name and epoch
+        super().__init__(ip, self.token, self._connected)
 
     def expect(self, gang: Gang) -> None:
-        self._expected[gang.name, gang.epoch] = gang
+        self.expected[gang.name, gang.epoch] = gang
 
-    def forget(self, gang: Gang) -> None:
-        self._expected.pop((gang.name, gang.epoch), None)
+    # ------------------------------------------------------------ private
 
-    def close(self) -> None:
-        self._listener.close()
-
-    def _welcome(self, end: connection.Connection) -> None:
+    def _connected(self, end: connection.Connection) -> None:
         RecordConnection(end, self._first, lambda link, reason: None).start()
 
     def _first(self, link: RecordConnection, item: Any) -> None:
-        gang = self._expected.get((item.gang, item.epoch)) if isinstance(item, Hello) else None
+        gang = self.expected.get((item.gang, item.epoch)) if isinstance(item, messages.Hello) else None
         if gang is None:
             link.close("nobody of this epoch is expected")
         else:
             gang.join(link, item)
 
 
+@dataclass(eq=False)
 class GangProcess:
     """One process of a gang."""
 
-    def __init__(self, hello: Hello, link: RecordConnection):
-        self.hello, self.link = hello, link
-        self.ready: Ready | None = None
-        self.beat = Heartbeat(progress=0, busy=False, waited_s=0.0)
-        self.received_s = self.moved_s = time.monotonic()
-        self._before_s = 0.0 if hello.rank < 0 else None  # its waits under an earlier controller; None: not known yet
-
-    @property
-    def waited_s(self) -> float:
-        return self.beat.waited_s - (self._before_s or 0.0)
-
-    def on_message(self, item: Any) -> None:
-        self.received_s = time.monotonic()
-        if isinstance(item, Heartbeat):
-            if self._before_s is None:
-                self._before_s = item.waited_s
-            if item.progress != self.beat.progress or not item.busy:
-                self.moved_s = self.received_s
-            self.beat = item
+    hello: messages.Hello
+    link: RecordConnection
+    before_s: float | None  # its waits under an earlier controller; None: not known yet
+    ready: messages.Ready | None = None
+    beat: messages.Heartbeat = NO_BEAT  # the newest
+    received_s: float = field(default_factory=time.monotonic)
+    moved_s: float = field(default_factory=time.monotonic)
 
 
 class Gang:
@@ -141,40 +110,32 @@ class Gang:
         self._limits = limits
         self._joined: list[GangProcess] = []
         self._ranks: list[GangProcess] = []
-        self._begin: Callable[[int, str, str], Begin] | None = None
+        self._begin: Callable[[int, str, str], messages.Begin] | None = None
         self._number = 0
         self._calls: dict[int, PendingCall] = {}
-        self._began_s = time.monotonic()
+        self.began_s = time.monotonic()
         self._leaves_s = 0.0
         self._left = 0  # processes that have handed over
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        return tuple(process.hello.pid for process in self._ranks)
-
-    @property
-    def progress(self) -> int:
-        return max((process.beat.progress for process in self._ranks), default=0)
-
-    @property
     def holds(self) -> tuple[Version, ...]:
         """Versions that all processes of the gang hold from an earlier controller's time."""
-        return tuple(
-            sorted(set.intersection(*(set(process.ready.holds if process.ready else ()) for process in self._ranks)))
-        )
+        held = [set(process.ready.holds if process.ready else ()) for process in self._ranks]
+        return tuple(sorted(set.intersection(*held)))
 
     @property
     def waited_s(self) -> float:
-        return self._ranks[0].waited_s if self._ranks else 0.0
+        first = self._ranks[0] if self._ranks else None
+        return first.beat.waited_s - (first.before_s or 0.0) if first else 0.0
 
-    def seat(self, begin: Callable[[int, str, str], Begin]) -> None:
+    def seat(self, begin: Callable[[int, str, str], messages.Begin]) -> None:
         """`begin(rank, coordinator, leader)`: what each process receives once all have come."""
         with self.lock:
             self._begin = begin
             self._seat_if_complete()
 
-    def join(self, link: RecordConnection, hello: Hello) -> None:
-        process = GangProcess(hello, link)
+    def join(self, link: RecordConnection, hello: messages.Hello) -> None:
+        process = GangProcess(hello, link, before_s=0.0 if hello.rank < 0 else None)
         with self.lock:
             if self.dead.is_set() or len(self._joined) >= self.hosts:
                 link.close("this gang is complete")
@@ -213,9 +174,10 @@ class Gang:
                 raise GangDied(self.reason)
             self._number += 1
             pending = self._calls[self._number] = PendingCall(self, type(what).__name__, then)
-            alone = isinstance(what, WriteWeights)  # the others are done by all processes together, in one order
+            # the other calls are done by all processes together, in one order
+            alone = isinstance(what, messages.WriteWeights)
             for process in self._ranks if alone else self._ranks[:1]:
-                process.link.send(Call(number=self._number, what=what))
+                process.link.send(messages.Call(number=self._number, what=what))
             return pending
 
     def die(self, reason: str) -> None:
@@ -247,7 +209,7 @@ class Gang:
             if self.down is None:
                 self.die(why)
             else:
-                self.post(HandOver())
+                self.post(messages.HandOver())
 
     def fault(self) -> str | None:
         """What is wrong with the gang, judged by its silence or its standstill; None: nothing."""
@@ -256,7 +218,7 @@ class Gang:
         if self.again:  # the processes of a gang that is taken over may have to finish a step first
             at_work = self._ranks and not any(process.ready for process in self._ranks)
             start_s = limits.stall_s if at_work else RETURN_S
-        if not self.ready.is_set() and now - self._began_s > start_s:
+        if not self.ready.is_set() and now - self.began_s > start_s:
             self.final = True
             ready = sum(process.ready is not None for process in self._ranks)
             return (
@@ -278,10 +240,6 @@ class Gang:
             process.received_s += seconds
             process.moved_s += seconds
 
-    def waits_for_room(self) -> None:
-        """Restarts the limit on its start: the time begins when the gang has a place."""
-        self._began_s = time.monotonic()
-
     # ------------------------------------------------------------ private
 
     def _seat_if_complete(self) -> None:
@@ -296,36 +254,45 @@ class Gang:
         first = self._ranks[0].hello
         for rank, process in enumerate(self._ranks):
             begin = self._begin(rank, first.coordinator, first.leader)
-            process.link.send(Rejoin() if self.again else dataclasses.replace(begin, epoch=self.epoch))
+            process.link.send(messages.Rejoin() if self.again else dataclasses.replace(begin, epoch=self.epoch))
 
     def _hear(self, process: GangProcess, item: Any) -> None:
         with self.lock:
             if self.dead.is_set():
                 return
-            process.on_message(item)
+            process.received_s = time.monotonic()
             match item:
-                case Heartbeat():
-                    pass
-                case Ready():
+                case messages.Heartbeat():
+                    if process.before_s is None:
+                        process.before_s = item.waited_s
+                    if item.progress != process.beat.progress or not item.busy:
+                        process.moved_s = process.received_s
+                    process.beat = item
+                case messages.Ready():
                     process.ready = item
                     if self.again:
-                        self._began_s = time.monotonic()
+                        self.began_s = time.monotonic()
                     if all(other.ready for other in self._ranks):
                         self.ready.set()
-                case Answer(number=number, what=what):
-                    if self._calls[number].answer(self._ranks.index(process), what):
+                case messages.Answer(number=number, what=what):
+                    pending = self._calls[number]
+                    pending.answers[self._ranks.index(process)] = what
+                    if len(pending.answers) == self.hosts:
+                        if not any(isinstance(each, messages.CallDeclined) for each in pending.answers.values()):
+                            pending.then()
+                        pending.done.set()
                         del self._calls[number]
-                case ProcessFailed(error=error, final=final):
+                case messages.ProcessFailed(error=error, final=final):
                     self.final = final
                     self.die(f"{self._who(process)}: {error}")
-                case PreemptionNotice(reason=reason):
+                case messages.PreemptionNotice(reason=reason):
                     self.leave(f"preempted: {self._who(process)} received {reason}")
-                case HandOverDone(hosts=hosts):
+                case messages.HandOverDone(hosts=hosts):
                     self._left += 1
                     if self._left == hosts:
                         self.leaving = self.leaving or "it has handed over"
                         self.die(self.leaving)
-                case Note(text=text):
+                case messages.Note(text=text):
                     self._notify(f"{self.name}: {text}")
                 case _:
                     self._on_message(item)
@@ -335,31 +302,23 @@ class Gang:
         return f"process{where} (pid {process.hello.pid})"
 
 
+@dataclass(eq=False)
 class PendingCall:
     """A call that not all processes of the gang have answered."""
 
-    def __init__(self, gang: Gang, name: str, then: Callable[[], None]):
-        self.done = threading.Event()
-        self._gang, self._name, self._then = gang, name, then
-        self._answers: dict[int, CallResult] = {}
-
-    def answer(self, rank: int, what: CallResult) -> bool:
-        """Notes the answer of one process; True where all have answered."""
-        self._answers[rank] = what
-        if len(self._answers) < self._gang.hosts:
-            return False
-        if not any(isinstance(each, CallDeclined) for each in self._answers.values()):
-            self._then()
-        self.done.set()
-        return True
+    gang: Gang
+    name: str
+    then: Callable[[], None]  # called where none has declined it
+    done: threading.Event = field(default_factory=threading.Event)
+    answers: dict[int, messages.CallResult] = field(default_factory=dict)  # by rank
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         if not self.done.wait(timeout_s):
-            self._gang.die(f"{self._name} was not answered within {timeout_s:.0f} s")
-        if len(self._answers) < self._gang.hosts:
-            raise GangDied(self._gang.reason)
-        answers = [self._answers[rank] for rank in range(self._gang.hosts)]
+            self.gang.die(f"{self.name} was not answered within {timeout_s:.0f} s")
+        if len(self.answers) < self.gang.hosts:
+            raise GangDied(self.gang.reason)
+        answers = [self.answers[rank] for rank in range(self.gang.hosts)]
         for answer in answers:
-            if isinstance(answer, CallDeclined):
+            if isinstance(answer, messages.CallDeclined):
                 raise CallRefused(answer.error)
         return answers

@@ -26,6 +26,8 @@ ROOM_S = 20.0  # a gang that has no place by then is reported as waiting
 class GangSupervisor:
     """Keeps a gang of this name running, on a thread of its own, until `close`."""
 
+    quiet = False  # about a gang that is up
+
     def __init__(
         self,
         listener: GangListener,
@@ -90,7 +92,7 @@ class GangSupervisor:
             if gang.again and not came:
                 self._notify(f"{self.name} (epoch {gang.epoch}) is not taken over: {gang.reason}")
                 continue
-            fruitless = 0 if gang.progress else fruitless + 1
+            fruitless = 0 if any(process.beat.progress for process in gang.processes) else fruitless + 1
             if (gang.final and not was_up) or fruitless > self._limits.restarts:
                 again = f", {fruitless} times in a row" if fruitless > 1 else ""
                 self._failed(RunError(f"{self.name} cannot be kept up{again}: {gang.reason}"))
@@ -104,9 +106,6 @@ class GangSupervisor:
             return self._gang
         if not self._wanted.wait(LOOK_S):
             return None
-        return self._new_gang()
-
-    def _new_gang(self) -> Gang:
         epoch = self._gang.epoch + 1 if self._gang else 1
         self._gang = Gang(self.name, epoch, self._hosts, self._on_message, self._notify, self._limits)
         self._listener.expect(self._gang)
@@ -114,7 +113,7 @@ class GangSupervisor:
 
     def _one_incarnation(self, gang: Gang, lost_s: float | None) -> bool:
         """Runs one gang from its start to its death; True where it came up."""
-        started = self._started(gang)
+        started = self._started(gang, Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch))
         try:
             if started is None:
                 return False
@@ -125,23 +124,21 @@ class GangSupervisor:
                     return False
                 self._up(gang)
                 gang.down = lambda: self._down(gang)
-            self._came_up(gang, lost_s)
+            if not self.quiet:
+                how = ", taken over" if gang.again else ""
+                after = f", {time.monotonic() - lost_s:.1f} s after the loss was seen" if lost_s else ""
+                pids = ", ".join(str(process.hello.pid) for process in gang.processes)
+                self._notify(f"{self.name} (epoch {gang.epoch}) is up{how}{after}: pids {pids}")
             self._watch(gang, started, until=gang.dead)
             return True
         finally:
-            self._listener.forget(gang)
+            self._listener.expected.pop((gang.name, gang.epoch), None)
             if started is not None:
                 started.kill()
             self._registry.strike(gang.name)
 
-    def _came_up(self, gang: Gang, lost_s: float | None) -> None:
-        how = ", taken over" if gang.again else ""
-        after = f", {time.monotonic() - lost_s:.1f} s after the loss was seen" if lost_s else ""
-        self._notify(f"{self.name} (epoch {gang.epoch}) is up{how}{after}: pids {', '.join(map(str, gang.pids))}")
-
-    def _started(self, gang: Gang) -> StartedGang | None:
+    def _started(self, gang: Gang, ticket: Ticket) -> StartedGang | None:
         """The processes of the gang; None: there are none, and the gang is dead."""
-        ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
         if not gang.again:
             started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
             self._registry.enter(gang.name, gang.epoch, started.pids)
@@ -163,7 +160,7 @@ class GangSupervisor:
                 gang.excuse(now - looked_s)
             looked_s = now
             if self._limits.elastic and not started.placed:
-                gang.waits_for_room()
+                gang.began_s = now  # the limit on its start begins when it has a place
                 if not warned and now - began_s > ROOM_S:
                     warned = True
                     self._notify(f"{self.name} waits for a place; the others go on")

@@ -8,6 +8,7 @@ Ray's; in a cluster that outlives the controller so do gangs, under the name RUN
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -111,11 +112,9 @@ class RayLauncher:
 Work = tuple[Ticket, bytes, bool]  # what a RayProcess runs: ticket, token, whether it outlives the controller
 
 
-class RayGang:
-    """One gang's actors; placed when there is room for all of them, and not before. Without work: a gang that is
-    there."""
-
-    pids: tuple[int, ...] = ()  # it is found by its name
+class RayGang(StartedGang):
+    """One gang's actors, found by its name; placed when there is room for all of them, and not before. Without work: a
+    gang that is there."""
 
     def __init__(self, slices: FreeSlices, name: str, hosts: int, slice_type: str, work: Work | None):
         self.name = name
@@ -125,30 +124,21 @@ class RayGang:
         self._asked_s = self._looked_s = 0.0
         self._actors: list[Any] = []
         self._ends: list[Any] = []
+        self.placed = False
         if work is None:
             # what there is of it in the cluster
-            try:
+            with contextlib.suppress(ValueError):  # its actors alone are there
                 self._room = get_placement_group(self.name)
                 self._nodes = _nodes_of(self._room)
-            except ValueError:
-                pass  # its actors alone are there
             for actor in sorted(ray.util.list_named_actors()):
                 if actor.rpartition("/")[0] == self.name:
-                    try:
+                    with contextlib.suppress(ValueError):  # it has just ended
                         self._actors.append(ray.get_actor(actor))
-                    except ValueError:
-                        continue  # it has just ended
             self._ends = [actor.end.remote() for actor in self._actors]
+            self.placed = bool(self._actors)
+            self.whole = self._room is not None and len(self._actors) == hosts
             if self._slice_type:
                 self._slices.hold(self.name, self._nodes)
-
-    @property
-    def placed(self) -> bool:
-        return bool(self._actors)
-
-    @property
-    def whole(self) -> bool:
-        return self._room is not None and len(self._actors) == self._hosts
 
     def ended(self) -> str | None:
         if not self._actors:
@@ -201,10 +191,9 @@ class RayGang:
 
     def _start(self, room: PlacementGroup, work: Work) -> None:
         env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        _, _, lasting = work
         for index in range(self._hosts):
             where = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
-            named = {"name": f"{self.name}/{index}", "lifetime": "detached"} if lasting else {}
+            named = {"name": f"{self.name}/{index}", "lifetime": "detached"} if work[2] else {}
             actor: Any = (
                 ray.remote(RayProcess)
                 .options(
@@ -221,6 +210,7 @@ class RayGang:
             self._actors.append(actor)
             self._ends.append(actor.run.remote(*work))
         self._nodes = _nodes_of(room)
+        self.placed = True
 
     def _reclaim(self) -> None:
         if self._room is not None:

@@ -23,7 +23,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, GangDied
 from dora_jax.runtime.cluster.gang_supervisor import LOOK_S, GangSupervisor
-from dora_jax.runtime.cluster.launch_process import StartedGang, Ticket
+from dora_jax.runtime.cluster.launch_process import Launcher, StartedGang, Ticket
 from dora_jax.runtime.cluster.remote_rollout import GangWorker, RemoteInstance
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.worker import HandedOver
@@ -31,28 +31,20 @@ from dora_jax.runtime.instances.lent_instance import RETURNED
 from dora_jax.types import InstanceId, Version
 
 
-class LentProcesses:
-    """`StartedGang` of processes that the trainer's gang has already. They end with that gang."""
+@dataclasses.dataclass
+class LentProcesses(StartedGang):
+    """Processes that the trainer's gang has already. They end with that gang; their part in this incarnation ends with
+    its connections."""
 
-    placed = True
-    pids: tuple[int, ...] = ()
-
-    def __init__(self, trainer: Gang):
-        self._trainer = trainer
+    trainer: Gang
 
     def ended(self) -> str | None:
-        return f"the trainer's gang is lost: {self._trainer.reason}" if self._trainer.dead.is_set() else None
-
-    def notice(self) -> None:
-        """As ChildProcesses.notice."""
-
-    def kill(self) -> None:
-        """Their part in this incarnation ends with its connections."""
+        return f"the trainer's gang is lost: {self.trainer.reason}" if self.trainer.dead.is_set() else None
 
 
 @dataclasses.dataclass
-class LentLauncher:
-    """`Launcher` of the instances that the trainer's processes make up. trainer: its gang; None: it is not there
+class LentLauncher(Launcher):
+    """Of the instances that the trainer's processes make up. trainer: its gang; None: it is not there
     now."""
 
     ip: str
@@ -62,14 +54,8 @@ class LentLauncher:
 
     def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
         """RunError: there is no gang of the trainer to ask."""
-        call = messages.LendDevices(
-            instance=self.instance,
-            gang=ticket.gang,
-            epoch=ticket.epoch,
-            controller=ticket.controller,
-            first=self.first,
-            hosts=hosts,
-        )
+        where = dataclasses.asdict(ticket)  # gang, epoch, controller
+        call = messages.LendDevices(instance=self.instance, first=self.first, hosts=hosts, **where)
         try:
             if (gang := self.trainer()) is None:
                 raise GangDied("it is being started")
@@ -78,26 +64,19 @@ class LentLauncher:
             raise RunError(f"the trainer's gang cannot lend its devices: {error}") from error
         return LentProcesses(gang)
 
-    def find(
-        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
-    ) -> StartedGang | None:
-        return None
-
-    def close(self) -> None: ...
-
 
 class LentSupervisor(GangSupervisor):
-    """One incarnation for each `lend`. After so many incarnations in a row that began and were lost as may come to
-    nothing, no other begins: each may have cost the trainer its gang."""
+    """One incarnation for each item in `asked`. After so many in a row that began and were lost as may come to nothing,
+    no other begins: each may have cost the trainer its gang."""
+
+    quiet = True  # devices change sides every few seconds
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._left = None  # none of an earlier controller is taken over
+        self.asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item a `Lend`
         self._begun = False  # the present incarnation
         self._lost = 0  # incarnations in a row
-
-    def lend(self) -> None:
-        self._asked.put(None)
 
     # ------------------------------------------------------------ private
 
@@ -120,16 +99,12 @@ class LentSupervisor(GangSupervisor):
 
     def _next(self) -> Gang | None:
         try:
-            self._asked.get(timeout=LOOK_S)
+            self.asked.get(timeout=LOOK_S)
         except queue.Empty:
             return None
-        return self._new_gang()
+        return super()._next()
 
-    def _came_up(self, gang: Gang, lost_s: float | None) -> None:
-        """Devices change sides every few seconds: of that the console says nothing."""
-
-    def _started(self, gang: Gang) -> StartedGang | None:
-        ticket = Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch)
+    def _started(self, gang: Gang, ticket: Ticket) -> StartedGang | None:
         try:
             if self._lost > self._limits.restarts:
                 raise RunError(f"{self._lost} incarnations in a row were lost")
@@ -142,7 +117,7 @@ class LentSupervisor(GangSupervisor):
 
 
 class LentRemoteInstance(RemoteInstance):
-    _supervisor: LentSupervisor
+    supervisor: LentSupervisor
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -158,7 +133,7 @@ class LentRemoteInstance(RemoteInstance):
 
     def lend(self, version: Version) -> None:
         self._version = version
-        self._supervisor.lend()
+        self.supervisor.asked.put(None)
 
     def reclaim(self) -> None:
         if worker := self._worker:

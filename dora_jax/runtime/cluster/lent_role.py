@@ -11,19 +11,15 @@ incarnation ends the process.
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
-from multiprocessing import AuthenticationError, connection
+from multiprocessing import AuthenticationError
 
 import jax
 
 from dora_jax.config import Config, ConfigError
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import ControllerConnection, HeartbeatSender, turns
-from dora_jax.runtime.cluster.messages import Begin
+from dora_jax.runtime.cluster.connection import ControllerConnection, join, turns_of
 from dora_jax.runtime.cluster.rollout_role import InstanceParts
-from dora_jax.runtime.common.listener import Listener
 from dora_jax.runtime.instances.lent_instance import LentState, MovableState
 
 LAST_WORDS_S = 5.0
@@ -47,7 +43,7 @@ class LentConnection(ControllerConnection):
 class LentRole:
     """The main thread of the process calls it."""
 
-    def __init__(self, begin: Begin, config: Config, link: ControllerConnection, trainer: MovableState):
+    def __init__(self, begin: messages.Begin, config: Config, link: ControllerConnection, trainer: MovableState):
         """Compiles the engine of the instance that this process is a part of."""
         own, tensor = jax.local_device_count(), config.rollout.tensor
         hosts = tensor // own
@@ -98,32 +94,19 @@ class LentRole:
             return self._free()
         except BaseException as error:
             return self._fail(error)
-        status = HeartbeatSender(link)
-        arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
-        listener = Listener(link.own_ip, link.token, arrivals.put)
+        listener, arrivals, status = join(link, call.gang, call.epoch, self._rank)
         try:
-            link.hello(
-                messages.Hello(
-                    gang=call.gang,
-                    epoch=call.epoch,
-                    pid=os.getpid(),
-                    worker=self._rank,
-                    coordinator="",
-                    leader=listener.address,
-                )
-            )
-            status.start()
-            if isinstance(begin := link.inbox.get(), Begin):
-                role = self._parts.role(begin, link, status, turns(begin, link.token, arrivals), self._free)
+            if isinstance(begin := link.inbox.get(), messages.Begin):
+                role = self._parts.role(begin, link, status, turns_of(begin, link.token, arrivals), self._free)
                 link.send(messages.Ready())
                 role.run(link.inbox)
-                link.flush(LAST_WORDS_S)  # what is handed over is sent before the process may end
+                link.records.flush(LAST_WORDS_S)  # what is handed over is sent before the process may end
             self._free()
         except BaseException as error:
             self._fail(error)
         finally:
             self._worker = None
-            status.stop()
+            status.ended.set()
             listener.close()
             link.inbox.put(None)  # its threads end
 

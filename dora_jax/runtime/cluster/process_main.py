@@ -15,17 +15,16 @@ import signal
 if __name__ == "__main__":  # Ctrl-C reaches every process of a terminal; the controller is the one that it is meant for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+import json
 import os
-import queue
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, MutableMapping
-from multiprocessing import connection
 from typing import TYPE_CHECKING
 
-from dora_jax.runtime.cluster.launch_process import Ticket, ticket_of
+from dora_jax.runtime.cluster.launch_process import Ticket
 
 if TYPE_CHECKING:
     from dora_jax.config import Config
@@ -38,16 +37,11 @@ SHUTDOWN_S = 5
 MULTISLICE = "MEGASCALE_"
 
 
-def main() -> None:
-    serve(ticket_of(os.environ["DORA_TICKET"]), bytes.fromhex(os.environ.pop("DORA_TOKEN")))
-
-
 def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None) -> None:
     """Never returns; `leave` is the last thing that this process does."""
     from dora_jax.config import ConfigError
     from dora_jax.runtime.cluster import messages
-    from dora_jax.runtime.cluster.connection import ControllerConnection, HeartbeatSender
-    from dora_jax.runtime.common.listener import Listener
+    from dora_jax.runtime.cluster.connection import ControllerConnection, join, turns_of
 
     def end(code: int) -> None:
         leave()
@@ -55,22 +49,12 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
 
     link = ControllerConnection(ticket.controller, token, lambda: end(0))
     pass_on_notice(link)
-    status = HeartbeatSender(link)
     try:
-        ip = link.own_ip
-        arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
-        listener = Listener(ip, token, arrivals.put)  # for the other processes, should this one be the first
-        link.hello(
-            messages.Hello(
-                gang=ticket.gang,
-                epoch=ticket.epoch,
-                pid=os.getpid(),
-                worker=int(os.environ.get("TPU_WORKER_ID", "-1")),
-                coordinator=f"{ip}:{_free_port(ip)}",
-                leader=listener.address,
-            )
-        )
-        status.start()
+        worker = int(os.environ.get("TPU_WORKER_ID", "-1"))
+        with socket.socket() as free:  # its port is for the world
+            free.bind((link.own_ip, 0))
+            coordinator = f"{link.own_ip}:{free.getsockname()[1]}"
+            listener, arrivals, status = join(link, ticket.gang, ticket.epoch, worker, coordinator)
         begin = link.inbox.get()
         # opens the role of this process; it is compiled on return
         from dora_jax.plan import validate
@@ -78,12 +62,11 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
         config = validate.from_config_dict(begin.config)
         link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
         _enter_world(begin, config)
-        from dora_jax.runtime.cluster.connection import turns
         from dora_jax.runtime.cluster.rollout_role import open_rollout
         from dora_jax.runtime.cluster.worker_roles import TrainerRole
 
         open_role = TrainerRole if begin.instance is None else open_rollout
-        role = open_role(begin, config, link, status, turns(begin, token, arrivals))
+        role = open_role(begin, config, link, status, turns_of(begin, token, arrivals))
         listener.close()
         link.send(messages.Ready())
         role.run(link.inbox)
@@ -95,7 +78,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
         link.send(
             messages.ProcessFailed(error=f"{type(error).__name__}: {error}", final=isinstance(error, ConfigError))
         )
-        link.flush(LAST_WORDS_S)
+        link.records.flush(LAST_WORDS_S)
     end(1)
 
 
@@ -149,11 +132,5 @@ def leave_multislice(environ: MutableMapping[str, str]) -> None:
         del environ[name]
 
 
-def _free_port(ip: str) -> int:
-    with socket.socket() as free:
-        free.bind((ip, 0))
-        return free.getsockname()[1]
-
-
 if __name__ == "__main__":
-    main()
+    serve(Ticket(**json.loads(os.environ["DORA_TICKET"])), bytes.fromhex(os.environ.pop("DORA_TOKEN")))

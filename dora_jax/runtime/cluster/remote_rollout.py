@@ -29,7 +29,7 @@ from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import Notify, Outbox
 from dora_jax.runtime.common.worker import CalledHere, Crashed, FinishedUnheard, HandedOver
 from dora_jax.runtime.instances.instance_proxy import Destination, ForwardTarget, InstanceProxy, garbage_in
-from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Offered, Staged, TransferFailed
+from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Dropped, Offered, Staged, TransferFailed
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
@@ -39,21 +39,11 @@ NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any 
 class Departed:
     """A sample that has left a gang for another one: what each of its processes reported of its own shard, by rank."""
 
+    id: SampleId
+    number: int
     shards: Sequence[messages.MoveStarted]
     source: Gang
-
-    @property
-    def id(self) -> SampleId:
-        return self.shards[0].lent.in_flight.id
-
-    @property
-    def number(self) -> int:
-        return self.shards[0].number
-
-    @property
-    def by_wire(self) -> bool:
-        """The processes of the two gangs transfer its KV; else it is in the message, or made again."""
-        return all(shard.lent.manifest is not None for shard in self.shards)
+    by_wire: bool  # the processes of the two gangs transfer its KV; else it is in the message, or made again
 
     def finish(self, number: int) -> messages.FinishMove:
         """number: of the KV that the destination has fetched; 0: the sample goes on with what is in the message."""
@@ -74,10 +64,6 @@ class _Staging:
     departed: Departed | None = None  # None: the controller offers the KV
     answers: dict[int, str] = field(default_factory=dict)  # by process: what went wrong; empty: nothing
     later: list[messages.CancelSample] = field(default_factory=list)  # what the gang receives once the sample is in
-
-    def release(self) -> None:
-        if self.departed is not None:
-            self.departed.release()
 
 
 class GangWorker(CalledHere):
@@ -105,7 +91,13 @@ class GangWorker(CalledHere):
     # -------------------------------------------------------------- commands
 
     def load(self, version: Version, drop: Version | None) -> None:
-        self._publisher.want(self.gang, version, lambda: self._use(version, drop))
+        def use() -> None:
+            """Every process of the gang holds the version."""
+            self.gang.post(messages.UseWeights(version=version, drop=drop))
+            if drop is not None:
+                self._publisher.tell(Dropped(world=self.gang.name, version=drop))
+
+        self._publisher.want(self.gang, version, use)
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
         self.gang.post(messages.StartSample(id=sample, prompt=prompt, version=version, attempt=attempt))
@@ -182,9 +174,16 @@ class GangWorker(CalledHere):
                     if len(shards) < item.hosts:
                         return
                     del self._shards[item.number]
-                    dst = self._moves.pop(item.lent.in_flight.id)
-                departed = Departed(shards=[shards[host] for host in range(item.hosts)], source=self.gang)
-                if not dst.deliver(departed.id, departed, item.src, item.attempt):
+                    id = item.lent.in_flight.id
+                    dst = self._moves.pop(id)
+                departed = Departed(
+                    id=id,
+                    number=item.number,
+                    shards=[shards[host] for host in range(item.hosts)],
+                    source=self.gang,
+                    by_wire=all(shard.lent.manifest is not None for shard in shards.values()),
+                )
+                if not dst.deliver(id, departed, item.src, item.attempt):
                     departed.release()
             case messages.KVStaged():
                 with self._lock:
@@ -200,7 +199,8 @@ class GangWorker(CalledHere):
                         self.gang.post(message)
                     if fault:
                         self.gang.tell_all(messages.DropStagedKV(number=item.number))
-                staging.release()
+                if staging.departed is not None:
+                    staging.departed.release()
                 if fault:
                     self._notify(
                         f"the KV of sample {tuple(staging.id)} did not reach {self._owner.role}, where it is made "
@@ -228,16 +228,9 @@ class GangWorker(CalledHere):
             stagings, self._stagings = self._stagings, {}
             handed, self._handed = self._handed, {}
         for staging in stagings.values():
-            staging.release()
+            if staging.departed is not None:
+                staging.departed.release()
         return [HandedOver(in_flight=without_pages(shards[0])) for shards in handed.values() if 0 in shards]
-
-    # -------------------------------------------------------------- private
-
-    def _use(self, version: Version, drop: Version | None) -> None:
-        """Every process of the gang holds the version."""
-        self.gang.post(messages.UseWeights(version=version, drop=drop))
-        if drop is not None:
-            self._publisher.dropped(self.gang, drop)
 
 
 class RemoteInstance(InstanceProxy[GangWorker]):
@@ -256,18 +249,12 @@ class RemoteInstance(InstanceProxy[GangWorker]):
         self._publisher = publisher
         self._notify = notify
         self._found: list[HandedOver | FinishedUnheard] = []  # samples of a gang that is taken over
-        self._supervisor = new_supervisor(
+        self.supervisor = new_supervisor(
             self.role, on_message=self._on_message, up=self._up, down=self._gang_down, failed=self._failed
         )
 
     def start(self) -> None:
         """The gang has been on its way since the cluster was opened."""
-
-    def open(self) -> None:
-        self._supervisor.start()
-
-    def want(self, wanted: bool) -> None:
-        self._supervisor.want(wanted)
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         if (present := self._worker) is not None and present.incarnation == incarnation:
@@ -277,7 +264,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
 
     def stop(self, timeout_s: float = 0.0) -> None:
         """Ends the gang, without waiting for what it does."""
-        self._supervisor.close()
+        self.supervisor.close()
 
     # -------------------------------------------------------------- private
 

@@ -13,7 +13,9 @@ is never written again.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import json
 import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +33,7 @@ from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal.payload_state import Step
 from dora_jax.runtime.journal.records import Saved
 from dora_jax.runtime.journal.resume import INITIAL
+from dora_jax.runtime.transfer.weight_messages import VersionDue
 from dora_jax.trainer import checkpoint
 from dora_jax.trainer.checkpoint import Digests, Restored, UnusableCheckpoint
 from dora_jax.types import SampleId, ScoredGroup, Version
@@ -73,29 +76,18 @@ class RemoteTrainer:
         self.on_up: Callable[[], None] = lambda: None  # a new gang is there: asks for `catch_up`
         self._digest: int | None = None
         self._last: tuple[Version, tuple[ScoredGroup, ...]] | None = None  # the journal may not have this step yet
-        self._views: tuple[Version, tuple[TokenView, ...]] = INITIAL, ()  # of the newest step
-        self._gaps: tuple[Version, tuple[SampleGap, ...]] = INITIAL, ()  # of the newest step
+        self._newest: tuple[Version, messages.StepFinished] | None = None  # step
         self.digests: dict[Version, Digests] = {}  # of the checkpoints that were saved
         self._begun: tuple[ScoredGroup, ...] = ()  # of the step under way, that the gang has learned from
         self._checkpoints, self._steps_since, self._notify = checkpoints, steps_since, notify
         self._publisher = publisher
         self._ups: queue.SimpleQueue[Gang | RunError] = queue.SimpleQueue()
-        self._supervisor = new_supervisor(
+        self.params: RemoteTrainer = self  # what `weights.put` and `digest` take for the weights
+        self.supervisor = new_supervisor(
             TRAINER, on_message=publisher.tell, up=self._up, down=publisher.down, failed=self._ups.put
         )
 
-    def open(self) -> None:
-        self._supervisor.start()
-
-    def close(self) -> None:
-        self._supervisor.close()
-
     # ----------------------------------------------------------- as a Trainer
-
-    @property
-    def params(self) -> RemoteTrainer:
-        """What `weights.put` and `digest` take for the weights."""
-        return self
 
     def step(self, batch: Iterable[Part], probe: Probe | None = None) -> Mapping[str, float]:
         """Asks an iterator for the next part when the gang has trained on the one before. The gang makes its own
@@ -105,7 +97,7 @@ class RemoteTrainer:
             self._begun += tuple(groups)
         made = self._do(messages.FinishStep(base=base))
         self._last, self._begun = (base, self._begun), ()
-        self._views, self._gaps = (base + 1, made.views), (base + 1, made.gaps)
+        self._newest = base + 1, made
         self.state.step, self._digest = base + 1, made.digest
         return made.metrics
 
@@ -119,13 +111,13 @@ class RemoteTrainer:
 
     def take(self, version: Version) -> dict[SampleId, TokenView]:
         """`SeenTokens` of the gang; empty of any step but the newest."""
-        newest, views = self._views
-        return {view.id: view for view in views} if newest == version else {}
+        newest, made = self._newest or (INITIAL, None)
+        return {view.id: view for view in made.views} if made and newest == version else {}
 
     def gaps(self, version: Version) -> tuple[SampleGap, ...]:
         """`SeenGaps` of the gang; empty of any step but the newest."""
-        newest, gaps = self._gaps
-        return gaps if newest == version else ()
+        newest, made = self._newest or (INITIAL, None)
+        return made.gaps if made and newest == version else ()
 
     # -------------------------------------------------------------- its own
 
@@ -153,18 +145,14 @@ class RemoteTrainer:
         self._publisher.begin(version, copy)
         while True:
             gang = self._brought()  # a gang that comes anew publishes what is live and nowhere
-            try:
+            with contextlib.suppress(GangDied):
                 self._publish(gang, version)
-                return self._publisher.digest(version)
-            except GangDied:
-                continue
+                return self._publisher.digests.get(version, 0)
 
     def catch_up(self) -> None:
         """Brings a new gang to where the lost one was; any later call would, this one does it early."""
-        try:
+        with contextlib.suppress(GangDied):  # the next gang's turn
             self._brought()
-        except GangDied:
-            return  # the next gang's turn
 
     # -------------------------------------------------------------- private
 
@@ -178,7 +166,7 @@ class RemoteTrainer:
         if version in self._publisher.stored.versions:
             return
         copies = {answer.value for answer in gang.call(messages.PublishWeights(version=version))}
-        known = self._publisher.digest(version)
+        known = self._publisher.digests.get(version, 0)
         if len(copies) > 1 or (known and known not in copies):
             found = ", ".join(f"{copy:016x}" for copy in sorted(copies))
             gang.die(
@@ -207,20 +195,28 @@ class RemoteTrainer:
             if isinstance(gang, RunError):
                 self._ups.put(gang)  # the next caller gets the error too
                 raise gang
-            try:
+            with contextlib.suppress(GangDied):
                 self._bring(gang)
-            except GangDied:
-                continue
-            self.gang = gang
+                self.gang = gang
         return self.gang
 
     def _bring(self, gang: Gang) -> None:
         """From the weights of model.path to `self.state.step`."""
         at, nowhere = self.state.step, self._publisher.nowhere_else()
         oldest = min([at, *nowhere])
-        start = self._restored_by(gang, oldest)
+        start = INITIAL  # or that of the newest checkpoint that the gang can use
+        for step in [step for step in reversed(self._checkpoints.steps()) if step <= oldest]:
+            fault = self._checkpoints.fault(step)
+            try:
+                if fault is None:
+                    gang.call(_restoring(step, self.digests))
+                    start = step
+                    break
+            except CallRefused as error:
+                fault = str(error)
+            self._notify(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
         steps: dict[Version, tuple[tuple[ScoredGroup, ...], int | None]] = {
-            step.base: (step.groups, step.published.digest) for step in self._steps_since(start)
+            made.base: (made.groups, made.published.digest) for made in self._steps_since(start)
         }
         if self._last is not None:
             steps.setdefault(self._last[0], (self._last[1], self._digest))
@@ -235,14 +231,14 @@ class RemoteTrainer:
                 )
             groups, published = steps[base]
             gang.call(messages.TrainGroups(base=base, groups=groups))
-            made = gang.call(messages.FinishStep(base=base))[0]
-            recalled += made.recalled
-            if published is not None and made.digest != published:
+            answer = gang.call(messages.FinishStep(base=base))[0]
+            recalled += answer.recalled
+            if published is not None and answer.digest != published:
                 self._notify(
-                    f"version {base + 1} came out with other weights ({made.digest:016x}, not {published:016x}); "
+                    f"version {base + 1} came out with other weights ({answer.digest:016x}, not {published:016x}); "
                     f"what was published stays, training goes on from here"
                 )
-                self._publisher.never_again(base + 1)
+                self._publisher.tell(VersionDue(version=base + 1, due=False))
             elif base + 1 in nowhere:
                 self._publish(gang, base + 1)
         if self._begun:
@@ -253,44 +249,10 @@ class RemoteTrainer:
                 f"again, {recalled} remembered"
             )
 
-    def _restored_by(self, gang: Gang, newest: Version) -> Version:
-        """The version up to `newest` that a new gang has: of the newest checkpoint that it can use, or the initial."""
-        for step in [step for step in reversed(self._checkpoints.steps()) if step <= newest]:
-            fault = self._checkpoints.fault(step)
-            try:
-                if fault is None:
-                    gang.call(_restoring(step, self.digests))
-                    return step
-            except CallRefused as error:
-                fault = str(error)
-            self._notify(f"checkpoint {step} cannot be trusted and is stepped over: {fault}")
-        return INITIAL
-
 
 def _restoring(step: Version, digests: Mapping[Version, Digests]) -> messages.RestoreCheckpoint:
     known = digests.get(step, Digests(0, 0, 0))
     return messages.RestoreCheckpoint(step=step, params=known.params, opt_state=known.opt_state)
-
-
-@dataclasses.dataclass
-class RemoteWeights:
-    """`PublishedWeights` of the controller, to which weights never come: the trainer's processes hold them for the
-    instances."""
-
-    publisher: WeightPublisher
-
-    @property
-    def versions(self) -> tuple[Version, ...]:
-        return self.publisher.versions
-
-    def put(self, version: Version, weights: RemoteTrainer, digest: int = 0, copy: int = 0) -> int:
-        return weights.publish(version, copy)
-
-    def get(self, version: Version, shardings: Tree) -> Tree:
-        raise KeyError(f"version {version} is in the trainer's processes, not in the controller's")
-
-    def drop(self, version: Version) -> None:
-        self.publisher.drop(version)
 
 
 class RemoteCheckpoints:
@@ -301,6 +263,8 @@ class RemoteCheckpoints:
         self, stored: StepStore, section: CheckpointSection, trainer: RemoteTrainer, notify: Callable[[str], None]
     ):
         self._stored, self._section, self._trainer, self._notify = stored, section, trainer, notify
+        self.steps, self.unsealed, self.aside = stored.steps, stored.unsealed, stored.aside
+        self.set_aside = stored.set_aside
         self._floor: Version = INITIAL
         self._pending: list[Any] = []
         self._saves: list[tuple[Version, Digests]] = []
@@ -335,60 +299,43 @@ class RemoteCheckpoints:
 
     def wait(self) -> None:
         self._ask(messages.PollCheckpoint(floor=self._floor, wait=True))
-        pending, self._pending = self._pending, []
-        for each in pending:
-            self._see(each)
+        while self._pending:
+            self._see(self._pending.pop(0))
             concurrent.futures.wait([self._sealing] if self._sealing else [])
         self._check_sealing()
 
-    def steps(self) -> list[Version]:
-        return self._stored.steps()
-
-    def unsealed(self) -> list[Version]:
-        return self._stored.unsealed()
-
     def adopt(self, step: Version, params: Tree, opt_state: Tree, digests: Digests) -> None:
-        self._texts(step, digests)
-        self._trainer.digests[step] = digests
-        try:
-            self._trainer.check(step)
-        except CallRefused as error:
-            raise UnusableCheckpoint(str(error)) from error
-        self._stored.adopt(step)
-
-    def set_aside(self, step: Version, why: str) -> None:
-        self._stored.set_aside(step, why)
-
-    def aside(self) -> list[str]:
-        return self._stored.aside()
+        self._read(self._trainer.check, step, digests)
+        self._stored.seal(step)
 
     def undo_after(self, version: Version) -> None:
         for step in [step for step in self.steps() if step > version]:
             self._notify(f"checkpoint {step} is later than what can be recovered and is moved aside")
-            self._stored.set_aside(step, "undone")
+            self.set_aside(step, "undone")
 
     def restore(self, step: Version, params: Tree, opt_state: Tree, digests: Digests | None = None) -> Restored:
         """Its arrays go to the gang, which holds the version on return."""
         if fault := self._stored.fault(step):
             raise UnusableCheckpoint(fault)
-        texts = self._texts(step, digests)
-        if digests is not None:
-            self._trainer.digests[step] = digests
-        try:
-            self._trainer.restore(step)
-        except CallRefused as error:
-            raise UnusableCheckpoint(str(error)) from error
-        return Restored(None, None, *texts)
+        return Restored(None, None, *self._read(self._trainer.restore, step, digests))
 
     def close(self) -> None:
         self.wait()
         self._pool.shutdown()
 
-    def _texts(self, step: Version, digests: Digests | None) -> tuple[dict[str, Any], dict[str, float]]:
-        def read(item: str) -> dict[str, Any]:
-            return self._stored.read_json(step, item)
-
-        return checkpoint.read_texts(read, digests.rl_state if digests else 0)
+    def _read(
+        self, ask: Callable[[Version], None], step: Version, digests: Digests | None
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """What the checkpoint holds beside arrays, with which the gang does what `ask` says."""
+        read = functools.partial(self._stored.read_json, step)
+        texts = checkpoint.read_texts(read, digests.rl_state if digests else 0)
+        if digests is not None:
+            self._trainer.digests[step] = digests
+        try:
+            ask(step)
+        except CallRefused as error:
+            raise UnusableCheckpoint(str(error)) from error
+        return texts
 
     def _ask(self, what: Any) -> None:
         gang = self._trainer.gang
@@ -430,7 +377,7 @@ class RemoteCheckpoints:
         kept = checkpoint.to_keep(known, self._section, self._floor, lambda s: self._stored.read_json(s, "metrics"))
         for old in known:
             if old not in kept:
-                self._stored.set_aside(old, "forgotten")
+                self.set_aside(old, "forgotten")
 
     def _check_sealing(self) -> None:
         if self._sealing is None:

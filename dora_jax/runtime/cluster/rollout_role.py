@@ -22,23 +22,10 @@ from dora_jax.publish import HostWeights
 from dora_jax.rollout.migrate import HostKV, holders_alike
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader, ProcessStatus
-from dora_jax.runtime.cluster.messages import Begin
-from dora_jax.runtime.cluster.sample_transfer import (
-    KVEndpoint,
-    MoveBetweenProcesses,
-    MoveThroughController,
-    ResultSender,
-    TransferThreads,
-)
+from dora_jax.runtime.cluster.connection import ControllerConnection, HeartbeatSender, Turns
+from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveDestination, ResultSender, TransferThreads
 from dora_jax.runtime.common.seams import RolloutEngine
-from dora_jax.runtime.instances.rollout_worker import (
-    REPORT_PERIOD_S,
-    EngineWorker,
-    MoveTarget,
-    progress_period_s,
-    report_period_s,
-)
+from dora_jax.runtime.instances.rollout_worker import REPORT_PERIOD_S, EngineWorker, progress_period_s, report_period_s
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import layout_of
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
@@ -47,7 +34,7 @@ from dora_jax.types import InstanceId
 
 
 def open_rollout(
-    begin: Begin, config: Config, link: ControllerConnection, status: ProcessStatus, turns: Leader | Follower
+    begin: messages.Begin, config: Config, link: ControllerConnection, status: HeartbeatSender, turns: Turns
 ) -> RolloutRole:
     """Its engine is compiled on return."""
     devices.check_slice("cluster.instance_slice", "" if config.cpu_devices else config.cluster.instance_slice)
@@ -64,7 +51,7 @@ def open_rollout(
 class InstanceParts:
     """What the incarnations of an instance have in this process: its engine, which is compiled, and the wires."""
 
-    def __init__(self, config: Config, own: Sequence[jax.Device], begin: Begin, link: ControllerConnection):
+    def __init__(self, config: Config, own: Sequence[jax.Device], begin: messages.Begin, link: ControllerConnection):
         """own: the devices of the instance, of all its processes."""
         self._config = config
 
@@ -80,17 +67,15 @@ class InstanceParts:
         self._wanted = like(self._model, self.engine.param_shardings, build.published(config, self._model))
         self._layout = layout_of(self.engine.page())
         self._stored = StoredWeights(begin.workdir)
-        self._weights_wire: Wire | None = None
-        self._kv_wire: Wire | None = None
-        if config.cluster.wire == "transfer":
-            self._weights_wire, self._kv_wire = Wire(link.own_ip, link.token), Wire(link.own_ip, link.token)
+        wired = config.cluster.wire == "transfer"
+        self._weights_wire, self._kv_wire = [Wire(link.own_ip, link.token) if wired else None for _ in range(2)]
 
     def role(
         self,
-        begin: Begin,
+        begin: messages.Begin,
         link: ControllerConnection,
-        status: ProcessStatus,
-        turns: Leader | Follower,
+        status: HeartbeatSender,
+        turns: Turns,
         free: Callable[[], None] = lambda: None,
     ) -> RolloutRole:
         """Of one incarnation. free: see RolloutRole."""
@@ -111,7 +96,7 @@ class InstanceParts:
         )
 
 
-def _instance(begin: Begin) -> InstanceId:
+def _instance(begin: messages.Begin) -> InstanceId:
     if begin.instance is None:
         raise ValueError("a process of the trainer's gang cannot be one of an instance")
     return begin.instance
@@ -122,12 +107,12 @@ class RolloutRole:
 
     def __init__(
         self,
-        begin: Begin,
+        begin: messages.Begin,
         engine: RolloutEngine,
         weights: WeightEndpoint,
         link: ControllerConnection,
-        status: ProcessStatus,
-        turns: Leader | Follower,
+        status: HeartbeatSender,
+        turns: Turns,
         partial_s: float,
         kv: KVEndpoint,
         alike: int = 1,
@@ -144,9 +129,7 @@ class RolloutRole:
         self._worker = EngineWorker(
             _instance(begin), engine, weights.weights, sender, partial_s, begin.epoch, report_s, progress_s
         )
-        self._lends = kv.lends
         self._free = free
-        self._rank, self._hosts = begin.rank, begin.hosts
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._transfers.sort(inbox)
@@ -156,7 +139,9 @@ class RolloutRole:
             self._status.busy = True
             for post in turn:
                 if isinstance(post, messages.HandOver):
-                    self._sender.leave(self._hand_over)
+                    self._worker.hand_over()
+                    self._free()
+                    self._sender.leave()
                     self._status.busy = False
                     return
                 worker = self._worker
@@ -165,13 +150,14 @@ class RolloutRole:
                         worker.load(version, drop)
                         if drop is not None:
                             self._weights.weights.drop(drop)
-                            self._sender.forget(drop)
+                            for id in [id for id, left in self._sender.pages.items() if left.version == drop]:
+                                del self._sender.pages[id]
                     case messages.StartSample(id=id, prompt=prompt, version=version, attempt=attempt):
                         worker.submit(id, prompt, version, attempt)
                     case messages.CancelSample(id=id, reason=reason):
                         worker.cancel(id, reason)
                     case messages.MoveSample(id=id, attempt=attempt):
-                        worker.move(id, self._target(post), attempt)
+                        worker.move(id, MoveDestination(post, self._sender, self._kv), attempt)
                     case messages.FinishMove(in_flight=in_flight, src=src, attempt=attempt, number=number):
                         worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
                     case messages.ParkSample(id=id):
@@ -182,7 +168,7 @@ class RolloutRole:
                         )
                     case messages.ForgetKept(id=id):
                         worker.forget(id)
-                        self._sender.forget_sample(id)
+                        self._sender.pages.pop(id, None)
                     case messages.KnowSibling(id=id, tokens=tokens):
                         worker.know(id, tokens)
                     case messages.Rejoin():
@@ -192,7 +178,7 @@ class RolloutRole:
                         for version in tuple(self._engine.versions):
                             self._engine.drop(version)
                         holds = self._transfers.settle()
-                        self._link.rejoin()
+                        self._link.alone = False
                         for sample in samples:
                             self._link.send(sample)
                         self._link.send(messages.Ready(holds=holds))
@@ -200,12 +186,3 @@ class RolloutRole:
                 self._worker.work()
             self._status.progress += 1
             self._status.busy = self._worker.busy
-
-    def _hand_over(self) -> None:
-        self._worker.hand_over()
-        self._free()
-
-    def _target(self, move: messages.MoveSample) -> MoveTarget:
-        if self._lends:
-            return MoveBetweenProcesses(move, self._link, self._kv, self._rank, self._hosts)
-        return MoveThroughController(move, self._sender)

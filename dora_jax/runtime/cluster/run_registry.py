@@ -44,7 +44,11 @@ class RunRegistry:
             data = None if place is None else _read(place)
             found = {} if data is None else state_files.decode(data, f"{place}/{ROSTER}", FORMAT)
             self.token = secrets.token_bytes(32) if data is None else bytes.fromhex(found["token"])
-            self.left = {} if data is None else _gangs(found["gangs"])
+            self.left: dict[str, RegisteredGang] = {}
+            for name, (epoch, pids) in {} if data is None else found["gangs"].items():
+                if not all(type(number) is int for number in (epoch, *pids)):
+                    raise ValueError(f"gang {name!r:.40} has an epoch or a process that is no number")
+                self.left[name] = RegisteredGang(epoch=epoch, pids=tuple(pids))
         except state_files.NewerFormat as error:
             raise ConfigError(f"workdir: {error}, or delete it once no process of this run is left") from error
         except (ValueError, KeyError, TypeError, AttributeError, IsADirectoryError) as error:
@@ -71,38 +75,31 @@ class RunRegistry:
         self._write()
 
     def close(self) -> None:
-        if self._place is not None:
-            self._put(None)
+        self._write(remove=True)
 
     # ------------------------------------------------------------ private
 
-    def _write(self) -> None:
+    def _write(self, remove: bool = False) -> None:
+        """A supervisor must go on where a disk is full, or a bucket does not answer."""
         if self._place is None:
             return
         with self._lock:
             gangs = {name: [member.epoch, member.pids] for name, member in self._gangs.copy().items()}
-            self._put(
-                state_files.encode(
-                    {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}, FORMAT
+            state = {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}
+            path, data = Path(self._place) / ROSTER, state_files.encode(state, FORMAT)
+            try:
+                if self._store is not None and remove:
+                    self._store.drop(ROSTER)
+                elif self._store is not None:
+                    self._store.put(ROSTER, data)
+                elif remove:
+                    path.unlink(missing_ok=True)
+                else:
+                    state_files.replace(path, data, PRIVATE)
+            except OSError as error:
+                self._notify(
+                    f"{ROSTER} is not up to date ({error}): another controller would not find all gangs of this one"
                 )
-            )
-
-    def _put(self, data: bytes | None) -> None:
-        """None removes it. A supervisor must go on where a disk is full, or a bucket does not answer."""
-        path = Path(self._place or "") / ROSTER
-        try:
-            if self._store is not None and data is None:
-                self._store.drop(ROSTER)
-            elif self._store is not None and data is not None:
-                self._store.put(ROSTER, data)
-            elif data is None:
-                path.unlink(missing_ok=True)
-            else:
-                state_files.replace(path, data, PRIVATE)
-        except OSError as error:
-            self._notify(
-                f"{ROSTER} is not up to date ({error}): another controller would not find all gangs of this one"
-            )
 
 
 def address_in(place: str) -> str | None:
@@ -117,16 +114,6 @@ def address_in(place: str) -> str | None:
     if not isinstance(address, str) or not re.fullmatch(r".+:\d{1,5}", address):
         raise ValueError(f"{place}/{ROSTER} names no address")
     return address
-
-
-def _gangs(found: dict[str, Any]) -> dict[str, RegisteredGang]:
-    """ValueError, TypeError, AttributeError: it is not what a controller writes."""
-    gangs = {}
-    for name, (epoch, pids) in found.items():
-        if not all(type(number) is int for number in (epoch, *pids)):
-            raise ValueError(f"gang {name!r:.40} has an epoch or a process that is no number")
-        gangs[name] = RegisteredGang(epoch=epoch, pids=tuple(pids))
-    return gangs
 
 
 def _read(place: str) -> bytes | None:

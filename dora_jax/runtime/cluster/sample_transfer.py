@@ -22,6 +22,7 @@ import functools
 import queue
 import threading
 import time
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +34,15 @@ from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import PageShape
-from dora_jax.runtime.transfer.transfer_manifest import EXPECTED_BYTES_PER_S, Key, Lent, WireError
-from dora_jax.runtime.transfer.weight_messages import Abort, Commit, Offer, Propose, Pull, Read, Release
+from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, WireError, deadline_s
+from dora_jax.runtime.transfer.weight_messages import Command, Pull, Read
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.types import InstanceId, Sample, SampleId, Version
 
+OWN = (  # what the threads do beside the role's: the last two of a trainer alone
+    *typing.get_args(Command),
+    *(messages.StageKV, messages.ReleaseKV, messages.DropStagedKV, messages.DropWeights, messages.WriteWeights),
+)
 GRACE_S = 5.0  # the KV of a sample that waits longer is sooner made again
 MAX_KV_BYTES = 3 * MAX_FRAME_BYTES // 4  # of one record: more would end the link, and with it all that still waits
 UNHEARD_S = 5.0  # what was sent so long before a controller's end may not be in its journal
@@ -48,46 +53,44 @@ class ResultSender:
 
     def __init__(self, link: ControllerConnection, host: int, hosts: int, alike: int = 1):
         """alike: neighbouring processes that hold the same KV heads."""
-        self._link, self._host, self._hosts, self._alike = link, host, hosts, alike
+        self.link, self.host, self.hosts, self._alike = link, host, hosts, alike
         self._whole = hosts == 1  # of a sample's pages; a part is of no use elsewhere without the others
-        self._pages: dict[SampleId, InFlightSample] = {}  # of samples that have left, and may come back
+        self.pages: dict[SampleId, InFlightSample] = {}  # of samples that have left, and may come back
         self._finished: collections.deque[tuple[float, Sample]] = collections.deque()  # that may not have arrived
         self._recalled: list[HandedOver | FinishedUnheard] | None = None
 
     def put(self, item: Any) -> None:
+        recalling = self._recalled is not None
         match item:
-            case HandedOver(in_flight=in_flight) if self._recalled is None and not self._whole:
+            case HandedOver(in_flight=in_flight) if not recalling and not self._whole:
                 part = messages.HandedOverShard(
-                    in_flight=self._limited(in_flight), host=self._host, hosts=self._hosts, alike=self._alike
+                    in_flight=self._limited(in_flight), host=self.host, hosts=self.hosts, alike=self._alike
                 )
-                return self._link.send(part)
-            case Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight) if (
-                self._recalled is None and self._whole
-            ):
+                return self.link.send(part)
+            case Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight) if not recalling and self._whole:
                 item = dataclasses.replace(item, in_flight=self._limited(in_flight))
             case Waiting() if not item.in_flight.n_pages:
                 pass  # the engine keeps its KV
             case Waiting(in_flight=in_flight) | Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight):
-                self._pages[in_flight.id] = in_flight  # it may come back
+                self.pages[in_flight.id] = in_flight  # it may come back
                 item = dataclasses.replace(item, in_flight=without_pages(in_flight))
-        if self._host:
+        if self.host:
             return
         if isinstance(item, Finished):
             now = time.monotonic()
             self._finished.append((now, item.sample))
-            while not self._link.alone and self._finished[0][0] < now - UNHEARD_S:
+            while not self.link.alone and self._finished[0][0] < now - UNHEARD_S:
                 self._finished.popleft()
         if self._recalled is None:
-            self._link.send(item)
+            self.link.send(item)
         elif isinstance(item, Waiting):  # what waits for its environment is reported again once it goes on
             self._recalled.append(HandedOver(in_flight=item.in_flight))
         elif isinstance(item, HandedOver):
             self._recalled.append(item)
 
-    def leave(self, hand_over: Callable[[], None]) -> None:
-        """Everything that is running goes elsewhere."""
-        hand_over()
-        self._link.send(messages.HandOverDone(hosts=self._hosts))
+    def leave(self) -> None:
+        """Everything that was running has been put: it goes on elsewhere."""
+        self.link.send(messages.HandOverDone(hosts=self.hosts))
 
     def recall(self, hand_over: Callable[[], None]) -> list[HandedOver | FinishedUnheard]:
         """What the next controller may not know of: what is running, and what has finished when nobody listened."""
@@ -98,14 +101,8 @@ class ResultSender:
 
     def with_own_pages(self, in_flight: InFlightSample) -> InFlightSample:
         """With the KV that stayed here when it left."""
-        left = self._pages.pop(in_flight.id, None)
+        left = self.pages.pop(in_flight.id, None)
         return in_flight if left is None else with_kv_of(in_flight, left)
-
-    def forget(self, version: Version) -> None:
-        self._pages = {id: in_flight for id, in_flight in self._pages.items() if in_flight.version != version}
-
-    def forget_sample(self, id: SampleId) -> None:
-        self._pages.pop(id, None)
 
     def fit(self, in_flight: InFlightSample) -> InFlightSample:
         return self._limited(in_flight) if self._whole else without_pages(in_flight)
@@ -113,51 +110,38 @@ class ResultSender:
     def _limited(self, in_flight: InFlightSample) -> InFlightSample:
         if in_flight.kv_bytes <= MAX_KV_BYTES:
             return in_flight
-        self._link.send(
-            messages.Note(
-                text=f"sample {tuple(in_flight.id)} leaves without its KV, which is made again: "
-                f"{in_flight.kv_bytes / 2**30:.1f} GiB are more than one record holds"
-            )
+        text = (
+            f"sample {tuple(in_flight.id)} leaves without its KV, which is made again: "
+            f"{in_flight.kv_bytes / 2**30:.1f} GiB are more than one record holds"
         )
+        self.link.send(messages.Note(text=text))
         return without_pages(in_flight)
 
 
-class MoveThroughController(CalledHere):
-    """Where a sample goes, as its instance sees it: through the controller."""
+class MoveDestination(CalledHere):
+    """Where a sample goes, as its instance sees it. Its KV goes from process to process where `kv` lends it, and every
+    process says so; else in the message of the first one, through the controller."""
 
-    def __init__(self, move: messages.MoveSample, sender: ResultSender):
+    def __init__(self, move: messages.MoveSample, sender: ResultSender, kv: KVEndpoint):
         self.instance = move.dst
-        self._number, self._sender = move.number, sender
+        self._move, self._sender, self._kv = move, sender, kv
 
     def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
-        lent = Lent(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
-        self._sender.put(
-            messages.MoveStarted(
-                lent=lent, src=src, dst=self.instance, attempt=attempt, number=self._number, host=0, hosts=1
-            )
+        lends = self._kv.lends
+        if lends:
+            lent = self._kv.lend(in_flight, self._move)
+        else:
+            lent = Lent(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
+        started = messages.MoveStarted(
+            lent=lent,
+            src=src,
+            dst=self.instance,
+            attempt=attempt,
+            number=self._move.number,
+            host=self._sender.host if lends else 0,
+            hosts=self._sender.hosts if lends else 1,
         )
-
-
-class MoveBetweenProcesses(CalledHere):
-    """As `MoveThroughController`; its KV goes from process to process."""
-
-    def __init__(self, move: messages.MoveSample, link: ControllerConnection, kv: KVEndpoint, host: int, hosts: int):
-        self.instance = move.dst
-        self._move, self._link, self._kv, self._host, self._hosts = move, link, kv, host, hosts
-
-    def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
-        lent = self._kv.lend(in_flight, self._move)
-        self._link.send(
-            messages.MoveStarted(
-                lent=lent,
-                src=src,
-                dst=self.instance,
-                attempt=attempt,
-                number=self._move.number,
-                host=self._host,
-                hosts=self._hosts,
-            )
-        )
+        (self._sender.link.send if lends else self._sender.put)(started)
 
 
 class KVEndpoint:
@@ -165,13 +149,10 @@ class KVEndpoint:
 
     def __init__(self, instance: InstanceId, host: int, wire: Wire | None, layout: PageShape):
         self._instance, self._host, self._wire, self._layout = instance, host, wire, layout
+        self.lends = wire is not None
         self._lent: dict[int, Key] = {}
         self._fetched: dict[int, InFlightSample] = {}
         self._lock = threading.Lock()
-
-    @property
-    def lends(self) -> bool:
-        return self._wire is not None
 
     # --------------------------------------------------------- as a source
 
@@ -204,9 +185,7 @@ class KVEndpoint:
         key = self._key(self._instance, carry.epoch, lent.in_flight, carry.number)
         size = sum(shard.bytes for shard in lent.manifest.shards) if lent.manifest else 0
         try:
-            in_flight = kv_transfer.fetch(
-                self._opened, lent, key, self._layout, GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
-            )
+            in_flight = kv_transfer.fetch(self._opened, lent, key, self._layout, deadline_s(size, GRACE_S))
         except WireError as error:  # of this transfer, and of it alone
             fault = f"process {self._host}: {' '.join(str(error).split())}"
             return messages.KVStaged(number=carry.number, host=self._host, fault=fault)
@@ -239,10 +218,6 @@ class KVEndpoint:
         return Key(epoch=epoch, version=in_flight.version, receiver=f"rollout {receiver}/{self._host}", sequence=number)
 
 
-def _writes_nothing(version: Version) -> None:
-    raise RuntimeError(f"version {version} cannot be written by a process of an instance")
-
-
 class TransferThreads:
     """Weights and KV in and out, beside what the main thread does. `write(version)`: a trainer's, into storage."""
 
@@ -250,11 +225,11 @@ class TransferThreads:
         self,
         weights: WeightEndpoint,
         link: ControllerConnection,
-        write: Callable[[Version], None] = _writes_nothing,
+        write: Callable[[Version], None] | None = None,
         kv: KVEndpoint | None = None,
     ):
         self._weights, self._link, self._write, self._kv = weights, link, write, kv
-        self._own: queue.SimpleQueue = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()  # records; a partial: any work, between them
 
     def sort(self, inbox: queue.SimpleQueue) -> queue.SimpleQueue:
         """What is left for the role's thread. None in the inbox ends the threads."""
@@ -263,14 +238,10 @@ class TransferThreads:
         threading.Thread(target=self._run, name="transfers", daemon=True).start()
         return rest
 
-    def soon(self, work: functools.partial) -> None:
-        """Between what comes."""
-        self._own.put(work)
-
     def settle(self) -> tuple[Version, ...]:
         """Ends what the earlier controller has asked for; the versions that are held."""
         done = threading.Event()
-        self._own.put(done)
+        self.jobs.put(done)
         done.wait()
         if self._kv is not None:
             self._kv.settle()
@@ -278,25 +249,18 @@ class TransferThreads:
 
     def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
         while (item := inbox.get()) is not None:
-            match item:
-                case Pull() | Read() | messages.FetchKV():  # they take their time, and an Abort may come meanwhile
-                    threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
-                case Propose() | Offer() | Commit() | Abort() | Release():
-                    self._own.put(item)
-                case (
-                    messages.StageKV()
-                    | messages.ReleaseKV()
-                    | messages.DropStagedKV()
-                    | messages.DropWeights()
-                    | messages.Call(what=messages.WriteWeights())
-                ):
-                    self._own.put(item)
-                case _:
-                    rest.put(item)
-        self._own.put(None)
+            what = item.what if isinstance(item, messages.Call) else item
+            if isinstance(what, Pull | Read | messages.FetchKV):
+                # they take their time, and an Abort may come meanwhile
+                threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
+            elif isinstance(what, OWN):
+                self.jobs.put(item)
+            else:
+                rest.put(item)
+        self.jobs.put(None)
 
     def _run(self) -> None:
-        while (item := self._own.get()) is not None:
+        while (item := self.jobs.get()) is not None:
             self._do(item)
 
     def _do(self, item: Any) -> None:
@@ -307,30 +271,29 @@ class TransferThreads:
                 case functools.partial():
                     item()
                 case messages.Call(number=number, what=messages.WriteWeights(version=version)):
-                    self._link.send(messages.Answer(number=number, what=self._written(version)))
+                    if self._write is None:
+                        raise RuntimeError(f"version {version} cannot be written by a process of an instance")
+                    answer: messages.CallResult = messages.Done(value=version)
+                    try:
+                        self._write(version)
+                    except StoreError as error:
+                        self._link.send(messages.Note(text=f"version {version} does not come into storage: {error}"))
+                        answer = messages.CallDeclined(error=str(error))
+                    self._link.send(messages.Answer(number=number, what=answer))
                 case messages.DropWeights(version=version):
                     self._weights.weights.drop(version)
+                case messages.FetchKV() if self._kv:
+                    self._link.send(self._kv.fetch(item))
+                case messages.StageKV() if self._kv:
+                    self._link.send(self._kv.keep(item))
+                case messages.ReleaseKV(number=number) if self._kv:
+                    self._kv.reclaim(number)
+                case messages.DropStagedKV(number=number) if self._kv:
+                    self._kv.leave(number)
                 case messages.FetchKV() | messages.StageKV() | messages.ReleaseKV() | messages.DropStagedKV():
-                    if self._kv is not None:
-                        match item:
-                            case messages.FetchKV():
-                                self._link.send(self._kv.fetch(item))
-                            case messages.StageKV():
-                                self._link.send(self._kv.keep(item))
-                            case messages.ReleaseKV(number=number):
-                                self._kv.reclaim(number)
-                            case messages.DropStagedKV(number=number):
-                                self._kv.leave(number)
+                    pass  # a trainer has none
                 case _:
                     if (fact := self._weights.execute(item)) is not None:
                         self._link.send(fact)
         except BaseException as error:  # a transfers that fell silent would only look slow: its process ends, its gang
             self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))
-
-    def _written(self, version: Version) -> messages.Done | messages.CallDeclined:
-        try:
-            self._write(version)
-        except StoreError as error:
-            self._link.send(messages.Note(text=f"version {version} does not come into storage: {error}"))
-            return messages.CallDeclined(error=str(error))
-        return messages.Done(value=version)

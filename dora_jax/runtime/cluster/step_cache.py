@@ -26,7 +26,7 @@ class StepCache:
     def __init__(self) -> None:
         self.digests: dict[Version, int] = {}
         self._steps: dict[Version, tuple[list[bytes], StepFinished]] = {}  # base -> its groups in order, what came out
-        self._begun: list[bytes] = []  # groups of the step under way, in order
+        self.begun: list[bytes] = []  # groups of the step under way, in order: the weights are no version's
         self._asked: list[bytes] = []  # groups of a step that this controller has asked for, in order
         self._at: Version | None = None  # where the controller has it; None: where it is
 
@@ -40,11 +40,6 @@ class StepCache:
         """A controller that comes anew takes it for a new trainer."""
         self._at, self._asked = INITIAL, []
 
-    @property
-    def mid_step(self) -> bool:
-        """The weights are no version's."""
-        return bool(self._begun)
-
     def new(self, base: Version, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
         """Of the groups of a part those that were not learned from, which are from now on; RuntimeError: others
         were."""
@@ -55,17 +50,14 @@ class StepCache:
         if self._asked[:shared] != known[:shared] or (answer is not None and len(self._asked) > shared):
             raise RuntimeError(f"the step from version {base} is asked for again with other groups")
         if answer is None:
-            self._begun = known + self._asked[shared:]
+            self.begun = known + self._asked[shared:]
         return groups[max(0, shared - before) :]
 
     def made(self, base: Version, answer: StepFinished) -> None:
         self._steps.pop(base - STEPS, None)
-        self._steps[base] = self._begun, answer
-        self._begun, self._asked = [], []
+        self._steps[base] = self.begun, answer
+        self.begun, self._asked = [], []
         self.digests[base + 1] = answer.digest
-
-    def restored(self) -> None:
-        self.digests, self._steps, self._begun, self._asked, self._at = {}, {}, [], [], None
 
     def rewind(self, step: Version, version: Version) -> bool:
         """To a checkpoint; False: it must be read."""
@@ -87,7 +79,7 @@ class StepCache:
 
     def _known(self, base: Version) -> tuple[list[bytes], StepFinished | None]:
         if self._at is None:
-            return self._begun, None
+            return self.begun, None
         if base != self._at or base not in self._steps:
             raise RuntimeError(f"the step from version {base} is asked for again, and is not remembered")
         return self._steps[base]

@@ -23,6 +23,7 @@ from typing import Any
 from dora_jax.orchestrate.events import TimePassed
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied
+from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import WIRE, WeightDistribution
@@ -34,7 +35,8 @@ TRAINER = "trainer"
 
 
 class WeightPublisher:
-    """past: gangs and storage may hold weights left by an earlier controller."""
+    """`PublishedWeights` of the controller, to which weights never come: the trainer's processes hold them for the
+    instances. past: gangs and storage may hold weights left by an earlier controller."""
 
     def __init__(self, stored: StoredWeights, paths: Sequence[str], notify: Callable[[str], None], past: bool = False):
         self.stored = stored
@@ -44,7 +46,7 @@ class WeightPublisher:
         self._trusted = past  # weights left by the previous controller are valid
         self._settled = False  # it is known what is live of them
         self._live: set[Version] = set()  # published and not dropped
-        self._digests: dict[Version, int] = {}  # of their copies; 0: unknown
+        self.digests: dict[Version, int] = {}  # of their copies; 0: unknown
         self._unwritten: list[Version] = []  # kept by the trainer's gang, to be stored in this order
         self._writing: Version | None = None
         self._write: Any = None  # the call; once it is done, it was refused where `_writing` is still set
@@ -105,6 +107,13 @@ class WeightPublisher:
 
     # ------------------------------------------------- of the trainer's gang
 
+    def put(self, version: Version, weights: Tree, digest: int = 0, copy: int = 0) -> int:
+        """weights: the RemoteTrainer, for its gang's."""
+        return weights.publish(version, copy)
+
+    def get(self, version: Version, shardings: Tree) -> Tree:
+        raise KeyError(f"version {version} is in the trainer's processes, not in the controller's")
+
     def begin(self, version: Version, digest: int = 0) -> None:
         """The version is being published: until `drop`, a trainer gang that is lost leaves it to the next gang.
 
@@ -128,10 +137,6 @@ class WeightPublisher:
         with self._lock:
             return sorted(version for version in self._live if version not in self.stored.versions)
 
-    def digest(self, version: Version) -> int:
-        """The digest of the version's copy; 0: it is not known."""
-        return self._digests.get(version, 0)
-
     def kept(self, gang: Gang, version: Version, digest: int = 0) -> None:
         """Every process of the trainer keeps its shard: instances can fetch the version from now on. digest: of the
         copy."""
@@ -150,15 +155,11 @@ class WeightPublisher:
                 raise StoreError(f"version {version} cannot be published: {error}") from error
             self._written(version)
 
-    def never_again(self, version: Version) -> None:
-        """The trainer is lost, and makes other weights of this version now."""
-        self.tell(ex.VersionDue(version=version, due=False))
-
     def drop(self, version: Version) -> None:
         """No instance will want this version any more."""
         with self._lock:
             self._live.discard(version)
-            self._digests.pop(version, None)
+            self.digests.pop(version, None)
             for fact in (
                 ex.Stored(version=version, there=False),
                 ex.VersionDue(version=version, due=False),
@@ -170,9 +171,6 @@ class WeightPublisher:
             writing = version == self._writing
         if not writing:  # else it is dropped when it is written
             self.stored.drop(version)
-
-    def dropped(self, gang: Gang, version: Version) -> None:
-        self.tell(ex.Dropped(world=gang.name, version=version))
 
     def tell(self, fact: Any) -> None:
         with self._lock:
@@ -195,7 +193,7 @@ class WeightPublisher:
     # ------------------------------------------------------------ private
 
     def _known(self, version: Version, digest: int) -> None:
-        self._digests[version] = digest
+        self.digests[version] = digest
         self.tell(ex.VersionDigest(version=version, digest=digest))
 
     def _write_next(self, gang: Gang) -> None:

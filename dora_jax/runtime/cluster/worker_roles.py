@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,10 +25,9 @@ from dora_jax.plan import devices
 from dora_jax.publish import HostWeights, Slices, same_types
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.cluster.checkpoint_shards import home
-from dora_jax.runtime.cluster.connection import ControllerConnection, Follower, Leader, ProcessStatus
+from dora_jax.runtime.cluster.checkpoint_shards import CheckpointWriter
+from dora_jax.runtime.cluster.connection import ControllerConnection, HeartbeatSender, Turns
 from dora_jax.runtime.cluster.lent_role import LentRole
-from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
 from dora_jax.runtime.common.sample_gaps import SampleGaps
@@ -43,22 +41,19 @@ from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.trainer import checkpoint
-from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.types import Version
-
-Restore = Callable[[Version, Tree, Tree], tuple[Tree, Tree]]  # (step, params, opt_state), the two as they lie
 
 
 class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
     def __init__(
-        self, begin: Begin, config: Config, link: ControllerConnection, status: ProcessStatus, turns: Leader | Follower
+        self, begin: messages.Begin, config: Config, link: ControllerConnection, status: HeartbeatSender, turns: Turns
     ):
         devices.check_slice("cluster.trainer_slice", "" if config.cpu_devices else config.cluster.trainer_slice)
         self._config = config
         self._link, self._status, self._turns = link, status, turns
-        self._home = home(begin)
+        self._home = CheckpointWriter(begin.workdir, begin.rank)
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
         self._views = TokenViews(self._trainer, config.trainer.show_every)
@@ -74,7 +69,8 @@ class TrainerRole:
         self._copies: dict[Version, int] = {}  # digests of what was published
         wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
         self._transfers = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
-        self._checkpoints: Checkpoints | None = None  # opened by the first save: nothing else writes there by then
+        # opened by the first save: nothing else writes there by then
+        self._checkpoints: checkpoint.Checkpoints | None = None
         self._cache = StepCache()
         self._lent = LentRole(begin, config, link, self._trainer) if config.orchestrator.elastic else None
         shape = build.batch_layout(config, self._trainer.shards)
@@ -108,7 +104,7 @@ class TrainerRole:
                         if self._checkpoints is not None:
                             self._checkpoints.wait()
                         self._cache.mark_unhealthy()
-                        self._link.rejoin()
+                        self._link.alone = False
                         self._link.send(messages.Ready(holds=holds))
                     case messages.Call(number=number, what=what):
                         self._link.send(messages.Answer(number=number, what=self._answer(what)))
@@ -131,7 +127,7 @@ class TrainerRole:
                 raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
             case messages.TrainGroups(base=base, groups=groups):
                 self._digest()  # while the weights are those of a version
-                began = self._cache.mid_step
+                began = bool(self._cache.begun)
                 if new := self._cache.new(base, groups):
                     self._trainer.learn(self._pack(new, base), **({} if began else self._gap.among(new, base)))
             case messages.FinishStep(base=base):
@@ -146,25 +142,23 @@ class TrainerRole:
                 )
                 self._cache.made(base, made)
                 return made
-            case messages.PublishWeights(version=version) if version < self._held or self._cache.mid_step:
+            case messages.PublishWeights(version=version) if version < self._held or self._cache.begun:
                 if version not in self._kept.versions:
                     raise RuntimeError(f"version {version} is asked for of a trainer that is beyond it")
                 return messages.Done(value=self._copies[version])
             case messages.PublishWeights(version=version):
                 return messages.Done(value=self._publish(version))
-            case messages.RestoreCheckpoint(step=step):
-                if not self._cache.rewind(step, self._held):
-                    read = self._read(what, self._home.restore)
-                    if isinstance(read, messages.CallDeclined):
-                        return read
-                    self._trainer.load(*read, step)
-                    self._cache.restored()
-            case messages.CheckCheckpoint():
-                read = self._read(what, self._home.restore_unsealed)
+            case messages.RestoreCheckpoint(step=step) if self._cache.rewind(step, self._held):
+                pass  # the steps since are remembered
+            case messages.RestoreCheckpoint() | messages.CheckCheckpoint():
+                read = self._read(what)
                 if isinstance(read, messages.CallDeclined):
                     return read
+                if isinstance(what, messages.RestoreCheckpoint):
+                    self._trainer.load(*read, what.step)
+                    self._cache = StepCache()
             case messages.SaveCheckpoint(version=version, rl_state=rl_state, metrics=metrics):
-                if version != self._version or self._cache.mid_step:
+                if version != self._version or self._cache.begun:
                     return messages.CallDeclined(error=f"the trainer is at version {self._version}, or beyond it")
                 state = self._trainer.state
                 self._saver().save(version, state.params, state.opt_state, rl_state, metrics)
@@ -182,14 +176,15 @@ class TrainerRole:
         return messages.Done(value=self._version)
 
     def _read(
-        self, what: messages.RestoreCheckpoint | messages.CheckCheckpoint, restore: Restore
+        self, what: messages.RestoreCheckpoint | messages.CheckCheckpoint
     ) -> tuple[Tree, Tree] | messages.CallDeclined:
         """(params, opt_state) of a checkpoint, if all processes can read it and it has the digests that are asked
         for."""
         like = self._trainer.abstract_state()
         state, error = None, ""
         try:
-            state = restore(what.step, like.params, like.opt_state)
+            unsealed = isinstance(what, messages.CheckCheckpoint)
+            state = self._home.restore(what.step, like.params, like.opt_state, unsealed)
         except StoreError:
             raise  # the store's trouble, and no damage
         except Exception as fault:  # of Orbax, tensorstore or the file system: whatever the damage leads to
@@ -224,7 +219,7 @@ class TrainerRole:
         self._kept.put(version, given)
         self._copies = {old: self._copies[old] for old in self._copies if old in self._kept.versions}
         self._copies[version] = self._digest() if same_types(self._trainer.params, copy) else digest(copy)
-        self._transfers.soon(functools.partial(jax.tree.map, Slices.bring_home, given))
+        self._transfers.jobs.put(functools.partial(jax.tree.map, Slices.bring_home, given))
         return self._copies[version]
 
     def _write(self, version: Version) -> None:
@@ -232,7 +227,7 @@ class TrainerRole:
         if self._config.cluster.wire == "storage":
             self._kept.drop(version)
 
-    def _saver(self) -> Checkpoints:
+    def _saver(self) -> checkpoint.Checkpoints:
         if self._checkpoints is None:
 
             def notify(text: str, *_: Any) -> None:

@@ -14,7 +14,7 @@ Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.
 Environments    tasks.environments.EnvironmentPool
 GroupStore      buffer.pack.MemoryGroupStore
 WeightStore     publish.HostWeights (memory), transfer.StoredWeights (storage), and of the trainer
-PublishedWeights    publish.DeviceWeights, cluster.RemoteWeights (its processes, which send them over the wire)
+PublishedWeights    publish.DeviceWeights, cluster.WeightPublisher (its processes, which send them over the wire)
 """
 
 from __future__ import annotations

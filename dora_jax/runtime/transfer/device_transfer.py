@@ -57,7 +57,7 @@ class Wire:
 
     def __init__(self, ip: str, token: bytes):
         self._token = token
-        self._offered: dict[Key, int] = {}
+        self.offers: dict[Key, int] = {}  # that are not released -> their numbers
         self._pieces: dict[int, list[np.ndarray]] = {}  # by the number of their offer
         self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class Wire:
             if last is not None and key.sequence <= last:
                 raise WireError(f"{words(key)} is not offered again: the last transfer to it was {last}")
             self._last[key.receiver] = key.sequence
-            self._offered[key] = number
+            self.offers[key] = number
             self._pieces[number] = arrays = [_bytes(np.ascontiguousarray(piece)) for piece in pieces.values()]
         checksums = tuple(zlib.crc32(array.data) for array in arrays)
         return Manifest(key=key, address=self.address, number=number, shards=tuple(pieces), crc32=checksums)
@@ -84,7 +84,7 @@ class Wire:
         """Forgets an offer, made or still to come. One that is being read stays until its reader has ended."""
         with self._lock:
             self._last[key.receiver] = max(key.sequence, self._last.get(key.receiver, key.sequence))
-            self._pieces.pop(self._offered.pop(key, 0), None)
+            self._pieces.pop(self.offers.pop(key, 0), None)
 
     def take(
         self,
@@ -100,39 +100,47 @@ class Wire:
         check(manifests, wanted, key)
         timeout_s = deadline_s(sum(shard.bytes for shard in wanted)) if timeout_s is None else timeout_s
         until_s = time.monotonic() + timeout_s
-        # the wanted shard in which each piece lies
         by_path: dict[str, list[Shard]] = {}
         for shard in wanted:
             by_path.setdefault(shard.path, []).append(shard)
-        homes = {
-            piece: next(shard for shard in by_path[piece.path] if inside(piece, shard))
-            for manifest in manifests
-            for piece in manifest.shards
-        }
         got: dict[Shard, list[tuple[Shard, np.ndarray]]] = {shard: [] for shard in wanted}
-        reads: list[_Reading] = []
+        jobs: list[Job] = []
+        unproven: list[tuple[Manifest, list[np.ndarray], int]] = []  # shards by their numbers in a manifest
         for manifest in manifests:
             pieces = {piece: np.empty(_extent(piece), jnp.dtype(piece.dtype)) for piece in manifest.shards}
             for piece, array in pieces.items():
-                got[homes[piece]].append((piece, array))
-            reads.append((manifest, [_bytes(array) for array in pieces.values()]))
-        self._read_all([(*each, *bounds) for each in reads for bounds in _streams(_size(each[1]))], until_s, timeout_s)
-        damaged = [(*each, i) for each in reads for i in range(len(each[1])) if _differs(*each, i)]
-        for _ in range(REREADS):
-            again = [(offer, into, _size(into[:i]), _size(into[: i + 1])) for offer, into, i in damaged]
-            self._read_all(again, until_s, timeout_s)
-            damaged = [each for each in damaged if _differs(*each)]
-        for manifest, _, i in damaged:
+                home = next(shard for shard in by_path[piece.path] if inside(piece, shard))
+                got[home].append((piece, array))
+            into = [_bytes(array) for array in pieces.values()]
+            size = _size(into)
+            count = min(STREAMS, max(1, size // STREAM_BYTES)) if size else 0
+            jobs += [(manifest, into, size * i // count, size * (i + 1) // count) for i in range(count)]
+            unproven += [(manifest, into, i) for i in range(len(into))]
+        for _ in range(1 + REREADS):
+            pool = ThreadPoolExecutor(READERS, "wire")
+            try:
+                for done in as_completed([pool.submit(self._read, job, until_s, timeout_s) for job in jobs]):
+                    done.result()
+            finally:  # the first failure ends the transfer; the other reads end by themselves
+                pool.shutdown(wait=False, cancel_futures=True)
+            unproven = [each for each in unproven if zlib.crc32(each[1][each[2]].data) != each[0].crc32[each[2]]]
+            jobs = [(offer, into, _size(into[:i]), _size(into[: i + 1])) for offer, into, i in unproven]
+        for manifest, _, i in unproven:
             raise WireError(
                 f"{words(key)}: {box_words(manifest.shards[i])} from {manifest.address} has another checksum than was "
                 f"offered, {1 + REREADS} times"
             )
-        return {shard: _joined(shard, pieces) for shard, pieces in got.items()}
-
-    @property
-    def offers(self) -> tuple[Key, ...]:
-        """The offers that are not released."""
-        return tuple(self._offered)
+        taken: dict[Shard, np.ndarray] = {}
+        for shard, parts in got.items():
+            if len(parts) > 1:
+                whole = np.empty(_extent(shard), jnp.dtype(shard.dtype))
+                while parts:  # a piece is freed once it is copied
+                    piece, array = parts.pop()
+                    whole[within((piece.start, piece.stop), (shard.start, shard.stop))] = array
+                taken[shard] = whole
+            else:
+                taken[shard] = parts[0][1]
+        return taken
 
     def close(self) -> None:
         self._listener.close()
@@ -153,16 +161,6 @@ class Wire:
             peer.sendall(HAS)
             for part in _parts(pieces, start, stop):
                 peer.sendall(part)
-
-    def _read_all(self, jobs: Sequence[Job], until_s: float, timeout_s: float) -> None:
-        pool = ThreadPoolExecutor(READERS, "wire")
-        try:
-            for done in as_completed([pool.submit(self._read, job, until_s, timeout_s) for job in jobs]):
-                done.result()
-        finally:
-            pool.shutdown(
-                wait=False, cancel_futures=True
-            )  # the first failure ends the transfer; the other reads end by themselves
 
     def _read(self, job: Job, until_s: float, timeout_s: float) -> None:
         manifest, targets, start, stop = job
@@ -186,8 +184,7 @@ class Wire:
 
 # ---------------------------------------------------------------- private
 
-_Reading = tuple[Manifest, list[np.ndarray]]  # an offer, the bytes that its shards are read into
-Job = tuple[Manifest, list[np.ndarray], int, int]  # the same, first byte and end
+Job = tuple[Manifest, list[np.ndarray], int, int]  # an offer, the bytes that its shards are read into; first byte, end
 
 
 def _socket(end: connection.Connection) -> socket.socket:
@@ -214,17 +211,6 @@ def _size(arrays: Iterable[np.ndarray]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def _differs(manifest: Manifest, targets: list[np.ndarray], i: int) -> bool:
-    """Whether shard `i` has another checksum than was offered."""
-    return zlib.crc32(targets[i].data) != manifest.crc32[i]
-
-
-def _streams(size: int) -> list[tuple[int, int]]:
-    """(first byte, end) of the parts into which so many bytes are cut; about equal."""
-    count = min(STREAMS, max(1, size // STREAM_BYTES)) if size else 0
-    return [(size * i // count, size * (i + 1) // count) for i in range(count)]
-
-
 def _parts(pieces: Iterable[np.ndarray], start: int, stop: int) -> Iterator[memoryview]:
     """The bytes [start, stop) of the pieces laid end to end."""
     at = 0
@@ -237,13 +223,3 @@ def _parts(pieces: Iterable[np.ndarray], start: int, stop: int) -> Iterator[memo
 
 def _extent(shard: Shard) -> list[int]:
     return [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
-
-
-def _joined(shard: Shard, pieces: list[tuple[Shard, np.ndarray]]) -> np.ndarray:
-    if len(pieces) == 1:
-        return pieces[0][1]
-    whole = np.empty(_extent(shard), jnp.dtype(shard.dtype))
-    while pieces:  # a piece is freed once it is copied
-        piece, array = pieces.pop()
-        whole[within((piece.start, piece.stop), (shard.start, shard.stop))] = array
-    return whole

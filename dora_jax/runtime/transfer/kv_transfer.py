@@ -52,7 +52,7 @@ def lend(wire: Wire, key: Key, in_flight: InFlightSample) -> Lent:
         raise WireError(f"{words(key)} is a sample of version {in_flight.version}")
     manifest = None
     if in_flight.pages:
-        manifest = wire.give(key, {_whole(name, pages): pages for name, pages in in_flight.pages.items()})
+        manifest = wire.give(key, {shard_of(name, pages): pages for name, pages in in_flight.pages.items()})
     return Lent(
         in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=manifest
     )
@@ -65,27 +65,16 @@ def fetch(wire: Wire, lent: Lent, key: Key, layout: PageShape, timeout_s: float 
         raise WireError(f"a sample of version {lent.in_flight.version} comes where {words(key)} is expected")
     if lent.manifest is None:
         return lent.in_flight
-    if not (lent.page_size > 0 and 0 < lent.kv_len <= _tokens(lent.in_flight)):
+    tokens = len(lent.in_flight.prompt_ids) + len(lent.in_flight.out_ids)
+    if not (lent.page_size > 0 and 0 < lent.kv_len <= tokens):
         raise WireError(
-            f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of "
-            f"{_tokens(lent.in_flight)} tokens"
+            f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of {tokens} tokens"
         )
     pages = -(-lent.kv_len // lent.page_size)
     shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size)}
     if not layout.latent:
         shapes["v"] = (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim)
-    wanted = {name: _whole(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()}
+    wanted = {name: shard_of(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()}
     got = wire.take(lent.manifest, list(wanted.values()), key, timeout_s)
     in_flight = dataclasses.replace(lent.in_flight, kv_len=lent.kv_len, page_size=lent.page_size)
     return with_pages(in_flight, {name: got[shard] for name, shard in wanted.items()})
-
-
-# ---------------------------------------------------------------- private
-
-
-def _whole(name: str, pages: np.ndarray | jax.ShapeDtypeStruct) -> Shard:
-    return shard_of(name, pages, ((0,) * len(pages.shape), tuple(pages.shape)))
-
-
-def _tokens(in_flight: InFlightSample) -> int:
-    return len(in_flight.prompt_ids) + len(in_flight.out_ids)

@@ -30,7 +30,7 @@ Holders = dict[Box, list[int]]  # of one tensor: each box -> the processes that 
 
 def offered(copy: Tree) -> Tree:
     """The shards of the trainer's copy that this process gives, as Slices on their way to host memory."""
-    giver = _givers({path: _holders(leaf) for path, leaf in _named(copy)}, _itemsizes(copy))
+    giver = _givers(dict(_named(copy)))
     return sliced(copy, lambda path, box: giver[path, box] == jax.process_index())
 
 
@@ -38,7 +38,7 @@ def writers(copy: Tree) -> dict[int, int]:
     """Bytes that each process of the world gives of such a copy (arrays, or ShapeDtypeStructs with shardings)."""
     leaves = dict(_named(copy))
     given: dict[int, int] = {}
-    for (path, box), process in _givers({p: _holders(leaf) for p, leaf in leaves.items()}, _itemsizes(copy)).items():
+    for (path, box), process in _givers(leaves).items():
         given[process] = given.get(process, 0) + volume(box) * leaves[path].dtype.itemsize
     return given
 
@@ -75,18 +75,17 @@ def pieces(slices: Tree, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
 
 def received(like: Tree, got: Mapping[Shard, np.ndarray]) -> Tree:
     """Tree of Slices, for the devices of `like` and for other receivers. `got`: the shards that were `wanted`."""
-    boxes = {path: _joined(_holders(leaf)) for path, leaf in _named(like)}
-    giver, me = _givers(boxes, _itemsizes(like)), jax.process_index()
-    arrays: dict[str, dict[Box, np.ndarray | jax.Array]] = {path: {} for path in boxes}
+    leaves = dict(_named(like))
+    giver = _givers(leaves, {path: _joined(_holders(leaf)) for path, leaf in leaves.items()})
+    arrays: dict[str, dict[Box, np.ndarray | jax.Array]] = {path: {} for path in leaves}
     for shard, array in got.items():
         arrays[shard.path][shard.start, shard.stop] = array
-
-    def slices(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> Slices:
-        mine = arrays[name_of(path)]
-        given = frozenset(box for box in mine if giver[name_of(path), box] == me)
-        return Slices(tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding.shard_shape(leaf.shape), mine, given)
-
-    return jax.tree_util.tree_map_with_path(slices, like)
+    found = []
+    for path, leaf in leaves.items():
+        mine, part = arrays[path], leaf.sharding.shard_shape(leaf.shape)
+        given = frozenset(box for box in mine if giver[path, box] == jax.process_index())
+        found.append(Slices(tuple(leaf.shape), np.dtype(leaf.dtype), part, mine, given))
+    return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
 def sums(slices: Tree, shards: Sequence[Shard]) -> tuple[Sums, ...]:
@@ -99,8 +98,9 @@ def sums(slices: Tree, shards: Sequence[Shard]) -> tuple[Sums, ...]:
     return tuple(sums_of(boxes))
 
 
-def shard_of(path: str, leaf: Leaf, box: Box) -> Shard:
-    """The shard of this box. `leaf`: the whole array, or what describes it."""
+def shard_of(path: str, leaf: Leaf, box: Box | None = None) -> Shard:
+    """The shard of this box; None: of all of it. `leaf`: the whole array, or what describes it."""
+    box = box or ((0,) * len(leaf.shape), tuple(leaf.shape))
     return Shard(
         path=path,
         shape=tuple(leaf.shape),
@@ -117,10 +117,6 @@ def shard_of(path: str, leaf: Leaf, box: Box) -> Shard:
 def _named(tree: Tree) -> list[tuple[str, Any]]:
     """(name, leaf) of all leaves."""
     return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _itemsizes(tree: Tree) -> dict[str, int]:
-    return {path: leaf.dtype.itemsize for path, leaf in _named(tree)}
 
 
 def _holders(leaf: jax.Array | jax.ShapeDtypeStruct) -> Holders:
@@ -147,8 +143,9 @@ def _joined(holders: Holders) -> Holders:
     return joined if apart else holders
 
 
-def _givers(holders: Mapping[str, Holders], itemsizes: Mapping[str, int]) -> dict[tuple[str, Box], int]:
-    """The process that gives each box."""
+def _givers(leaves: Mapping[str, Any], holders: Mapping[str, Holders] | None = None) -> dict[tuple[str, Box], int]:
+    """The process that gives each box. holders None: of the boxes as they lie."""
+    holders = holders or {path: _holders(leaf) for path, leaf in leaves.items()}
     boxes = [(path, box) for path in holders for box in holders[path]]
-    takers = turns([volume(box) * itemsizes[path] for path, box in boxes], [holders[path][box] for path, box in boxes])
-    return dict(zip(boxes, takers, strict=True))
+    sizes = [volume(box) * leaves[path].dtype.itemsize for path, box in boxes]
+    return dict(zip(boxes, turns(sizes, [holders[path][box] for path, box in boxes]), strict=True))

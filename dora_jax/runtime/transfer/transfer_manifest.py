@@ -6,6 +6,7 @@ exactly those manifests whose shards give every element of the expected shards o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ CODEC = Codec(Key, Shard, Manifest)
 def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) -> None:
     """WireError where the manifests are not exactly the expected shards under this key."""
     offered: dict[Shard, None] = {}
+    there: dict[str, list[Shard]] = {}
     for manifest in manifests:
         if manifest.key != key:
             raise WireError(f"{words(manifest.key)} is offered where {words(key)} is expected")
@@ -85,8 +87,24 @@ def check(manifests: Sequence[Manifest], expected: Sequence[Shard], key: Key) ->
             if shard in offered:
                 raise WireError(f"{words(key)}: {box_words(shard)} is offered twice")
             offered[shard] = None
-    if fault := _difference(tuple(offered), expected):
+            there.setdefault(shard.path, []).append(shard)
+    if fault := empty(expected):
         raise WireError(f"{words(key)}: {fault}")
+    asked: set[Shard] = set()
+    for shard in expected:
+        near = there.get(shard.path, [])
+        parts = [
+            part for part in near if inside(part, shard) and part.bytes * _volume(shard) == shard.bytes * _volume(part)
+        ]
+        if not _tiled(shard, parts):
+            text = (
+                f"{box_words(near[0])} with {near[0].bytes} bytes is offered" if near else f"no {shard.path} is offered"
+            )
+            more = f" among {len(near)} pieces" if len(near) > 1 else ""
+            raise WireError(f"{words(key)}: {text}{more} where {box_words(shard)} with {shard.bytes} bytes is expected")
+        asked.update(parts)
+    if extra := [shard for shard in offered if shard not in asked]:
+        raise WireError(f"{words(key)}: {box_words(extra[0])} is offered and was not asked for")
 
 
 def turns(sizes: Sequence[int], holders: Sequence[Collection[int]]) -> list[int]:
@@ -115,25 +133,13 @@ def inside(part: Shard, whole: Shard) -> bool:
 
 def sound(shard: Shard, itemsize: int) -> bool:
     """Whether the box lies in its array and has as many bytes as it says. Another process sent it."""
-    return (
-        inside(
-            shard,
-            Shard(
-                path=shard.path,
-                shape=shard.shape,
-                dtype=shard.dtype,
-                start=(0,) * len(shard.shape),
-                stop=shard.shape,
-                bytes=0,
-            ),
-        )
-        and shard.bytes == _volume(shard) * itemsize
-    )
+    whole = dataclasses.replace(shard, start=(0,) * len(shard.shape), stop=shard.shape)
+    return inside(shard, whole) and shard.bytes == _volume(shard) * itemsize
 
 
-def deadline_s(size: int) -> float:
+def deadline_s(size: int, grace_s: float = GRACE_S) -> float:
     """Seconds that a pull of so many bytes may take."""
-    return GRACE_S + size / (0.5 * EXPECTED_BYTES_PER_S)
+    return grace_s + size / (0.5 * EXPECTED_BYTES_PER_S)
 
 
 def words(key: Key) -> str:
@@ -156,31 +162,6 @@ def box_words(shard: Shard) -> str:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _difference(offered: tuple[Shard, ...], expected: Sequence[Shard]) -> str | None:
-    """A sentence about the first expected shard that is not offered as expected, else about the first that was not
-    asked for; None: they agree."""
-    if fault := empty(expected):
-        return fault
-    there: dict[str, list[Shard]] = {}
-    for shard in offered:
-        there.setdefault(shard.path, []).append(shard)
-    asked: set[Shard] = set()
-    for shard in expected:
-        near = there.get(shard.path, [])
-        parts = [
-            part for part in near if inside(part, shard) and part.bytes * _volume(shard) == shard.bytes * _volume(part)
-        ]
-        if not _tiled(shard, parts):
-            text = (
-                f"{box_words(near[0])} with {near[0].bytes} bytes is offered" if near else f"no {shard.path} is offered"
-            )
-            more = f" among {len(near)} pieces" if len(near) > 1 else ""
-            return f"{text}{more} where {box_words(shard)} with {shard.bytes} bytes is expected"
-        asked.update(parts)
-    extra = next((shard for shard in offered if shard not in asked), None)
-    return f"{box_words(extra)} is offered and was not asked for" if extra else None
 
 
 def _tiled(whole: Shard, parts: Sequence[Shard]) -> bool:

@@ -19,39 +19,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from dora_jax.base.box_digest import Sums, added, combined
 from dora_jax.orchestrate.events import TimePassed
+from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.transfer_manifest import GRACE_S, Key, Shard, box_words, deadline_s, words
-from dora_jax.runtime.transfer.weight_messages import (
-    Abort,
-    Accepted,
-    Answer,
-    Broken,
-    Command,
-    Commit,
-    Committed,
-    Dropped,
-    Fact,
-    Holds,
-    Loaded,
-    NotLoaded,
-    Offer,
-    Offered,
-    Outcome,
-    Propose,
-    Pull,
-    Read,
-    Release,
-    Staged,
-    Stored,
-    TransferFailed,
-    VersionDigest,
-    VersionDue,
-    Wanted,
-    WorldDown,
-    WorldUp,
-)
 from dora_jax.types import Version
 
 STORAGE = "storage"
@@ -73,9 +46,9 @@ class _Endpoint:
 class _Transfer:
     key: Key
     source: str  # a world, or STORAGE
-    phase: type[Answer]  # the kind of answer that it waits for
+    phase: type[ex.Answer]  # the kind of answer that it waits for
     until_s: float
-    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)  # of this phase, by process
+    answers: dict[int, ex.Answer] = dataclasses.field(default_factory=dict)  # of this phase, by process
     bytes: int = 0  # the most that one process is sent
     shards: tuple[tuple[Shard, ...], ...] = ()  # that each process is sent
 
@@ -97,7 +70,7 @@ class WeightDistribution:
         self._transfers: dict[str, _Transfer] = {}  # receiver -> the one under way
         self._now_s = now_s
 
-    def step(self, fact: Fact) -> tuple[Command | Outcome, ...]:
+    def step(self, fact: ex.Fact) -> tuple[ex.Command | ex.Outcome, ...]:
         return (*self._facts(fact), *self._start_all())
 
     def holders(self, version: Version) -> tuple[str, ...]:
@@ -114,7 +87,7 @@ class WeightDistribution:
 
     # ------------------------------------------------------------- facts
 
-    def _facts(self, fact: Fact) -> Iterator[Command | Outcome]:
+    def _facts(self, fact: ex.Fact) -> Iterator[ex.Command | ex.Outcome]:
         match fact:
             case TimePassed(now_s=now_s):
                 self._now_s = max(now_s, self._now_s)
@@ -123,39 +96,45 @@ class WeightDistribution:
                     yield from self._fail(
                         late, f"process {missing[0]} of {self._answers(late)} is late with {late.phase.__name__}"
                     )
-            case WorldUp():
+            case ex.WorldUp():
                 known = self._worlds.get(fact.world)
                 if known is not None and known.epoch >= fact.epoch:
                     return
                 if known is not None:
                     yield from self._down(fact.world)
                 self._worlds[fact.world] = _Endpoint(fact.epoch, fact.hosts, fact.trainer)
-                for world in self._worlds.values():
-                    for failed in world.wanted.values():
+                for other in self._worlds.values():
+                    for failed in other.wanted.values():
                         failed.pop(fact.world, None)  # an earlier incarnation of this world failed, not this one
-            case WorldDown(world=name, epoch=epoch):
+            case ex.WorldDown(world=name, epoch=epoch):
                 if name in self._worlds and self._worlds[name].epoch == epoch:
                     yield from self._down(name)
-            case Holds(world=name, epoch=epoch, version=version):
+            case ex.Holds(world=name, epoch=epoch, version=version):
                 if name in self._worlds and self._worlds[name].epoch == epoch:
                     self._worlds[name].holds.add(version)
-            case Dropped(world=name, version=version):
+            case ex.Dropped(world=name, version=version):
                 if name in self._worlds:
                     self._worlds[name].holds.discard(version)
-            case Stored(version=version, there=there):
+            case ex.Stored(version=version, there=there):
                 (self._stored.add if there else self._stored.discard)(version)
-            case VersionDue(version=version, due=due):
+            case ex.VersionDue(version=version, due=due):
                 (self._due.add if due else self._due.discard)(version)
-            case VersionDigest(version=version, digest=digest):
+            case ex.VersionDigest(version=version, digest=digest):
                 self._digests[version] = digest
                 if not digest:  # it is dropped, or an older format of the journal did not take it
                     del self._digests[version]
-            case Wanted(world=name, version=version):
-                yield from self._want(name, version)
+            case ex.Wanted(world=name, version=version):
+                world = self._worlds.get(name)
+                if world is None:
+                    yield ex.NotLoaded(world=name, version=version, reason=f"{name} is not up")
+                elif version in world.holds:
+                    yield ex.Loaded(world=name, version=version)
+                else:
+                    world.wanted.setdefault(version, {})
             case _:
                 transfer = self._transfers.get(fact.key.receiver)
                 if transfer is not None and transfer.key == fact.key:
-                    if isinstance(fact, TransferFailed):
+                    if isinstance(fact, ex.TransferFailed):
                         yield from self._fail(transfer, fact.reason)
                         return
                     if not isinstance(fact, transfer.phase):
@@ -169,135 +148,112 @@ class WeightDistribution:
                     if len(transfer.answers) == hosts:
                         yield from self._advance(transfer, [transfer.answers[host] for host in range(hosts)])
 
-    def _down(self, name: str) -> Iterator[Command | Outcome]:
+    def _down(self, name: str) -> Iterator[ex.Command | ex.Outcome]:
         if (transfer := self._transfers.pop(name, None)) is not None:
             yield from self._release(transfer)
         del self._worlds[name]
         for transfer in [t for t in self._transfers.values() if t.source == name]:
-            if transfer.phase is not Committed:  # by then the source is not needed any more
+            if transfer.phase is not ex.Committed:  # by then the source is not needed any more
                 yield from self._fail(transfer, f"{name} is gone")
-
-    def _want(self, name: str, version: Version) -> Iterator[Outcome]:
-        world = self._worlds.get(name)
-        if world is None:
-            yield NotLoaded(world=name, version=version, reason=f"{name} is not up")
-        elif version in world.holds:
-            yield Loaded(world=name, version=version)
-        else:
-            world.wanted.setdefault(version, {})
-
-    def _advance(self, transfer: _Transfer, answers: list[Answer]) -> Iterator[Command | Outcome]:
-        """Every process has answered, in the kind of this phase."""
-        if transfer.phase is Accepted:
-            yield from self._accepted(transfer, [answer for answer in answers if isinstance(answer, Accepted)])
-        elif transfer.phase is Offered:
-            yield from self._offered(transfer, [answer for answer in answers if isinstance(answer, Offered)])
-        elif transfer.phase is Staged:
-            yield from self._staged(transfer, [answer for answer in answers if isinstance(answer, Staged)])
-        else:
-            world, version = self._end(transfer), transfer.key.version
-            world.holds.add(version)
-            del world.wanted[version]
-            yield Loaded(world=transfer.key.receiver, version=version)
 
     # ------------------------------------------------------------ phases
 
-    def _start_all(self) -> Iterator[Command | Outcome]:
+    def _advance(self, transfer: _Transfer, answers: list[Any]) -> Iterator[ex.Command | ex.Outcome]:
+        """Every process has answered, in the kind of this phase."""
+        key, receiver = transfer.key, transfer.key.receiver
+        if transfer.phase is ex.Accepted:
+            transfer.shards = tuple(answer.shards for answer in answers)
+            transfer.bytes = max(sum(shard.bytes for shard in shards) for shards in transfer.shards)
+            if transfer.source == STORAGE:
+                self._enter(transfer, ex.Staged, deadline_s(transfer.bytes))
+                yield ex.Read(world=receiver, key=key)
+            else:
+                self._enter(transfer, ex.Offered, GRACE_S)
+                yield ex.Offer(world=transfer.source, key=key, wanted=transfer.shards)
+        elif transfer.phase is ex.Offered:
+            timeout_s = deadline_s(transfer.bytes)
+            # a process that is alive reports its own timeout before
+            self._enter(transfer, ex.Staged, timeout_s + GRACE_S)
+            manifests = tuple(zip(*(answer.manifests for answer in answers), strict=True))
+            yield ex.Pull(world=receiver, key=key, timeout_s=timeout_s, manifests=manifests)
+        elif transfer.phase is ex.Staged:
+            digest = self._digests.get(key.version)
+            if digest and (fault := _fault(transfer.shards, [answer.sums for answer in answers], digest)):
+                yield from self._fail(transfer, fault)
+                return
+            self._enter(transfer, ex.Committed, GRACE_S)
+            yield ex.Commit(world=receiver, key=key)
+            yield from self._release(transfer, staged=True)
+        else:
+            world = self._end(transfer)
+            world.holds.add(key.version)
+            del world.wanted[key.version]
+            yield ex.Loaded(world=receiver, version=key.version)
+
+    def _start_all(self) -> Iterator[ex.Command | ex.Outcome]:
         """Starts each transfer that waits and has a free source; gives up a version that no source can bring."""
         for name, world in self._worlds.items():
             for version, failed in list(world.wanted.items()):
                 if name in self._transfers:
                     break
                 sources = self._sources(version, failed)
-                free = [source for source in sources if source == STORAGE or self._serving(source) < self._fanout]
+                free = [source for source in sources or () if source == STORAGE or self._serving(source) < self._fanout]
                 if free:
                     self._sequence += 1
                     key = Key(epoch=self._worlds[name].epoch, version=version, receiver=name, sequence=self._sequence)
-                    self._transfers[name] = _Transfer(key, min(free, key=self._cost), Accepted, self._now_s + GRACE_S)
-                    yield Propose(world=name, key=key)
-                elif not sources and not self._is_to_come(version, failed):
+                    source = min(free, key=self._cost)
+                    self._transfers[name] = _Transfer(key, source, ex.Accepted, self._now_s + GRACE_S)
+                    yield ex.Propose(world=name, key=key)
+                elif sources == []:
                     del world.wanted[version]
                     reasons = [f"from {source}: {reason}" for source, reason in failed.items()]
-                    yield NotLoaded(
+                    yield ex.NotLoaded(
                         world=name, version=version, reason="; ".join(reasons) or f"no process holds version {version}"
                     )
 
-    def _accepted(self, transfer: _Transfer, answers: list[Accepted]) -> Iterator[Command]:
-        transfer.shards = tuple(answer.shards for answer in answers)
-        transfer.bytes = max(sum(shard.bytes for shard in answer.shards) for answer in answers)
-        if transfer.source == STORAGE:
-            self._enter(transfer, Staged, deadline_s(transfer.bytes))
-            yield Read(world=transfer.key.receiver, key=transfer.key)
-        else:
-            self._enter(transfer, Offered, GRACE_S)
-            yield Offer(world=transfer.source, key=transfer.key, wanted=tuple(answer.shards for answer in answers))
-
-    def _offered(self, transfer: _Transfer, answers: list[Offered]) -> Iterator[Command]:
-        timeout_s = deadline_s(transfer.bytes)
-        self._enter(transfer, Staged, timeout_s + GRACE_S)  # a process that is alive reports its own timeout before
-        yield Pull(
-            world=transfer.key.receiver,
-            key=transfer.key,
-            timeout_s=timeout_s,
-            manifests=tuple(zip(*(answer.manifests for answer in answers), strict=True)),
-        )
-
-    def _staged(self, transfer: _Transfer, answers: list[Staged]) -> Iterator[Command | Outcome]:
-        digest = self._digests.get(transfer.key.version)
-        if digest and (fault := _fault(transfer.shards, [answer.sums for answer in answers], digest)):
-            yield from self._fail(transfer, fault)
-            return
-        self._enter(transfer, Committed, GRACE_S)
-        yield Commit(world=transfer.key.receiver, key=transfer.key)
-        yield from self._release(transfer, staged=True)
-
-    def _fail(self, transfer: _Transfer, reason: str) -> Iterator[Command | Outcome]:
+    def _fail(self, transfer: _Transfer, reason: str) -> Iterator[ex.Command | ex.Outcome]:
         world, key = self._end(transfer), transfer.key
-        if transfer.phase is Committed:
+        if transfer.phase is ex.Committed:
             del world.wanted[key.version]
-            yield Broken(world=key.receiver, epoch=key.epoch, reason=f"{words(key)}: {reason}")
+            yield ex.Broken(world=key.receiver, epoch=key.epoch, reason=f"{words(key)}: {reason}")
             return
         world.wanted[key.version][transfer.source] = reason
-        yield Abort(world=key.receiver, key=key, reason=f"from {transfer.source}: {reason}")
+        yield ex.Abort(world=key.receiver, key=key, reason=f"from {transfer.source}: {reason}")
         yield from self._release(transfer)
 
     # ----------------------------------------------------------- private
 
-    def _enter(self, transfer: _Transfer, phase: type[Answer], timeout_s: float) -> None:
+    def _enter(self, transfer: _Transfer, phase: type[ex.Answer], timeout_s: float) -> None:
         transfer.phase, transfer.answers, transfer.until_s = phase, {}, self._now_s + timeout_s
 
     def _end(self, transfer: _Transfer) -> _Endpoint:
         del self._transfers[transfer.key.receiver]
         return self._worlds[transfer.key.receiver]
 
-    def _release(self, transfer: _Transfer, staged: bool = False) -> Iterator[Release]:
-        asked = staged or transfer.phase in (Offered, Staged)  # else the source offers nothing yet, or no more
+    def _release(self, transfer: _Transfer, staged: bool = False) -> Iterator[ex.Release]:
+        asked = staged or transfer.phase in (ex.Offered, ex.Staged)  # else the source offers nothing yet, or no more
         if asked and transfer.source in self._worlds:
-            yield Release(world=transfer.source, key=transfer.key, hosts=self._worlds[transfer.key.receiver].hosts)
+            yield ex.Release(world=transfer.source, key=transfer.key, hosts=self._worlds[transfer.key.receiver].hosts)
 
     def _answers(self, transfer: _Transfer) -> str:
-        return transfer.source if transfer.phase is Offered else transfer.key.receiver
+        return transfer.source if transfer.phase is ex.Offered else transfer.key.receiver
 
     def _serving(self, name: str) -> int:
         return sum(transfer.source == name for transfer in self._transfers.values())
 
-    def _sources(self, version: Version, failed: dict[str, str]) -> list[str]:
-        """The sources of a version: all of the first path that has any."""
+    def _sources(self, version: Version, failed: dict[str, str]) -> list[str] | None:
+        """The sources of a version: all of the first path that has any; None: one that is not there yet will be."""
         if len(failed) >= ATTEMPTS:
             return []
         for path in self._paths:
             there = self.holders(version) if path == WIRE else (STORAGE,) * (version in self._stored)
             if sources := [source for source in there if source not in failed]:
                 return sources
-        return []
-
-    def _is_to_come(self, version: Version, failed: dict[str, str]) -> bool:
-        """Whether a source that is not there yet will be."""
-        if version not in self._due or len(failed) >= ATTEMPTS:
-            return False
         if STORAGE in self._paths:
-            return version not in self._stored
-        return not any(world.trainer and version in world.holds for world in self._worlds.values())
+            gone = version in self._stored
+        else:
+            gone = any(world.trainer and version in world.holds for world in self._worlds.values())
+        return None if version in self._due and not gone else []
 
     def _cost(self, source: str) -> tuple[int, bool]:
         return self._serving(source), source != STORAGE and self._worlds[source].trainer

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 
 from dora_jax.orchestrate.events import TimePassed
@@ -207,30 +208,11 @@ Fact = (
     | VersionDue
     | VersionDigest
     | Wanted
-    | Accepted
-    | Offered
-    | Staged
-    | Committed
+    | Answer
     | TransferFailed
     | TimePassed
 )
 Command = Propose | Offer | Pull | Read | Commit | Abort | Release
 Outcome = Loaded | NotLoaded | Broken
-RECORDS = (
-    Key,
-    Shard,
-    Manifest,
-    Accepted,
-    Offered,
-    Staged,
-    Committed,
-    TransferFailed,
-    Propose,
-    Offer,
-    Pull,
-    Read,
-    Commit,
-    Abort,
-    Release,
-)  # that travel
+RECORDS = (Key, Shard, Manifest, *typing.get_args(Answer), TransferFailed, *typing.get_args(Command))  # that travel
 CODEC = Codec(*RECORDS)

@@ -11,8 +11,8 @@ and in any order.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable
 
 import jax
 
@@ -63,18 +63,25 @@ class WeightEndpoint:
             match command:
                 case ex.Propose(key=key):
                     with self._lock:
-                        if self._newest is not None and key.sequence < self._newest.sequence:
-                            raise self._over(key)
-                        if key != self._newest:
+                        later = self._newest is None or key.sequence >= self._newest.sequence
+                        if later and key != self._newest:
                             self._newest, self._phase, self._staged = key, ex.Accepted, None
                         self._check(key)
                     return ex.Accepted(key=key, host=self._host, shards=self._wanted)
-                case ex.Offer():
-                    return self._offer(command)
-                case ex.Pull(key=key):
-                    return self._stage(key, lambda: self._pull(command))
-                case ex.Read(key=key):
-                    return self._stage(key, lambda: self._read(key))
+                case ex.Offer(key=key):
+                    with self._lock:
+                        if key.sequence <= self._released.get(key.receiver, 0):
+                            return None  # the command came late: its transfer is over
+                        if key not in self._offers:
+                            weights = self.weights.get(key.version, None)
+                            manifests = [
+                                self._wire_for(key).give(_of_host(key, host), slices.pieces(weights, shards))
+                                for host, shards in enumerate(command.wanted)
+                            ]
+                            self._offers[key] = ex.Offered(key=key, host=self._host, manifests=tuple(manifests))
+                        return self._offers[key]
+                case ex.Pull() | ex.Read():
+                    return self._stage(command)
                 case ex.Commit(key=key):
                     with self._lock:
                         self._check(key)
@@ -110,21 +117,7 @@ class WeightEndpoint:
         """The transfer that has arrived and waits for its commit."""
         return None if self._staged is None else self._newest
 
-    # --------------------------------------------------------- as a source
-
-    def _offer(self, offer: ex.Offer) -> ex.Offered | None:
-        key = offer.key
-        with self._lock:
-            if key.sequence <= self._released.get(key.receiver, 0):
-                return None  # the command came late: its transfer is over
-            if key not in self._offers:
-                weights = self.weights.get(key.version, None)
-                manifests = [
-                    self._wire_for(key).give(_of_host(key, host), slices.pieces(weights, shards))
-                    for host, shards in enumerate(offer.wanted)
-                ]
-                self._offers[key] = ex.Offered(key=key, host=self._host, manifests=tuple(manifests))
-            return self._offers[key]
+    # ------------------------------------------------------------ private
 
     def _release(self, release: ex.Release) -> None:
         key = release.key
@@ -139,9 +132,8 @@ class WeightEndpoint:
             raise WireError(f"{words(key)} is to go over the wire, and this process has none")
         return self._wire
 
-    # ------------------------------------------------------- as a receiver
-
-    def _stage(self, key: Key, bring: Callable[[], Tree]) -> ex.Staged | None:
+    def _stage(self, command: ex.Pull | ex.Read) -> ex.Staged | None:
+        key = command.key
         with self._lock:
             self._check(key)
             if self._phase is not ex.Accepted:
@@ -149,29 +141,23 @@ class WeightEndpoint:
             if self._brought == key:
                 return None  # the command came twice: the first call answers
             self._brought = key
-        tree = bring()
+        if isinstance(command, ex.Pull):
+            wire, manifests = self._wire_for(key), command.manifests[self._host]
+            got = wire.take(manifests, self._wanted, _of_host(key, self._host), command.timeout_s)
+            tree = slices.received(self._like, got)
+        elif self._stored is None:
+            raise WireError(f"{words(key)} is to be read from storage, and this process has none")
+        else:
+            tree = self._stored.get(key.version, self._like)
         sums = slices.sums(tree, self._wanted)
         with self._lock:
             self._check(key)
             self._phase, self._staged, self._sums = ex.Staged, tree, sums
         return ex.Staged(key=key, host=self._host, sums=sums)
 
-    def _pull(self, pull: ex.Pull) -> Tree:
-        key = _of_host(pull.key, self._host)
-        got = self._wire_for(pull.key).take(pull.manifests[self._host], self._wanted, key, pull.timeout_s)
-        return slices.received(self._like, got)
-
-    def _read(self, key: Key) -> Tree:
-        if self._stored is None:
-            raise WireError(f"{words(key)} is to be read from storage, and this process has none")
-        return self._stored.get(key.version, self._like)
-
     def _check(self, key: Key) -> None:
         if key != self._newest or self._phase is None:
-            raise self._over(key)
-
-    def _over(self, key: Key) -> WireError:
-        return WireError(f"{words(key)} is over here, or has not begun")
+            raise WireError(f"{words(key)} is over here, or has not begun")
 
 
 def like(cfg: ModelConfig, shardings: Tree, published: Tree) -> Tree:
@@ -189,4 +175,4 @@ def like(cfg: ModelConfig, shardings: Tree, published: Tree) -> Tree:
 
 def _of_host(key: Key, host: int) -> Key:
     """The key under which the wire carries the part of one process of the receiver."""
-    return Key(epoch=key.epoch, version=key.version, receiver=f"{key.receiver}/{host}", sequence=key.sequence)
+    return dataclasses.replace(key, receiver=f"{key.receiver}/{host}")

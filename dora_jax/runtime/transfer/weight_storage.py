@@ -16,7 +16,7 @@ import contextlib
 import queue
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from dora_jax.publish import Box, Slices, Tree, within
+from dora_jax.publish import Tree
 from dora_jax.runtime.journal.object_storage import RETRIES, WEIGHTS, Objects, StoreError, one_line, side_by_side
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused
@@ -72,12 +72,26 @@ class StoredWeights:
 
     def put(self, version: Version, weights: Tree) -> None:
         """weights: the Slices that this process gives."""
-        place = self._place(version)
         leaves = jax.tree_util.tree_leaves_with_path(weights)
         try:
-            stores = [_create(place(name_of(path)), leaf) for path, leaf in leaves]
+            stores = []
+            for path, leaf in leaves:
+                metadata = {
+                    "shape": leaf.shape,
+                    "data_type": leaf.dtype.name,
+                    # a chunk is what one device of the trainer holds
+                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.part}},
+                    "codecs": CODECS,
+                }
+                spec = {
+                    "driver": "zarr3",
+                    "kvstore": self._store.spec(f"{_key(version)}/{name_of(path)}/"),
+                    "metadata": metadata,
+                    "store_data_equal_to_fill_value": True,  # so that a chunk that is missing is not one of zeros
+                }
+                stores.append(ts.open(spec, create=True, open=True, context=CONTEXT))
             writes = [
-                store.result()[within(box, _whole(leaf))].write(leaf.at(box))
+                store.result()[tuple(map(slice, *box))].write(leaf.at(box))
                 for store, (_, leaf) in zip(stores, leaves, strict=True)
                 for box in leaf.given
             ]
@@ -94,7 +108,30 @@ class StoredWeights:
     def get(self, version: Version, shardings: Tree | None) -> Tree:
         """The Slices that this process's devices need. shardings: stacked ShapeDtypeStructs with shardings. WireError:
         the version has no such tensors. StoreError: an array of it is damaged, or not to be had."""
-        return slices.received(shardings, _read(version, self._place(version), slices.wanted(shardings)))
+        wanted = slices.wanted(shardings)
+
+        def load(path: str) -> dict[Shard, np.ndarray]:
+            mine = [shard for shard in wanted if shard.path == path]
+            spec = {"driver": "zarr3", "kvstore": self._store.spec(f"{_key(version)}/{path.replace('/', '.')}/")}
+            for read in range(1, READS + 1):
+                try:
+                    store = ts.open(spec, open=True, context=CONTEXT).result()
+                    if any(codec["name"] == "crc32c" for codec in store.spec().to_json()["metadata"]["codecs"]):
+                        # else it was written without checksums, and chunks of zeros were left out
+                        store = ts.open(spec | {"fill_missing_data_reads": False}, open=True, context=CONTEXT).result()
+                    if (tuple(store.shape), store.dtype.name) != (mine[0].shape, mine[0].dtype):
+                        raise refused(mine[0], f"and is stored as {store.dtype.name}{list(store.shape)}")
+                    reads = {shard: store[tuple(map(slice, shard.start, shard.stop))].read() for shard in mine}
+                    return {shard: read.result() for shard, read in reads.items()}
+                except (ValueError, OSError, KeyError) as error:  # tensorstore's statuses
+                    if read == READS:
+                        raise StoreError(
+                            f"version {version} in storage is damaged: {path} was read {READS} times: {one_line(error)}"
+                        ) from error
+            raise AssertionError("READS is at least 1")
+
+        loaded = side_by_side(load, dict.fromkeys(shard.path for shard in wanted))
+        return slices.received(shardings, {shard: array for part in loaded for shard, array in part.items()})
 
     def drop(self, version: Version) -> None:
         def drop() -> None:
@@ -124,9 +161,6 @@ class StoredWeights:
             with contextlib.suppress(StoreError):  # `clear` of the next run deletes what is left over
                 later.get()()
 
-    def _place(self, version: Version) -> Place:
-        return lambda name: self._store.spec(f"{_key(version)}/{name}/")
-
 
 def name_of(path: jax.tree_util.KeyPath) -> str:
     """The name of an array in a tree, as Orbax has it: "layers.q_proj"."""
@@ -148,57 +182,6 @@ def read_arrays(spec_of: Callable[[str], dict[str, Any]], shardings: Tree) -> Tr
 
 # ---------------------------------------------------------------- private
 
-Place = Callable[[str], dict[str, Any]]  # the name of an array -> the spec of its key-value store
-
 
 def _key(version: Version) -> str:
     return f"{WEIGHTS}/v{version}"
-
-
-def _read(version: Version, place: Place, shards: Sequence[Shard]) -> dict[Shard, np.ndarray]:
-    def load(path: str) -> dict[Shard, np.ndarray]:
-        mine = [shard for shard in shards if shard.path == path]
-        for read in range(1, READS + 1):
-            try:
-                return read_once(path, mine)
-            except (ValueError, OSError, KeyError) as error:  # tensorstore's statuses
-                if read == READS:
-                    raise StoreError(
-                        f"version {version} in storage is damaged: {path} was read {READS} times: {one_line(error)}"
-                    ) from error
-        raise AssertionError("READS is at least 1")
-
-    def read_once(path: str, mine: list[Shard]) -> dict[Shard, np.ndarray]:
-        spec: dict[str, Any] = {"driver": "zarr3", "kvstore": place(path.replace("/", "."))}
-        store = ts.open(spec, open=True, context=CONTEXT).result()
-        if any(codec["name"] == "crc32c" for codec in store.spec().to_json()["metadata"]["codecs"]):
-            # else it was written without checksums, and chunks of zeros were left out
-            store = ts.open(spec | {"fill_missing_data_reads": False}, open=True, context=CONTEXT).result()
-        if (tuple(store.shape), store.dtype.name) != (mine[0].shape, mine[0].dtype):
-            raise refused(mine[0], f"and is stored as {store.dtype.name}{list(store.shape)}")
-        reads = {shard: store[within((shard.start, shard.stop), _whole(shard))].read() for shard in mine}
-        return {shard: read.result() for shard, read in reads.items()}
-
-    loaded = side_by_side(load, dict.fromkeys(shard.path for shard in shards))
-    return {shard: array for part in loaded for shard, array in part.items()}
-
-
-def _create(kvstore: dict[str, Any], leaf: Slices) -> ts.Future:
-    """The array in storage. A chunk is what one device of the trainer holds."""
-    metadata = {
-        "shape": leaf.shape,
-        "data_type": leaf.dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.part}},
-        "codecs": CODECS,
-    }
-    spec = {
-        "driver": "zarr3",
-        "kvstore": kvstore,
-        "metadata": metadata,
-        "store_data_equal_to_fill_value": True,  # so that a chunk that is missing is not one of zeros
-    }
-    return ts.open(spec, create=True, open=True, context=CONTEXT)
-
-
-def _whole(leaf: Slices | Shard) -> Box:
-    return (0,) * len(leaf.shape), tuple(leaf.shape)
