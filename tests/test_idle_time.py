@@ -97,5 +97,5 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
         instance.wait_s = beat_s
         log.record(StepDone(version=step + 1, groups=(group,), metrics={}, wait_s=0.0, step_s=0.1))
         shares.append(log.metrics["rollout/idle_share"])
-    log.close()
+    log.samples.close()
     assert shares == [1.0, 1.0, 1.0, 0.0]

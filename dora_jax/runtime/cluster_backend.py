@@ -30,7 +30,7 @@ from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, RemoteWeights, part
 from dora_jax.runtime.cluster.run_registry import RunRegistry, build_of
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.common.seams import StageWorker, TrainerSide
+from dora_jax.runtime.common.seams import PublishedWeights, StageWorker, TrainerSide
 from dora_jax.runtime.journal import recovery, workdir_mirror
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journal_audit import reading
@@ -65,7 +65,7 @@ class ClusterBackend:
             raise ConfigError(f"workdir: {error}") from error
         wire = config.cluster.wire == "transfer"
         self._publisher = WeightPublisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
-        self.weights = RemoteWeights(self._publisher)
+        self.weights: PublishedWeights = RemoteWeights(self._publisher)
         self._launcher = _launcher(config, workdir, self._place)
         self._listener = GangListener(self._launcher.ip, self._registry)
         self._trainer = RemoteTrainer(
@@ -100,8 +100,8 @@ class ClusterBackend:
             checkpoints=checkpoints,
             digest=RemoteTrainer.digest,
             pack=part,
-            views=self._trainer,
-            gaps=self._trainer if self._parts.config.trainer.max_instance_mismatch else None,
+            views=self._trainer.take,
+            gaps=self._trainer.gaps if self._parts.config.trainer.max_instance_mismatch else None,
         )
 
     def instances(self) -> list[RemoteInstance]:

@@ -368,6 +368,6 @@ def _ending(
         if stopped:
             backend.close()  # a gang that is gone lets go of the threads that wait for its answers
         world.close(guard.patience_s if stopped else STAGE_END_S)
-        log.close()
+        log.samples.close()
         if recorder:
             recorder.close()

@@ -229,7 +229,7 @@ class LocalBackend:
         self._trainer: Trainer | None = None
         self._lent_memory: LentMemory | None = None
         self._plan = devices.plan(len(jax.devices()), parts.config)
-        self.weights = DeviceWeights(parts.config.model.dtype)
+        self.weights: PublishedWeights = DeviceWeights(parts.config.model.dtype)
 
     def trainer_side(self) -> TrainerSide:
         from dora_jax.trainer.checkpoint import Checkpoints
@@ -239,17 +239,16 @@ class LocalBackend:
         trainer = self._trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
         if config.trainer.lent_memory == "host":
             self._lent_memory = LentMemory(LentState(trainer), _free_pages)
-        views = TokenViews(trainer, config.trainer.show_every)
-        pack, probe = views.watching(packer(config, trainer)), prober(config, trainer)
-        gaps = SampleGaps(trainer, probe, self._published) if config.trainer.max_instance_mismatch else None
+        views, probe = TokenViews(trainer, config.trainer.show_every, packer(config, trainer)), prober(config, trainer)
+        gaps = SampleGaps(trainer, probe, self._published, views.pack) if config.trainer.max_instance_mismatch else None
         return TrainerSide(
             trainer=trainer,
             checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify, adopts=True),
-            pack=gaps.watching(pack) if gaps else pack,
+            pack=gaps.pack if gaps else views.pack,
             digest=digest,
             probe=probe,
-            views=views,
-            gaps=gaps,
+            views=views.take,
+            gaps=gaps.gaps if gaps else None,
             reload=self._lent_memory.state.reload if self._lent_memory else lambda: None,
         )
 

@@ -81,8 +81,13 @@ class Codec:
 
     def __init__(self, *more: type):
         self._classes = {cls.__name__: cls for cls in (*RECORDS, *more)}
-        self._names = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in self._classes.values()}
-        self._checks = {cls: tuple(self._check(hint) for hint in _hints(cls)) for cls in self._classes.values()}
+        self._names: dict[type, tuple[str, ...]] = {}
+        self._checks: dict[type, tuple[Check, ...]] = {}
+        for cls in self._classes.values():
+            self._names[cls] = tuple(field.name for field in dataclasses.fields(cls))
+            # numpy is only a name where a module imports it for types alone
+            hints = typing.get_type_hints(cls, {**vars(sys.modules[cls.__module__]), "np": np})
+            self._checks[cls] = tuple(self._check(hints[name]) for name in self._names[cls])
 
     def encode(self, record: Any) -> bytes:
         return msgpack.Packer(default=self._row, buf_size=BUFFER_BYTES).pack(self._row(record))
@@ -166,14 +171,6 @@ class Codec:
 
         one = record if records else self._check(next(kind for kind in kinds if kind is not type(None)))
         return lambda value: None if optional and value is None else one(value)
-
-
-def _hints(cls: type) -> list[Any]:
-    """Annotations in the order of the fields. Those of numpy are only names where a module imports it for types
-    alone."""
-    names = {**vars(sys.modules[cls.__module__]), "np": np}
-    hints = typing.get_type_hints(cls, names)
-    return [hints[field.name] for field in dataclasses.fields(cls)]
 
 
 def _of(value: Any, kind: type) -> Any:

@@ -87,9 +87,7 @@ class PublishedWeights(WeightStore, Protocol):
 class RolloutEngine(Protocol):
     """Continuous batching of samples at several resident versions. One thread uses an engine."""
 
-    @property
-    def param_shardings(self) -> Tree:
-        """Where the engine's weights lie."""
+    param_shardings: Tree  # where the engine's weights lie
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -142,12 +140,10 @@ class RolloutEngine(Protocol):
 class PolicyTrainer(Protocol):
     """Makes version base + 1 of the groups that were packed for it. One thread uses a trainer at a time."""
 
-    @property
-    def params(self) -> Tree: ...
+    state: Any  # `step`, `params` and `opt_state`
 
     @property
-    def state(self) -> Any:
-        """`step`, `params` and `opt_state`."""
+    def params(self) -> Tree: ...
 
     def step(self, batch: Batches, probe: Probe | None = None) -> Mapping[str, float]:
         """One optimizer step a batch; an iterator may wait for the next batch. probe: see MismatchProbe."""
@@ -158,7 +154,11 @@ class PolicyTrainer(Protocol):
         """`state` as ShapeDtypeStructs with shardings."""
 
 
-class CheckpointStore(Protocol):
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class CheckpointStore(Closable, Protocol):
     """The checkpoints of a run. OSError: the storage did not do it."""
 
     def save(
@@ -201,15 +201,13 @@ class CheckpointStore(Protocol):
         """What `PolicyTrainer.load` takes. UnusableCheckpoint: it cannot be read, or has other digests; nothing
         changes."""
 
-    def close(self) -> None: ...
-
 
 class Prompts(Protocol):
     def prompt_at(self, group_id: GroupId) -> Prompt:
         """A pure function of seed and group id. PromptTooLong: the prompt exceeds rollout.max_prompt_tokens."""
 
 
-class Scorer(Protocol):
+class Scorer(Closable, Protocol):
     """Law: an infrastructure error is a GroupFailure, never a reward."""
 
     def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None: ...
@@ -217,10 +215,8 @@ class Scorer(Protocol):
     def poll(self) -> Sequence[ScoredGroup | GroupFailure]:
         """The groups that ended since the last call, without waiting."""
 
-    def close(self) -> None: ...
 
-
-class Environments(Protocol):
+class Environments(Closable, Protocol):
     """Law: an infrastructure error is an EpisodeFailed, never a reward; of an episode, the last question has an
     answer."""
 
@@ -238,14 +234,16 @@ class Environments(Protocol):
 
     def stats(self) -> Mapping[str, float]: ...
 
-    def close(self) -> None: ...
 
-
-class PostedWorker(Protocol):
-    """A worker whose methods are called by posts."""
+class Posted(Protocol):
+    """What is called by posts."""
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
-        """Calls a method of this worker on its own thread, in the order of the posts."""
+        """Calls one of its methods on its own thread, in the order of the posts."""
+
+
+class PostedWorker(Posted, Protocol):
+    """A worker whose methods are called by posts."""
 
     @property
     def wait_s(self) -> float:
@@ -268,9 +266,7 @@ class SampleWorker(PostedWorker, Protocol):
     """An instance, or one incarnation of it. A command of the orchestrator is one post; every one but `load` names one
     sample."""
 
-    @property
-    def incarnation(self) -> int:
-        """The latest incarnation of the instance."""
+    incarnation: int  # the latest one of the instance
 
     def load(self, version: Version, drop: Version | None) -> None: ...
 
@@ -303,8 +299,7 @@ class SampleWorker(PostedWorker, Protocol):
 class RolloutWorker(StageWorker, SampleWorker, Protocol):
     """One instance."""
 
-    @property
-    def instance(self) -> InstanceId: ...
+    instance: InstanceId
 
     def lend(self, version: Version) -> None:
         """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or
@@ -332,11 +327,10 @@ class TrainerSide:
     reload: Callable[[], None] = lambda: None  # returns when the trainer's state is on its devices
 
 
-class Backend(Protocol):
+class Backend(Closable, Protocol):
     """Where the stages of a run compute."""
 
-    @property
-    def weights(self) -> PublishedWeights: ...
+    weights: PublishedWeights
 
     def trainer_side(self) -> TrainerSide:
         """Loads the model."""
@@ -345,5 +339,3 @@ class Backend(Protocol):
 
     def ready(self, instances: Sequence[Any], trainer: StageWorker | None) -> Sequence[InstanceUp]:
         """Compiles; the instances that are up on return. instances: what `instances` returned."""
-
-    def close(self) -> None: ...

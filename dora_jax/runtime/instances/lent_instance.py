@@ -11,6 +11,7 @@ devices back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.common.seams import RolloutEngine, WeightStore
+from dora_jax.runtime.common.seams import RolloutEngine
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, HandedOver
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, LocalWorker
@@ -100,9 +101,6 @@ class LentInstance(LocalInstance):
         self._home_s = 0.0  # at home before its incarnations, summed
         self._home_since: float | None = time.monotonic()  # None: it is up
 
-    def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
-        self._wrap, self._weights = wrap, weights
-
     @property
     def engine(self) -> RolloutEngine:
         if self._spare is None:
@@ -143,33 +141,29 @@ class LentInstance(LocalInstance):
 
     def _begin(self, version: Version) -> None:
         with self._making:
-            self._incarnation += 1
+            self.incarnation += 1
             try:
-                worker = self._loaded(version)
+                if self.gone:
+                    raise RuntimeError(f"{self.role} stays away")
+                if self._ended is not None:
+                    self._ended.stop()  # its thread used the engine
+                worker = self._new_worker(self.engine)
+                if self._memory is not None:
+                    self._memory.state.lend(self.instance)
+                for old in worker.engine.versions:
+                    worker.engine.drop(old)
+                worker.engine.load(version, self._weights.get(version, worker.engine.param_shardings))
             except Exception as error:  # whatever it is, the devices are the trainer's, and the others go on
                 if self._spare is not None:  # else its devices are freed when it is made again
                     self.free()
                 self._outbox.put(
-                    ev.InstanceDown(instance=self.instance, reason=str(error), incarnation=self._incarnation)
+                    ev.InstanceDown(instance=self.instance, reason=str(error), incarnation=self.incarnation)
                 )
                 return
             self._event = dataclasses.replace(self._event, versions=(version,))
             point("chips.lent")
             worker.start()
-            self._ready(worker, lambda: self._admit(worker))
-
-    def _loaded(self, version: Version) -> LocalWorker:
-        if self.gone:
-            raise RuntimeError(f"{self.role} stays away")
-        if self._ended is not None:
-            self._ended.stop()  # its thread used the engine
-        worker = self._new_worker(self.engine)
-        if self._memory is not None:
-            self._memory.state.lend(self.instance)
-        for old in worker.engine.versions:
-            worker.engine.drop(old)
-        worker.engine.load(version, self._weights.get(version, worker.engine.param_shardings))
-        return worker
+            self._ready(worker, functools.partial(self._admit, worker))
 
     def _return(self, worker: LocalWorker) -> None:
         """On the incarnation's own thread."""

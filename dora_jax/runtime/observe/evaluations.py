@@ -122,13 +122,11 @@ def closing(evaluations: Mapping[Version, Mapping[str, float]]) -> str:
     known = sorted(evaluations.items())
     if not known:
         return "held-out accuracy: not measured"
-    if all("eval/accuracy" in metrics for _, metrics in known):
-        return "held-out accuracy: " + ", ".join(f"{_accuracy(m)} at version {v}" for v, m in known)
-    return "held-out reward: " + ", ".join(f"{m['eval/reward/mean']:.3f} at version {v}" for v, m in known)
-
-
-def _accuracy(metrics: Mapping[str, float]) -> str:
-    """With its 95 % interval, which a record of an older run lacks."""
-    ends = [metrics.get(f"eval/accuracy_{end}") for end in ("low", "high")]
-    known = [f"{end:.0%}" for end in ends if end is not None]
-    return f"{metrics['eval/accuracy']:.1%}" + (f" ({' to '.join(known)})" if known else "")
+    if not all("eval/accuracy" in metrics for _, metrics in known):
+        return "held-out reward: " + ", ".join(f"{m['eval/reward/mean']:.3f} at version {v}" for v, m in known)
+    said = []
+    for version, metrics in known:
+        ends = [metrics.get(f"eval/accuracy_{end}") for end in ("low", "high")]  # which a record of an older run lacks
+        interval = " to ".join(f"{end:.0%}" for end in ends if end is not None)
+        said.append(f"{metrics['eval/accuracy']:.1%}{f' ({interval})' if interval else ''} at version {version}")
+    return "held-out accuracy: " + ", ".join(said)

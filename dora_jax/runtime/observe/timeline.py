@@ -181,7 +181,11 @@ class Timeline:
         if not self._summary_path.exists():
             return
         try:
-            self._instances, self._lengths = _summary(state_files.read(self._summary_path, FORMAT))
+            found = state_files.read(self._summary_path, FORMAT)
+            instances = {int(i): {name: row[name] + 0 for name in STATISTICS} for i, row in found["instances"].items()}
+            lengths = {kind: {int(bucket): n + 0 for bucket, n in found["lengths"][kind].items()} for kind in LENGTHS}
+            self._instances = instances
+            self._lengths = {kind: collections.Counter(counts) for kind, counts in lengths.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             place = state_files.set_aside(self._summary_path)
             what = error if isinstance(error, state_files.StateError) else f"{self._summary_path} is damaged"
@@ -193,10 +197,3 @@ class Timeline:
             state_files.replace(self._summary_path, state_files.encode(summary, FORMAT))
         except OSError:
             pass  # the disk is full, say: the next summary holds all that this one would
-
-
-def _summary(found: dict[str, Any]) -> tuple[dict[InstanceId, dict[str, float]], dict[str, collections.Counter[int]]]:
-    """The statistics of instances.json. KeyError, TypeError, ValueError, AttributeError: it holds anything else."""
-    instances = {int(i): {name: row[name] + 0 for name in STATISTICS} for i, row in found["instances"].items()}
-    lengths = {kind: {int(bucket): n + 0 for bucket, n in found["lengths"][kind].items()} for kind in LENGTHS}
-    return instances, {kind: collections.Counter(counts) for kind, counts in lengths.items()}
