@@ -30,40 +30,14 @@ from dora_jax.types import Branch, Prompt, Sample, SampleId, ScoredGroup, Span, 
 
 ARRAY = 1  # msgpack extension type
 MAX_DIMENSIONS = 8
-DTYPES = {
-    np.dtype(t).name: np.dtype(t)
-    for t in (
-        np.bool_,
-        np.int8,
-        np.int16,
-        np.int32,
-        np.int64,
-        np.uint8,
-        np.uint16,
-        np.uint32,
-        np.uint64,
-        np.float16,
-        np.float32,
-        np.float64,
-        ml_dtypes.bfloat16,
-        ml_dtypes.float8_e4m3fn,
-    )
-}
+INTEGERS = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+FLOATS = ("float16", "float32", "float64", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
+DTYPES = {dtype.name: dtype for dtype in map(np.dtype, (*INTEGERS.split(), *FLOATS))}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BUFFER_BYTES = (
     1 << 10
 )  # grows where a record needs more; allocating msgpack's default, 1 MiB, costs more than the packing
-RECORDS = (
-    *typing.get_args(ev.Event),
-    *typing.get_args(ev.Command),
-    ev.Drafted,
-    Prompt,
-    Span,
-    TokenTable,
-    Branch,
-    Sample,
-    ScoredGroup,
-)
+RECORDS = (*typing.get_args(ev.Event | ev.Command), ev.Drafted, Prompt, Span, TokenTable, Branch, Sample, ScoredGroup)
 
 Check = Callable[[Any], Any]  # what msgpack gave -> the field's value; raises CodecError
 
@@ -141,8 +115,17 @@ class Codec:
         origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
         if hint is SampleId:
             return _sample_id
-        if origin in (types.UnionType, typing.Union):
-            return self._check_union(args)
+        if origin in (types.UnionType, typing.Union):  # None, or one of several records, or one plain kind
+            optional = type(None) in args
+            records = tuple(kind for kind in args if isinstance(kind, type) and dataclasses.is_dataclass(kind))
+
+            def record(value: Any) -> Any:
+                if not isinstance(found := self._record(value), records):
+                    raise CodecError(f"a {type(found).__name__} does not belong here")
+                return found
+
+            one = record if records else self._check(next(kind for kind in args if kind is not type(None)))
+            return lambda value: None if optional and value is None else one(value)
         if hint == tuple[int, ...]:
             return _ints
         if origin is tuple:
@@ -158,19 +141,6 @@ class Codec:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return lambda value: _of(self._record(value), hint)
         return lambda value: _of(value, hint)
-
-    def _check_union(self, kinds: tuple[Any, ...]) -> Check:
-        """None, or one of several records, or one plain kind."""
-        optional = type(None) in kinds
-        records = tuple(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
-
-        def record(value: Any) -> Any:
-            if not isinstance(found := self._record(value), records):
-                raise CodecError(f"a {type(found).__name__} does not belong here")
-            return found
-
-        one = record if records else self._check(next(kind for kind in kinds if kind is not type(None)))
-        return lambda value: None if optional and value is None else one(value)
 
 
 def _of(value: Any, kind: type) -> Any:

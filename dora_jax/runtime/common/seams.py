@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_jax.buffer.pack import GroupStore
-from dora_jax.orchestrate.core import World
 from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from dora_jax.trainer.checkpoint import Digests, Restored
     from dora_jax.trainer.step import Probe
 
-__all__ = ["GroupStore", "World"]
+__all__ = ["GroupStore"]
 
 Tree = Any  # a pytree: arrays, `publish.Slices`, ShapeDtypeStructs or shardings
 Batches = Any  # what `Pack` makes of a step's groups and `PolicyTrainer.step` takes

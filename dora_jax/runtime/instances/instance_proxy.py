@@ -15,6 +15,7 @@ right behind it; commands reach an incarnation only once the orchestrator knows 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,6 @@ class IncarnationWorker(SampleWorker, Protocol):
 AnyWorker = TypeVar("AnyWorker", bound=IncarnationWorker)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaving(Generic[AnyWorker]):
-    """A sample that has been asked to move and is not out yet."""
-
-    failed: ev.MoveFailed  # the answer where the source is lost first
-    worker: AnyWorker | None  # of the destination
-
-
 def _handed_on(name: str) -> Callable[..., None]:
     """A command that the worker of the present incarnation executes. One to an incarnation that is over reaches
     nothing: InstanceDown is on its way, and reports what was outstanding."""
@@ -75,7 +68,7 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
         self._lock = threading.Lock()
         self._worker: AnyWorker | None = None  # that the orchestrator knows of, or will
         self.incarnation = up.incarnation  # the latest
-        self._leaving: dict[SampleId, _Leaving[AnyWorker]] = {}
+        self._leaving: dict[SampleId, ev.MoveFailed] = {}  # asked to move, not out; the answer if it is lost first
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over and not yet in; the answer then
         self._forwarding: dict[SampleId, Callable[[], None]] = {}  # on their way out; how each goes on without its KV
         self._waited_s = 0.0  # of earlier incarnations
@@ -103,7 +96,7 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
     def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
         with self._lock:
             if (worker := self._worker) is not None:
-                self._forwarding[in_flight.id] = lambda: dst.resume(in_flight, attempt)
+                self._forwarding[in_flight.id] = functools.partial(dst.resume, in_flight, attempt)
         if worker is None:
             dst.resume(in_flight, attempt)
         else:  # a gang's answers before the call returns
@@ -114,7 +107,7 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
         with self._lock:
             if (worker := self._worker) is not None:
                 target = Destination(self, worker, dst, dst._worker, dst.instance)
-                self._leaving[sample] = _Leaving(failed=failed, worker=target.worker)
+                self._leaving[sample] = failed
                 worker.post(worker.move, sample, target, attempt)
                 return
         self._outbox.put(failed)
@@ -148,13 +141,9 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
         if worker is not None:
             self._waited_s += worker.wait_s
         self._worker = None
-        for sample in last:
-            self._outbox.put(sample)
-        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number))
-        for leaving in self._leaving.values():
-            self._outbox.put(leaving.failed)
-        for moved in self._arriving.values():
-            self._outbox.put(moved)
+        down = ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number)
+        for item in (*last, down, *self._leaving.values(), *self._arriving.values()):
+            self._outbox.put(item)
         for resume in self._forwarding.values():
             resume()
         self._leaving, self._arriving, self._forwarding = {}, {}, {}

@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import RolloutEngine
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, HandedOver
@@ -98,8 +98,8 @@ class LentInstance(LocalInstance):
         self._ended: LocalWorker | None = None  # the incarnation before
         self._spare: RolloutEngine | None = engine  # None: the engine of the incarnation that died is made again
         self._making = threading.Lock()
-        self._home_s = 0.0  # at home before its incarnations, summed
-        self._home_since: float | None = time.monotonic()  # None: it is up
+        self._home = IdleTimer()  # the devices are the trainer's
+        self._home.__enter__()
 
     @property
     def engine(self) -> RolloutEngine:
@@ -110,8 +110,7 @@ class LentInstance(LocalInstance):
     @property
     def wait_s(self) -> float:
         """An instance whose devices are the trainer's has nothing to do."""
-        since = self._home_since
-        return super().wait_s + self._home_s + (time.monotonic() - since if since is not None else 0.0)
+        return super().wait_s + self._home.total_s
 
     def lend(self, version: Version) -> None:
         self._run(self._begin, version)
@@ -179,12 +178,11 @@ class LentInstance(LocalInstance):
                 self._down(worker, worker.incarnation, RETURNED)
 
     def _admit(self, worker: LocalWorker) -> tuple[()]:
-        since, self._home_since = self._home_since, None
-        self._home_s += time.monotonic() - since if since is not None else 0.0
+        self._home.__exit__()
         return super()._admit(worker)
 
     def _down(self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
-        self._home_since = time.monotonic()
+        self._home.__enter__()
         super()._down(worker, number, reason, last)
 
     def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:

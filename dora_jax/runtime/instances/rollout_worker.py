@@ -146,18 +146,15 @@ class EngineWorker(Worker, OwnDevices):
         self.outbox.put(ev.SampleMoved(id=in_flight.id, src=src, dst=self.instance, attempt=attempt))
 
     def park(self, sample: SampleId) -> None:
-        if self.engine.holds(sample):
-            attempt = self._attempts.get(sample, 0)
-            in_flight = self._export(sample)
-            self.outbox.put(
-                Parked(
-                    id=sample,
-                    instance=self.instance,
-                    in_flight=in_flight,
-                    incarnation=self.incarnation,
-                    attempt=attempt,
-                )
+        if not self.engine.holds(sample):
+            return
+        attempt = self._attempts.get(sample, 0)
+        in_flight = self._export(sample)
+        self.outbox.put(
+            Parked(
+                id=sample, instance=self.instance, in_flight=in_flight, incarnation=self.incarnation, attempt=attempt
             )
+        )
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None:
         self._import(in_flight, attempt)

@@ -83,19 +83,14 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool
     except ValueError as error:
         raise RunError(f"eval.solved: {error}") from error
     shares, some = [float(p.mean()) for p in passed], float(np.mean([p.any() for p in passed]))
-    low, high = intervals.of_prompts(shares, len(passed[0]))
-    some_low, some_high = intervals.wilson(some, len(passed))
+    ends = intervals.of_prompts(shares, len(passed[0])), intervals.wilson(some, len(passed))
     if noisy and len(groups[0].rewards) > 1:
         for name, first in (("clean", 0), ("noisy", 1)):
             metrics[f"eval/accuracy_{name}"] = float(np.mean([p[first::2].mean() for p in passed]))
-    return {
-        "eval/accuracy": float(np.mean(shares)),
-        "eval/accuracy_low": low,
-        "eval/accuracy_high": high,
-        "eval/pass_at_k": some,
-        "eval/pass_at_k_low": some_low,
-        "eval/pass_at_k_high": some_high,
-    } | metrics
+    found: Metrics = {}
+    for name, value, (low, high) in zip(("accuracy", "pass_at_k"), (float(np.mean(shares)), some), ends, strict=True):
+        found |= {f"eval/{name}": value, f"eval/{name}_low": low, f"eval/{name}_high": high}
+    return found | metrics
 
 
 def sampled_tokens(sample: Sample) -> int:

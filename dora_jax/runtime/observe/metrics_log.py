@@ -164,9 +164,7 @@ class EpisodeFailures:
 
 
 class RunLog:
-    """Turns records and events into metrics, console lines and the samples to read.
-
-    evaluations: records of versions that an earlier process of this run has evaluated; those to come are added."""
+    """Turns records and events into metrics, console lines and the samples to read."""
 
     def __init__(
         self,
@@ -180,14 +178,14 @@ class RunLog:
         solved: Solved | None,
         steps: int,
         max_failed_share: float,
-        evaluations: Mapping[Version, Mapping[str, float]],
         views: SeenTokens | None = None,
         environments: Environments | None = None,
         noisy: bool = False,
         log_bytes: int = 0,
     ):
         """noisy: every second held-out sample meets noise. log_bytes: budget of each file of samples; 0: none."""
-        self.evaluations = dict(evaluations)
+        # records of versions that an earlier process of this run has evaluated; those to come are added
+        self.evaluations: dict[Version, Mapping[str, float]] = dict(writer.evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
         self._orchestrator = orchestrator

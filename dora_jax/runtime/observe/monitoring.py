@@ -109,8 +109,8 @@ class LivePage(RunFacts):
 
     def __init__(self, port: int):
         super().__init__()
-        self._registry = CollectorRegistry()
-        self._registry.register(self.gauges)
+        self.registry = CollectorRegistry()
+        self.registry.register(self.gauges)
         try:
             self._server = _Server((HOST, port), self)
         except OSError as error:
@@ -125,15 +125,6 @@ class LivePage(RunFacts):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
-        """(status, media type, body) of a GET."""
-        if path == "/metrics":
-            return HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.page(self._registry)
-        if path == "/healthz":
-            status, body = self.health()
-            return status, "application/json", json.dumps(body).encode()
-        return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -182,7 +173,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:  # the name that http.server calls
-        status, kind, body = self.server.page.answer(self.path.partition("?")[0])
+        status, kind, body = HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
+        match self.path.partition("?")[0]:
+            case "/metrics":
+                status, kind, body = HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.page(self.server.page.registry)
+            case "/healthz":
+                status, health = self.server.page.health()
+                kind, body = "application/json", json.dumps(health).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -224,12 +221,10 @@ class WandbRun:
             raise ConfigError(f"monitor.wandb: {' '.join(str(error).split())}") from error
         # A run that resumes counts from its checkpoint again, and wandb's own counter never goes back.
         self._run.define_metric("*", step_metric="step")
+        self.close = self._run.finish
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         self._run.log({"step": step} | {name: value for name, value in scalars.items() if value is not None})
 
     def status(self, facts: Mapping[str, Any]) -> None:
         """Only what is in metrics.jsonl is exported."""
-
-    def close(self) -> None:
-        self._run.finish()
