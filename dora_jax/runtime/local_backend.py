@@ -119,7 +119,13 @@ class RunContext:
                 terms = environments.wait_ready()
             with field_context("eval.solved"):
                 self.solved = solved.among(config.eval.solved, terms)
-            self.remarks += _evaluation_remarks(config, self)
+            if not self.sessions and self.task.n_heldout < config.eval.prompts:
+                self.remarks.append(
+                    f"eval.prompts = {config.eval.prompts}, and {self.task.n_heldout} held-out prompts are left: they "
+                    "are evaluated more than once each"
+                )
+            if not self.sessions and self.solved:
+                self.remarks.append(f"held-out accuracy is the share of samples with {self.solved} (eval.solved)")
             scorer = _judge(config, pool, terms) if config.reward_model.path else pool
             if self.environments:
                 scorer = EpisodeScorer(terms)
@@ -188,20 +194,6 @@ class RunContext:
             idle_s=self.config.serving.session_idle_s,
             context=rollout.max_prompt_tokens + rollout.max_new_tokens,
         )
-
-
-def _evaluation_remarks(config: Config, parts: RunContext) -> list[str]:
-    remarks: list[str] = []
-    if parts.sessions:
-        return remarks
-    if parts.task.n_heldout < config.eval.prompts:
-        remarks.append(
-            f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
-            "evaluated more than once each"
-        )
-    if parts.solved:
-        remarks.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
-    return remarks
 
 
 def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> Scorer:
