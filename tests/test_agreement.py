@@ -53,10 +53,10 @@ def probe(group, version, weights):
 
 def measured(*steps, known=range(100)):
     """The gaps of the last step; a step: its groups. The weights of version v are the number v + 1."""
-    gaps = SampleGaps(Trainer(), probe, lambda version: version + 1 if version in known else None)
-    pack_them = gaps.watching(lambda groups, base: groups)
+    weights = lambda version: version + 1 if version in known else None
+    gaps = SampleGaps(Trainer(), probe, weights, lambda groups, base: groups)
     for base, groups in enumerate(steps):
-        assert pack_them(groups, base) is groups, "what is packed stays what it was"
+        assert gaps.pack(groups, base) is groups, "what is packed stays what it was"
     return gaps.gaps(len(steps))
 
 
@@ -100,7 +100,7 @@ class Fleet:
                 (i, incarnation, reason)
             )
         self._gaps = {}
-        self.agreement = Agreement(0.2, self, self.pool, self.said.append)
+        self.agreement = Agreement(0.2, self.gaps, self.pool, self.said.append)
 
     def gaps(self, version):
         return self._gaps[version]

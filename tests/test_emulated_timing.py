@@ -202,7 +202,7 @@ def part_trainer(outbox, max_lag=1):
     for i in range(4):
         store.put(group(i))
     trainer = PacedTrainer(paced.IdleTrainer(), lambda groups, base: [len(groups)], Costs(), 1e-3, 4)
-    return StreamingTrainerWorker(trainer, trainer.pack, store, paced.Weights(), max_lag, outbox, 4)
+    return StreamingTrainerWorker(trainer, trainer.pack, store, paced.Weights(), max_lag, outbox, groups_per_step=4)
 
 
 def test_a_step_in_parts_is_published_once_behind_its_last_part():

@@ -248,7 +248,7 @@ def test_a_sample_of_a_lost_instance_goes_on_from_the_journal_with_the_routes_th
     chunks[0] = dataclasses.replace(chunks[0], table=TokenTable(routes=routes))
 
     registry = SampleRegistry(types.SimpleNamespace(prompt_at=lambda group: prompt))
-    registry.recall(payloads)
+    registry.payloads = payloads
     registry.opened(id.group_id)
     resumed = registry.resume(id, version=0)
     assert len(resumed.table.routes) == n + len(resumed.out_ids) - 1 and not resumed.pages

@@ -206,8 +206,7 @@ def test_kinds_without_end_do_not_flood_the_console():
 
 def test_a_run_ends_where_rewards_fail_too_often():
     log, _ = unscored()
-    for _ in range(10):
-        log.scored()
+    log.scored += 10
     for _ in range(89):
         log.failed(failure())
     with pytest.raises(RunError, match=r"90 of 100 groups could not be scored \(task.max_failed_share = 1.0%\)"):
@@ -227,10 +226,8 @@ def test_shares_of_failed_and_skipped_groups():
     log, _ = unscored(share=1.0)
     assert (log.metrics()["groups/failed_share"], log.metrics()["prompts/skipped_share"]) == (0.0, 0.0)
     log.failed(failure())
-    for _ in range(3):
-        log.scored()
-    for _ in range(36):
-        log.skipped()
+    log.scored += 3
+    log.skipped += 36
     metrics = log.metrics()
     assert (metrics["groups/failed_share"], metrics["prompts/skipped"], metrics["prompts/skipped_share"]) == (
         0.25,

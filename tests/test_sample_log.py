@@ -75,15 +75,15 @@ def test_samples_keep_within_their_budget_the_oldest_going_first(tmp_path):
 
 def rows_of(folder, views, version):
     prompt = types.SimpleNamespace(text="1 + 1 =", answer=2)
-    log = SampleLog(folder, print, lambda ids: "".join(f"<{i}>" for i in ids), lambda id: prompt, views)
+    log = SampleLog(folder, print, lambda ids: "".join(f"<{i}>" for i in ids), lambda id: prompt, views.take)
     log.write(version, GROUPS)
     log.close()
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 def test_the_best_and_the_worst_sample_of_the_most_mixed_group_are_written_with_their_tokens(tmp_path):
-    views = TokenViews(Echo(), 5)
-    views.watching(packer)(GROUPS, 4)
+    views = TokenViews(Echo(), 5, packer)
+    views.pack(GROUPS, 4)
     (row,) = rows_of(tmp_path, views, 5)
     assert (row["group"], [s["index"] for s in row["samples"]]) == (1, [1, 0])
     best, worst = (sample["by_token"] for sample in row["samples"])
@@ -96,27 +96,27 @@ def test_the_best_and_the_worst_sample_of_the_most_mixed_group_are_written_with_
 
 def test_other_steps_have_no_look_and_are_written_all_the_same(tmp_path):
     trainer = Echo()
-    views = TokenViews(trainer, 5)
-    views.watching(packer)(GROUPS, 3)
+    views = TokenViews(trainer, 5, packer)
+    views.pack(GROUPS, 3)
     (row,) = rows_of(tmp_path, views, 4)
     assert trainer.asked == 0 and "by_token" not in row["samples"][0] and row["samples"][0]["tokens"] == 3
 
 
 def test_a_step_in_parts_is_looked_at_once_while_its_weights_are_those_it_starts_from():
     trainer, began = Echo(), []
-    views = TokenViews(trainer, 1)
 
     def parts(groups, base):
         return (packer([group], base)[0] for group in groups)
 
-    for batch in views.watching(parts)([GROUPS[1], GROUPS[0]], 0):
+    views = TokenViews(trainer, 1, parts)
+    for batch in views.pack([GROUPS[1], GROUPS[0]], 0):
         began.append((batch.group_ids, trainer.asked))
     assert began == [((1,), 2), ((0,), 2)], "both samples are of the first part, before it is trained on"
     assert sorted(id.index for id in views.take(1)) == [0, 1] and views.take(1) == {}
 
 
 def test_samples_that_are_not_packed_in_one_piece_have_no_token_view():
-    views = TokenViews(Echo(), 1)
     left_out = lambda groups, base: packer(groups[:1], base)
-    views.watching(left_out)(GROUPS, 0)
+    views = TokenViews(Echo(), 1, left_out)
+    views.pack(GROUPS, 0)
     assert views.take(1) == {}

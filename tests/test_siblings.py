@@ -32,9 +32,10 @@ class Registry:
 
     def __init__(self):
         self.groups, self.tokens = {0: types.SimpleNamespace(done={})}, {}
+        self.payloads = types.SimpleNamespace(tokens=self.recorded)
 
     def recorded(self, id):
-        return np.zeros(self.tokens.get(id.index, 0), np.int32)
+        return np.zeros(self.tokens.get(id.index, 0), np.int32), None, ()
 
     def end(self, index, tokens):
         sample = types.SimpleNamespace(id=SampleId(0, index), out_ids=np.zeros(tokens, np.int32))

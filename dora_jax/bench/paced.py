@@ -364,7 +364,7 @@ class _PacedRun:
                 weights,
                 policy.decisions.max_lag,
                 outbox,
-                policy.groups_per_step,
+                groups_per_step=policy.groups_per_step,
                 says_parts=bool(policy.lendable),
             ),
             task=PacedPrompts(work, policy.max_new_tokens, episodes),

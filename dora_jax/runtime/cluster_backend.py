@@ -80,7 +80,16 @@ class ClusterBackend:
                 notify,
             )
         own = [remote.supervisor for remote in self._instances.values()]
-        self._instances |= {instance: self._lent(instance, parts) for instance in run.lendable(config)}
+        for instance in run.lendable(config):  # of the trainer's processes
+            first = (instance - config.rollout.instances) * config.cluster.hosts_per_instance
+            launcher = LentLauncher(self._launcher.ip, lambda: self._trainer.gang, instance, first)
+            self._instances[instance] = LentRemoteInstance(
+                run.instance_up(instance, config),
+                parts.outbox,
+                self.weights,
+                functools.partial(self._supervisor, instance, kind=LentSupervisor, launcher=launcher),
+                notify,
+            )
         self._scaler = InstanceScaler(wish_at(self._place), own, notify) if config.cluster.elastic else None
         self._registry.announce(self._listener.address)
         self._closed = False
@@ -99,8 +108,8 @@ class ClusterBackend:
             checkpoints=checkpoints,
             digest=RemoteTrainer.digest,
             pack=part,
-            views=self._trainer,
-            gaps=self._trainer if self._parts.config.trainer.max_instance_mismatch else None,
+            views=self._trainer.take,
+            gaps=self._trainer.gaps if self._parts.config.trainer.max_instance_mismatch else None,
         )
 
     def instances(self) -> list[RemoteInstance]:
@@ -129,15 +138,6 @@ class ClusterBackend:
         self._registry.close()
 
     # ------------------------------------------------------------ private
-
-    def _lent(self, instance: InstanceId, parts: RunContext) -> LentRemoteInstance:
-        """An instance of the trainer's processes."""
-        config = parts.config
-        first = (instance - config.rollout.instances) * config.cluster.hosts_per_instance
-        launcher = LentLauncher(self._launcher.ip, lambda: self._trainer.gang, instance, first)
-        new = functools.partial(self._supervisor, instance, kind=LentSupervisor, launcher=launcher)
-        up = run.instance_up(instance, config)
-        return LentRemoteInstance(up, parts.outbox, self.weights, new, self._notify)
 
     def _supervisor(
         self,

@@ -24,6 +24,7 @@ All bookkeeping here runs on the main thread. The workers are threads of this pr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import time
@@ -91,6 +92,7 @@ class Coordinator:
         record_tokens: the tokens of running samples are written down. of_users: the environments are users. drafts:
         instances make drafts from the siblings that they know."""
         self._instances = {worker.instance: worker for worker in instances}
+        self._workers: list[StageWorker] = [*instances, *([trainer] if trainer else [])]
         self._gather_s = gather_s(len(instances))
         self._trainer = trainer
         self._scorer = scorer
@@ -119,7 +121,7 @@ class Coordinator:
 
     def recall(self, payloads: PayloadState) -> None:
         """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
-        self._samples.recall(payloads)
+        self._samples.payloads = payloads
 
     def adopt(self, outstanding: Outstanding, payloads: PayloadState, now_s: float) -> None:
         """Takes over what an earlier process left outstanding, before `start`."""
@@ -140,12 +142,12 @@ class Coordinator:
     def start(self, instances_up: Iterable[ev.InstanceUp]) -> None:
         for event in instances_up:
             self._outbox.put(event)
-        for worker in self._workers():
+        for worker in self._workers:
             worker.start()
 
     def close(self, patience_s: float = STAGE_END_S) -> None:
         """Ends every stage; waits so long for each."""
-        for worker in self._workers():
+        for worker in self._workers:
             worker.stop(patience_s)
         self._scorer.close()
         if self._episodes:
@@ -157,7 +159,7 @@ class Coordinator:
         return self._samples.retained() | self._kept.retained() | self._refused | episodes
 
     def diagnosis(self) -> str:
-        return "; ".join(worker.state for worker in self._workers())
+        return "; ".join(worker.state for worker in self._workers)
 
     def events(self) -> Iterator[ev.Event]:
         arrived, self._ready = self._ready, []
@@ -168,7 +170,15 @@ class Coordinator:
                 if (unrecorded := self._samples.find(found)) is not None:
                     self._tell(unrecorded)
             yield ready.event
-        yield from self._drain()
+        # what is in the outbox, and comes within `gather_s`
+        with contextlib.suppress(queue.Empty):
+            item = self._outbox.get(timeout=TIME_PERIOD_S)
+            if self._gather_s:
+                time.sleep(self._gather_s)
+            for _ in range(MAX_BATCH - 1):
+                yield from self._to_events(item)
+                item = self._outbox.get_nowait()
+            yield from self._to_events(item)
         if self._episodes:
             for item in self._episodes.poll():
                 yield from self._to_events(item)
@@ -223,12 +233,9 @@ class Coordinator:
                 self._tell(command)
             case ev.Retire(version=version):
                 self._weights.drop(version)
-            case ev.Pause(instance=instance):
+            case ev.Pause(instance=instance) | ev.Unpause(instance=instance):
                 worker = self._instances[instance]
-                worker.post(worker.pause)
-            case ev.Unpause(instance=instance):
-                worker = self._instances[instance]
-                worker.post(worker.unpause)
+                worker.post(worker.pause if isinstance(command, ev.Pause) else worker.unpause)
             case ev.Lend(instance=instance, version=version):
                 worker = self._instances[instance]
                 worker.post(worker.lend, version)
@@ -239,9 +246,6 @@ class Coordinator:
                 raise NotImplementedError(f"the coordinator has no {type(command).__name__}")
 
     # ------------------------------------------------------------ private
-
-    def _workers(self) -> list[StageWorker]:
-        return [*self._instances.values(), *([self._trainer] if self._trainer else [])]
 
     def _submit(self, sample: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> None:
         group_id = sample.group_id
@@ -282,19 +286,6 @@ class Coordinator:
                 self._outbox.put(event)
         else:
             self._kept.resume(held, worker, attempt)
-
-    def _drain(self) -> Iterator[ev.Event]:
-        """What is in the outbox, and comes within `gather_s`; waits up to TIME_PERIOD_S for the first."""
-        try:
-            item = self._outbox.get(timeout=TIME_PERIOD_S)
-            if self._gather_s:
-                time.sleep(self._gather_s)
-            for _ in range(MAX_BATCH - 1):
-                yield from self._to_events(item)
-                item = self._outbox.get_nowait()
-            yield from self._to_events(item)
-        except queue.Empty:
-            return
 
     def _to_events(self, item: Any) -> Iterator[ev.Event]:
         match item:

@@ -59,6 +59,7 @@ class Episodes:
         of_users: bool = False,
     ):
         self._environments, self._samples, self._kept = environments, samples, kept
+        self.close = environments.close
         self._max_context = max_context  # tokens of prompt and response together
         self._record = record
         self._of_users = of_users
@@ -141,9 +142,6 @@ class Episodes:
     def retained(self) -> set[GroupId]:
         """Groups of whose episodes an answer is awaited."""
         return {id.group_id for id in (*self._opening, *self._attempts)}
-
-    def close(self) -> None:
-        self._environments.close()
 
     # ------------------------------------------------------------ private
 

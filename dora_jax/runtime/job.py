@@ -233,7 +233,13 @@ def _train(
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal, writer)
     writer.phase("trainer", "loading the model")
-    backend = _backend(parts, writer)
+    backend: Backend
+    if config.cluster.launcher:
+        from dora_jax.runtime.cluster_backend import ClusterBackend  # a run in one process needs none of it
+
+        backend = ClusterBackend(parts, writer.note)
+    else:
+        backend = LocalBackend(parts, writer.note)
     try:
         side = backend.trainer_side()
         try:
@@ -266,15 +272,6 @@ def _train(
         backend.close()
 
 
-def _backend(parts: RunContext, writer: Writer) -> Backend:
-    """The backend that the configuration asks for: one process, or a cluster."""
-    if not parts.config.cluster.launcher:
-        return LocalBackend(parts, writer.note)
-    from dora_jax.runtime.cluster_backend import ClusterBackend  # a run in one process needs none of it
-
-    return ClusterBackend(parts, writer.note)
-
-
 def run_stages(
     parts: RunContext,
     backend: Backend,
@@ -303,7 +300,6 @@ def run_stages(
         solved=parts.solved,
         steps=config.steps,
         max_failed_share=config.task.max_failed_share,
-        evaluations=writer.evaluations,
         environments=parts.environments,
         noisy=any(getattr(config.environment, f"noise_{kind}") for kind in NOISE),
         views=backing.side.views if backing else None,
@@ -367,6 +363,6 @@ def _ending(
         if stopped:
             backend.close()  # a gang that is gone lets go of the threads that wait for its answers
         world.close(guard.patience_s if stopped else STAGE_END_S)
-        log.close()
+        log.samples.close()
         if recorder:
             recorder.close()

@@ -118,7 +118,13 @@ class RunContext:
                 terms = environments.wait_ready()
             with field_context("eval.solved"):
                 self.solved = solved.among(config.eval.solved, terms)
-            self.remarks += _evaluation_remarks(config, self)
+            if not self.sessions and self.task.n_heldout < config.eval.prompts:
+                self.remarks.append(
+                    f"eval.prompts = {config.eval.prompts}, and {self.task.n_heldout} held-out prompts are left: they "
+                    "are evaluated more than once each"
+                )
+            if not self.sessions and self.solved:
+                self.remarks.append(f"held-out accuracy is the share of samples with {self.solved} (eval.solved)")
             scorer = _judge(config, pool, terms) if config.reward_model.path else pool
             if self.environments:
                 scorer = EpisodeScorer(terms)
@@ -189,20 +195,6 @@ class RunContext:
         )
 
 
-def _evaluation_remarks(config: Config, parts: RunContext) -> list[str]:
-    remarks: list[str] = []
-    if parts.sessions:
-        return remarks
-    if parts.task.n_heldout < config.eval.prompts:
-        remarks.append(
-            f"eval.prompts = {config.eval.prompts}, and {parts.task.n_heldout} held-out prompts are left: they are "
-            "evaluated more than once each"
-        )
-    if parts.solved:
-        remarks.append(f"held-out accuracy is the share of samples with {parts.solved} (eval.solved)")
-    return remarks
-
-
 def _judge(config: Config, pool: ScorerPool | None, terms: tuple[str, ...]) -> Scorer:
     """The reward model behind the task's own rewards, on its mesh."""
     from dora_jax.tasks import reward_model  # most runs have none
@@ -228,7 +220,7 @@ class LocalBackend:
         self._trainer: Trainer | None = None
         self._lent_memory: LentMemory | None = None
         self._plan = devices.plan(len(jax.devices()), parts.config)
-        self.weights = DeviceWeights(parts.config.model.dtype)
+        self.weights: PublishedWeights = DeviceWeights(parts.config.model.dtype)
 
     def trainer_side(self) -> TrainerSide:
         from dora_jax.trainer.checkpoint import Checkpoints
@@ -238,17 +230,16 @@ class LocalBackend:
         trainer = self._trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
         if config.trainer.lent_memory == "host":
             self._lent_memory = LentMemory(LentState(trainer), _free_pages)
-        views = TokenViews(trainer, config.trainer.show_every)
-        pack, probe = views.watching(packer(config, trainer)), prober(config, trainer)
-        gaps = SampleGaps(trainer, probe, self._published) if config.trainer.max_instance_mismatch else None
+        views, probe = TokenViews(trainer, config.trainer.show_every, packer(config, trainer)), prober(config, trainer)
+        gaps = SampleGaps(trainer, probe, self._published, views.pack) if config.trainer.max_instance_mismatch else None
         return TrainerSide(
             trainer=trainer,
             checkpoints=Checkpoints(workdir / "checkpoints", config.checkpoint, self._notify, adopts=True),
-            pack=gaps.watching(pack) if gaps else pack,
+            pack=gaps.pack if gaps else views.pack,
             digest=digest,
             probe=probe,
-            views=views,
-            gaps=gaps,
+            views=views.take,
+            gaps=gaps.gaps if gaps else None,
             reload=self._lent_memory.state.reload if self._lent_memory else lambda: None,
         )
 

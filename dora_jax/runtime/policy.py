@@ -94,7 +94,14 @@ class Policy:
                 f"rollout.max_new_tokens = {section.max_new_tokens}, temperature = {heat} at least 0"
             )
         asked = [prompts] if isinstance(prompts, str) else prompts
-        encoded = [self._encoded(question) for question in asked]
+        wording, encoded = Wording(self.run.task, self.tokenizer), []
+        for question in asked:
+            text = wording.text(question if isinstance(question, str) else [dict(m) for m in question])
+            encoded.append(np.asarray(self.tokenizer.encode(text), np.int32))
+            if not 1 <= len(encoded[-1]) <= section.max_prompt_tokens:
+                raise ValueError(
+                    f"a prompt has {len(encoded[-1])} tokens; rollout.max_prompt_tokens = {section.max_prompt_tokens}"
+                )
         engine = self._at(heat)
         ids = []
         for tokens in encoded:
@@ -113,16 +120,6 @@ class Policy:
         return found[0] if isinstance(prompts, str) else found
 
     # ------------------------------------------------------------ private
-
-    def _encoded(self, question: Question) -> np.ndarray:
-        wording = Wording(self.run.task, self.tokenizer)
-        ids = self.tokenizer.encode(
-            wording.text(question if isinstance(question, str) else [dict(m) for m in question])
-        )
-        limit = self.run.rollout.max_prompt_tokens
-        if not 1 <= len(ids) <= limit:
-            raise ValueError(f"a prompt has {len(ids)} tokens; rollout.max_prompt_tokens = {limit}")
-        return np.asarray(ids, np.int32)
 
     def _at(self, temperature: float) -> Engine:
         """The engine, compiled for this temperature."""

@@ -47,16 +47,12 @@ class SampleRegistry:
         self._parked: dict[SampleId, InFlightSample | Sample] = {}  # out of the engines by Park, or by an instance that
         # left; a Sample: it finished while no controller listened
         self._branches: dict[SampleId, list[tuple[Sample, int]]] = {}  # what a rewriting ended; the tokens that stayed
-        self._payloads = PayloadState()
+        self.payloads = PayloadState()  # samples of a lost instance go on with its tokens; only read here
         self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
-
-    def recall(self, payloads: PayloadState) -> None:
-        """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
-        self._payloads = payloads
 
     def adopt(self, outstanding: Outstanding, payloads: PayloadState) -> None:
         """Opens the groups that an earlier process left."""
-        self.recall(payloads)
+        self.payloads = payloads
         self._recorded = dict(outstanding.recorded)
         for group_id in outstanding.groups:
             try:
@@ -99,7 +95,7 @@ class SampleRegistry:
         """The sample starts. Of one that had begun on an instance in quarantine nothing is left, not even its end."""
         self._parked.pop(id, None)
         self._branches.pop(id, None)
-        recorded = self._payloads.samples.get(id.group_id, {})
+        recorded = self.payloads.samples.get(id.group_id, {})
         if id.group_id not in self.groups and recorded:  # it was scored as a whole, and forgotten
             self.opened(id.group_id).done.update(recorded)
         group = self.groups.get(id.group_id)
@@ -115,10 +111,6 @@ class SampleRegistry:
         self._recorded.pop(id, None)
         held = self._parked.pop(id, None) or self._from_journal(id, version)
         return held if isinstance(held, Sample) else retagged(held, version)
-
-    def recorded(self, id: SampleId) -> np.ndarray:
-        """i32[U]: the tokens of a running sample that the journal has."""
-        return self._payloads.tokens(id)[0]
 
     def waiting(self, id: SampleId) -> InFlightSample | None:
         """A sample that is parked here, and not asked for yet. None: it was cancelled."""
@@ -196,20 +188,20 @@ class SampleRegistry:
                 version = held.spans[-1].version
             case HandedOver(in_flight=held):
                 version = held.version
-        out_ids, _, _ = self._payloads.tokens(held.id)
+        out_ids, _, _ = self.payloads.tokens(held.id)
         n = len(out_ids)
         if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):
             return None
         self._parked[held.id] = held
         if isinstance(held, Sample) or len(held.out_ids) == n:
             return None
-        row = count_rows(self._payloads.table(held.id, len(held.prompt_ids)))
+        row = count_rows(self.payloads.table(held.id, len(held.prompt_ids)))
         return Partial(id=held.id, version=version, start=n, row=row, **sampled_from(held, n, row)._asdict())
 
     def _from_journal(self, id: SampleId, version: Version) -> InFlightSample:
         """The tokens that the journal has of a sample; the engine prefills them."""
         prompt = self.groups[id.group_id].prompt
-        out_ids, logprobs, spans = self._payloads.tokens(id)
+        out_ids, logprobs, spans = self.payloads.tokens(id)
         last = spans[-1] if spans else None
         return InFlightSample(
             id=id,
@@ -217,8 +209,8 @@ class SampleRegistry:
             out_ids=out_ids,
             logprobs=logprobs,
             spans=spans[:-1],
-            mask=self._payloads.mask(id),
-            table=self._payloads.table(id, len(prompt.token_ids)),
+            mask=self.payloads.mask(id),
+            table=self.payloads.table(id, len(prompt.token_ids)),
             **_of_prompt(prompt),
         )
 
@@ -252,7 +244,12 @@ class Siblings:
             here = self._at.setdefault(id.group_id, {})
             if place not in here.values():
                 here.pop(id, None)
-                self._tell_all(id.group_id, place)
+                if (group := self._samples.groups.get(id.group_id)) is not None:
+                    for sample in group.done.values():
+                        self._tell(place, sample.id, sample.out_ids)
+                for sibling in here:
+                    recorded, _, _ = self._samples.payloads.tokens(sibling)
+                    self._tell(place, sibling, recorded)
             here[id] = place
 
     def ended(self, sample: Sample) -> None:
@@ -268,13 +265,6 @@ class Siblings:
         """The groups were given up."""
         for group_id in group_ids:
             self._at.pop(group_id, None)
-
-    def _tell_all(self, group_id: GroupId, place: _Place) -> None:
-        if (group := self._samples.groups.get(group_id)) is not None:
-            for sample in group.done.values():
-                self._tell(place, sample.id, sample.out_ids)
-        for id in self._at[group_id]:
-            self._tell(place, id, self._samples.recorded(id))
 
     def _tell(self, place: _Place, id: SampleId, tokens: np.ndarray) -> None:
         instance, incarnation = place

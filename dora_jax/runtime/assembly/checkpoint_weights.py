@@ -38,7 +38,11 @@ def read(run: Config, directory: Path, version: Version, like: Any = None) -> An
     if not run.lora.on:
         return read_trained(directory, version, like)
     adapter = read_trained(directory, version)
-    base = _base(run)
+    path = run.model.path
+    if not Path(path).exists():
+        raise ConfigError(f"model.path: {path}, the base that the run's adapters stand beside, does not exist")
+    with field_context("model.path"):
+        base = hf.load(path)[1]
     check_base(run, directory, base)
     merge = jax.jit(functools.partial(lora.merge, gain=run.lora.gain))
     merged = merge(base, adapter)
@@ -82,11 +86,3 @@ def check_base(run: Config, directory: Path, base: Any) -> None:
             f"model.path: {run.model.path} holds other weights than the base of the adapters in {directory}, "
             f"which was {trained.get('path')}"
         )
-
-
-def _base(run: Config) -> Any:
-    path = run.model.path
-    if not Path(path).exists():
-        raise ConfigError(f"model.path: {path}, the base that the run's adapters stand beside, does not exist")
-    with field_context("model.path"):
-        return hf.load(path)[1]

@@ -57,14 +57,12 @@ class Replay:
         held = dataclasses.replace(section, pages=min(section.pages, pages), residents=1)
         where = sharding.make_mesh(list(mesh.devices.flat[: section.tensor]), 1, 1, section.tensor)
         self._engine = ReplayEngine(model, held, where, **options)
+        self.warmup = self._engine.warmup
         self._copied = offered_copy(str(np.dtype(options["dtype"])))
 
     def __call__(self, params: Any, answers: Sequence[Answer]) -> list[np.ndarray]:
         weights = placed(sliced(self._copied(params)), self._engine.param_shardings)
         return self._engine.logprobs(weights, answers)
-
-    def warmup(self) -> None:
-        self._engine.warmup()
 
 
 def new_engine(

@@ -32,7 +32,7 @@ from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
 from dora_jax.runtime.common.sample_gaps import SampleGaps
 from dora_jax.runtime.common.sample_log import TokenViews
-from dora_jax.runtime.common.seams import Tree
+from dora_jax.runtime.common.seams import Pack, Tree
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.journal.records import Saved
 from dora_jax.runtime.training.trainer_worker import MismatchProbe
@@ -56,13 +56,14 @@ class TrainerRole:
         self._home = CheckpointWriter(begin.workdir, begin.rank)
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
-        self._views = TokenViews(self._trainer, config.trainer.show_every)
-        self._pack = self._views.watching(build.packer(config, self._trainer))
+        self._views = TokenViews(self._trainer, config.trainer.show_every, build.packer(config, self._trainer))
+        self._pack: Pack = self._views.pack
         probe = build.prober(config, self._trainer)
         self._gap = MismatchProbe(probe if not config.orchestrator.synchronous else None)
-        self._gaps = SampleGaps(self._trainer, probe, self._at_hand) if config.trainer.max_instance_mismatch else None
-        if self._gaps:
-            self._pack = self._gaps.watching(self._pack)
+        self._gaps: SampleGaps | None = None
+        if config.trainer.max_instance_mismatch:
+            self._gaps = SampleGaps(self._trainer, probe, self._at_hand, self._pack)
+            self._pack = self._gaps.pack
         self._newest: tuple[Version, Tree] | None = None  # published last, on the trainer's shards, for the gap
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()

@@ -30,40 +30,14 @@ from dora_jax.types import Branch, Prompt, Sample, SampleId, ScoredGroup, Span, 
 
 ARRAY = 1  # msgpack extension type
 MAX_DIMENSIONS = 8
-DTYPES = {
-    np.dtype(t).name: np.dtype(t)
-    for t in (
-        np.bool_,
-        np.int8,
-        np.int16,
-        np.int32,
-        np.int64,
-        np.uint8,
-        np.uint16,
-        np.uint32,
-        np.uint64,
-        np.float16,
-        np.float32,
-        np.float64,
-        ml_dtypes.bfloat16,
-        ml_dtypes.float8_e4m3fn,
-    )
-}
+INTEGERS = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+FLOATS = ("float16", "float32", "float64", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
+DTYPES = {dtype.name: dtype for dtype in map(np.dtype, (*INTEGERS.split(), *FLOATS))}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BUFFER_BYTES = (
     1 << 10
 )  # grows where a record needs more; allocating msgpack's default, 1 MiB, costs more than the packing
-RECORDS = (
-    *typing.get_args(ev.Event),
-    *typing.get_args(ev.Command),
-    ev.Drafted,
-    Prompt,
-    Span,
-    TokenTable,
-    Branch,
-    Sample,
-    ScoredGroup,
-)
+RECORDS = (*typing.get_args(ev.Event | ev.Command), ev.Drafted, Prompt, Span, TokenTable, Branch, Sample, ScoredGroup)
 
 Check = Callable[[Any], Any]  # what msgpack gave -> the field's value; raises CodecError
 
@@ -81,8 +55,13 @@ class Codec:
 
     def __init__(self, *more: type):
         self._classes = {cls.__name__: cls for cls in (*RECORDS, *more)}
-        self._names = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in self._classes.values()}
-        self._checks = {cls: tuple(self._check(hint) for hint in _hints(cls)) for cls in self._classes.values()}
+        self._names: dict[type, tuple[str, ...]] = {}
+        self._checks: dict[type, tuple[Check, ...]] = {}
+        for cls in self._classes.values():
+            self._names[cls] = tuple(field.name for field in dataclasses.fields(cls))
+            # numpy is only a name where a module imports it for types alone
+            hints = typing.get_type_hints(cls, {**vars(sys.modules[cls.__module__]), "np": np})
+            self._checks[cls] = tuple(self._check(hints[name]) for name in self._names[cls])
 
     def encode(self, record: Any) -> bytes:
         return msgpack.Packer(default=self._row, buf_size=BUFFER_BYTES).pack(self._row(record))
@@ -136,8 +115,17 @@ class Codec:
         origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
         if hint is SampleId:
             return _sample_id
-        if origin in (types.UnionType, typing.Union):
-            return self._check_union(args)
+        if origin in (types.UnionType, typing.Union):  # None, or one of several records, or one plain kind
+            optional = type(None) in args
+            records = tuple(kind for kind in args if isinstance(kind, type) and dataclasses.is_dataclass(kind))
+
+            def record(value: Any) -> Any:
+                if not isinstance(found := self._record(value), records):
+                    raise CodecError(f"a {type(found).__name__} does not belong here")
+                return found
+
+            one = record if records else self._check(next(kind for kind in args if kind is not type(None)))
+            return lambda value: None if optional and value is None else one(value)
         if hint == tuple[int, ...]:
             return _ints
         if origin is tuple:
@@ -153,27 +141,6 @@ class Codec:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return lambda value: _of(self._record(value), hint)
         return lambda value: _of(value, hint)
-
-    def _check_union(self, kinds: tuple[Any, ...]) -> Check:
-        """None, or one of several records, or one plain kind."""
-        optional = type(None) in kinds
-        records = tuple(kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
-
-        def record(value: Any) -> Any:
-            if not isinstance(found := self._record(value), records):
-                raise CodecError(f"a {type(found).__name__} does not belong here")
-            return found
-
-        one = record if records else self._check(next(kind for kind in kinds if kind is not type(None)))
-        return lambda value: None if optional and value is None else one(value)
-
-
-def _hints(cls: type) -> list[Any]:
-    """Annotations in the order of the fields. Those of numpy are only names where a module imports it for types
-    alone."""
-    names = {**vars(sys.modules[cls.__module__]), "np": np}
-    hints = typing.get_type_hints(cls, names)
-    return [hints[field.name] for field in dataclasses.fields(cls)]
 
 
 def _of(value: Any, kind: type) -> Any:

@@ -39,14 +39,22 @@ class Listener:
 
     def close(self) -> None:
         self._closed.set()
-        _hang_up(self._listener)
+        hang_up(self._listener)
 
     # ------------------------------------------------------------ private
 
     def _accept(self) -> None:
         with self._listener:
             while not self._closed.is_set():
-                if not self._room():
+                with self._lock:
+                    # unverified peers whose time is over are turned away
+                    patience_s = ANSWER_S if len(self._unverified) < MAX_UNVERIFIED else YIELD_S
+                    for raw, since_s in tuple(self._unverified.items()):
+                        if time.monotonic() - since_s > patience_s:
+                            del self._unverified[raw]
+                            hang_up(raw)
+                    full = len(self._unverified) >= MAX_UNVERIFIED
+                if full:
                     time.sleep(LOOK_S / 10)
                     continue
                 try:
@@ -59,16 +67,6 @@ class Listener:
                 with self._lock:
                     self._unverified[raw] = time.monotonic()
                 threading.Thread(target=self._let_in, args=(raw,), name="listener", daemon=True).start()
-
-    def _room(self) -> bool:
-        """Turns away unverified peers whose time is over."""
-        with self._lock:
-            patience_s = ANSWER_S if len(self._unverified) < MAX_UNVERIFIED else YIELD_S
-            for raw, since_s in tuple(self._unverified.items()):
-                if time.monotonic() - since_s > patience_s:
-                    del self._unverified[raw]
-                    _hang_up(raw)
-            return len(self._unverified) < MAX_UNVERIFIED
 
     def _let_in(self, raw: socket.socket) -> None:
         with raw:
@@ -125,7 +123,7 @@ def _read_within(raw: socket.socket, seconds: float) -> None:
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
-def _hang_up(raw: socket.socket) -> None:
-    """Wakes the thread that waits on it, where a close would not."""
+def hang_up(raw: socket.socket) -> None:
+    """Wakes the thread that reads from a socket, writes to it or waits on it, where a close would not."""
     with contextlib.suppress(OSError):  # the other side was faster
         raw.shutdown(socket.SHUT_RDWR)

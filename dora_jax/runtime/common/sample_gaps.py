@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dora_jax.runtime.common.sample_log import Pack, place_of
+from dora_jax.runtime.common.sample_log import Batches, Pack, place_of
 from dora_jax.types import SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
@@ -34,42 +34,41 @@ class SampleGap:
     tokens: int
 
 
-class SeenGaps(Protocol):
-    """What a trainer, of this process or of a gang, has measured."""
-
-    def gaps(self, version: Version) -> Sequence[SampleGap]:
-        """Of the step that made this version; what was measured before it is forgotten."""
+# What a trainer, of this process or of a gang, has measured of the step that made this version; what was measured
+# before it is forgotten.
+SeenGaps = Callable[[Version], Sequence[SampleGap]]
 
 
 class SampleGaps:
-    """`watching(pack)` packs alike, and measures a few of a step's groups before the step changes the weights.
+    """`pack` packs as the one given, and measures a few of a step's groups before the step changes the weights.
 
     The trainer's thread packs; any thread asks for `gaps`.
     """
 
-    def __init__(self, trainer: Trainer, probe: MakeProbe, published: Callable[[Version], Tree | None]):
+    def __init__(self, trainer: Trainer, probe: MakeProbe, published: Callable[[Version], Tree | None], pack: Pack):
         """published: the weights of the version that a step starts from, where they are at hand."""
-        self._trainer, self._probe, self._published = trainer, probe, published
+        self._trainer, self._probe, self._published, self._pack = trainer, probe, published, pack
         self._weights: dict[Version, Tree | None] = {}  # of the base and of the version before; None: the trainer's
         self._base: Version | None = None
         self._seen: dict[Version, tuple[SampleGap, ...]] = {}
         self._lock = threading.Lock()
 
-    def watching(self, pack: Pack) -> Pack:
-        def watched(groups: Sequence[ScoredGroup], base: Version) -> Any:
-            if base != self._base:  # a later part of a step meets other weights
-                self._base = base
-                before = self._weights.get(base - 1)
-                self._weights = {base: self._published(base)} | ({base - 1: before} if before is not None else {})
-                known = [(group, version) for group in groups if (version := self._comparable(group)) is not None]
-                n = min(len(known), max(1, len(groups) // LOOKED_AT))
-                turns = [known[(base * n + i) % len(known)] for i in range(n)]
-                found = tuple(gap for group, version in turns for gap in self._of(group, version))
-                with self._lock:
-                    self._seen[base + 1] = found
-            return pack(groups, base)
-
-        return watched
+    def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Batches:
+        if base != self._base:  # a later part of a step meets other weights
+            self._base = base
+            before = self._weights.get(base - 1)
+            self._weights = {base: self._published(base)} | ({base - 1: before} if before is not None else {})
+            known = []  # groups with tokens of a version whose weights are here, and the newest such version
+            for group in groups:
+                spans = {span.version for sample in group.samples for span in sample.spans}
+                if comparable := spans & self._weights.keys():
+                    known.append((group, max(comparable)))
+            n = min(len(known), max(1, len(groups) // LOOKED_AT))
+            turns = [known[(base * n + i) % len(known)] for i in range(n)]
+            found = tuple(gap for group, version in turns for gap in self._of(group, version))
+            with self._lock:
+                self._seen[base + 1] = found
+        return self._pack(groups, base)
 
     def gaps(self, version: Version) -> tuple[SampleGap, ...]:
         with self._lock:
@@ -78,11 +77,6 @@ class SampleGaps:
         return found
 
     # ------------------------------------------------------------ private
-
-    def _comparable(self, group: ScoredGroup) -> Version | None:
-        """The newest version with tokens in the group whose weights are here."""
-        spans = {span.version for sample in group.samples for span in sample.spans}
-        return max(spans & self._weights.keys(), default=None)
 
     def _of(self, group: ScoredGroup, version: Version) -> list[SampleGap]:
         probe = self._probe(group, version, self._weights[version])

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dora_jax.buffer.pack import TrainBatch
     from dora_jax.trainer.step import Trainer
 
-Pack = Callable[[Sequence[ScoredGroup], Version], Any]  # seams.Pack, whose module knows this one
+Batches = Any  # seams.Batches, whose module knows this one
+Pack = Callable[[Sequence[ScoredGroup], Version], Batches]  # seams.Pack
 
 SHOWN_TOKENS = 512  # of a sample, one by one
 CONTEXT = 4  # tokens before a token with which it is decoded: a piece of a word may need its neighbours
@@ -42,11 +43,9 @@ class TokenView:
     logprobs: np.ndarray  # f32[U], nats, under the weights that the step starts from
 
 
-class SeenTokens(Protocol):
-    """What a trainer, of this process or of a gang, has seen of the samples that a person reads."""
-
-    def take(self, version: Version) -> Mapping[SampleId, TokenView]:
-        """Of the step that made this version; it is forgotten, as is what was seen before it."""
+# What a trainer, of this process or of a gang, has seen of the samples that a person reads, in the step that made this
+# version; it is forgotten, as is what was seen before it.
+SeenTokens = Callable[[Version], Mapping[SampleId, TokenView]]
 
 
 def most_mixed(groups: Sequence[ScoredGroup]) -> tuple[ScoredGroup, int, int]:
@@ -57,28 +56,25 @@ def most_mixed(groups: Sequence[ScoredGroup]) -> tuple[ScoredGroup, int, int]:
 
 
 class TokenViews:
-    """`watching(pack)` packs alike and looks, every so many steps, at two samples on their way to the trainer.
+    """`pack` packs as the one given and looks, every so many steps, at two samples on their way to the trainer.
 
     The trainer's thread packs; any thread takes.
     """
 
-    def __init__(self, trainer: Trainer, every: int):
+    def __init__(self, trainer: Trainer, every: int, pack: Pack):
         """every: steps between two looks; 0: none."""
-        self._trainer, self._every = trainer, every
+        self._trainer, self._every, self._pack = trainer, every, pack
         self._seen: dict[Version, dict[SampleId, TokenView]] = {}
         self._lock = threading.Lock()
 
-    def watching(self, pack: Pack) -> Pack:
-        def watched(groups: Sequence[ScoredGroup], base: Version) -> Any:
-            batches = pack(groups, base)
-            if not self._every or (base + 1) % self._every:
-                return batches
-            if isinstance(batches, Iterator):
-                return self._on_the_way(batches, groups, base)
-            self._look(batches, groups, base)
+    def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Batches:
+        batches = self._pack(groups, base)
+        if not self._every or (base + 1) % self._every:
             return batches
-
-        return watched
+        if isinstance(batches, Iterator):
+            return self._on_the_way(batches, groups, base)
+        self._look(batches, groups, base)
+        return batches
 
     def take(self, version: Version) -> dict[SampleId, TokenView]:
         with self._lock:
@@ -104,24 +100,19 @@ class TokenViews:
         group, best, worst = most_mixed(groups)
         views = {}
         for i in dict.fromkeys((best, worst)):
+            id = group.samples[i].id
             for batch in batches:
-                if (view := self._view(batch, group.samples[i], float(group.rewards[i]))) is not None:
-                    views[group.samples[i].id] = view
+                if (place := place_of(batch, group.samples[i], float(group.rewards[i]))) is None:
+                    continue  # it is not in this batch, or not in one piece
+                row, tokens = place
+                unseen = np.where(batch.mask[row, tokens], np.float32(0), np.float32(np.nan))
+                views[id] = TokenView(
+                    id=id,
+                    advantages=batch.advantages[row, tokens] + unseen,
+                    logprobs=self._trainer.row_logprobs(batch, row)[tokens] + unseen,
+                )
         with self._lock:
             self._seen[base + 1] = views
-
-    def _view(self, batch: TrainBatch, sample: Sample, reward: float) -> TokenView | None:
-        """None: the sample is not in this batch, or not in one piece."""
-        place = place_of(batch, sample, reward)
-        if place is None:
-            return None
-        row, tokens = place
-        unseen = np.where(batch.mask[row, tokens], np.float32(0), np.float32(np.nan))
-        return TokenView(
-            id=sample.id,
-            advantages=batch.advantages[row, tokens] + unseen,
-            logprobs=self._trainer.row_logprobs(batch, row)[tokens] + unseen,
-        )
 
 
 def place_of(batch: TrainBatch, sample: Sample, reward: float) -> tuple[int, slice] | None:
@@ -162,7 +153,7 @@ class SampleLog:
         self._samples.close()
 
     def write(self, version: Version, groups: Sequence[ScoredGroup]) -> None:
-        views = self._views.take(version) if self._views else {}
+        views = self._views(version) if self._views else {}
         seen = [group for group in groups if any(sample.id in views for sample in group.samples)]
         group, best, worst = most_mixed(seen or groups)
         prompt, mean = self._prompt_of(group.group_id), float(group.rewards.mean())
@@ -189,7 +180,7 @@ class SampleLog:
         """What samples.jsonl says of a sample; log-probs are the engine's, in nats a token."""
         logprobs = np.asarray(sample.logprobs, np.float64)
         finite = bool(np.isfinite(logprobs).all() and len(logprobs))  # JSON knows finite numbers only
-        row = {
+        row: dict[str, Any] = {
             "index": sample.id.index,
             "reward": reward,
             "reward_above_mean": reward - mean,
@@ -199,11 +190,10 @@ class SampleLog:
             "min_logprob": float(logprobs.min()) if finite else None,
             "text": self._decode(sample.out_ids.tolist()),
         }
-        return row | ({"by_token": self._by_token(sample, view)} if view else {})
-
-    def _by_token(self, sample: Sample, view: TokenView) -> dict[str, list[Any]]:
-        """gap: log-prob of the trainer - of the engine, nats; null where the policy did not sample the token."""
-        gap = view.logprobs.astype(np.float64) - sample.logprobs
+        if view is None:
+            return row
+        # null where the policy did not sample the token
+        gap = view.logprobs.astype(np.float64) - sample.logprobs  # of the trainer - of the engine, nats
         columns = {"advantage": view.advantages, "logprob": sample.logprobs, "gap": gap}
         ids = sample.out_ids.tolist()[:SHOWN_TOKENS]
         # the text of each token
@@ -211,7 +201,8 @@ class SampleLog:
         for i in range(len(ids)):
             before = ids[max(0, i - CONTEXT) : i]
             pieces.append(self._decode([*before, ids[i]])[len(self._decode(before)) :])
-        return {"text": pieces} | {
+        row["by_token"] = {"text": pieces} | {
             name: [round(float(x), DIGITS) if np.isfinite(x) else None for x in values[:SHOWN_TOKENS]]
             for name, values in columns.items()
         }
+        return row

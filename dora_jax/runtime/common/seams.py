@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_jax.buffer.pack import MemoryGroupStore as GroupStore
-from dora_jax.orchestrate.core import World
 from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from dora_jax.trainer.checkpoint import Digests, Restored
     from dora_jax.trainer.step import Probe
 
-__all__ = ["GroupStore", "World"]
+__all__ = ["GroupStore"]
 
 Tree = Any  # a pytree: arrays, `publish.Slices`, ShapeDtypeStructs or shardings
 Batches = Any  # what `Pack` makes of a step's groups and `PolicyTrainer.step` takes
@@ -87,9 +86,7 @@ class PublishedWeights(WeightStore, Protocol):
 class RolloutEngine(Protocol):
     """Continuous batching of samples at several resident versions. One thread uses an engine."""
 
-    @property
-    def param_shardings(self) -> Tree:
-        """Where the engine's weights lie."""
+    param_shardings: Tree  # where the engine's weights lie
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -142,12 +139,10 @@ class RolloutEngine(Protocol):
 class PolicyTrainer(Protocol):
     """Makes version base + 1 of the groups that were packed for it. One thread uses a trainer at a time."""
 
-    @property
-    def params(self) -> Tree: ...
+    state: Any  # `step`, `params` and `opt_state`
 
     @property
-    def state(self) -> Any:
-        """`step`, `params` and `opt_state`."""
+    def params(self) -> Tree: ...
 
     def step(self, batch: Batches, probe: Probe | None = None) -> Mapping[str, float]:
         """One optimizer step a batch; an iterator may wait for the next batch. probe: see MismatchProbe."""
@@ -158,7 +153,11 @@ class PolicyTrainer(Protocol):
         """`state` as ShapeDtypeStructs with shardings."""
 
 
-class CheckpointStore(Protocol):
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class CheckpointStore(Closable, Protocol):
     """The checkpoints of a run. OSError: the storage did not do it."""
 
     def save(
@@ -201,15 +200,13 @@ class CheckpointStore(Protocol):
         """What `PolicyTrainer.load` takes. UnusableCheckpoint: it cannot be read, or has other digests; nothing
         changes."""
 
-    def close(self) -> None: ...
-
 
 class Prompts(Protocol):
     def prompt_at(self, group_id: GroupId) -> Prompt:
         """A pure function of seed and group id. PromptTooLong: the prompt exceeds rollout.max_prompt_tokens."""
 
 
-class Scorer(Protocol):
+class Scorer(Closable, Protocol):
     """Law: an infrastructure error is a GroupFailure, never a reward."""
 
     def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None: ...
@@ -217,10 +214,8 @@ class Scorer(Protocol):
     def poll(self) -> Sequence[ScoredGroup | GroupFailure]:
         """The groups that ended since the last call, without waiting."""
 
-    def close(self) -> None: ...
 
-
-class Environments(Protocol):
+class Environments(Closable, Protocol):
     """Law: an infrastructure error is an EpisodeFailed, never a reward; of an episode, the last question has an
     answer."""
 
@@ -238,14 +233,16 @@ class Environments(Protocol):
 
     def stats(self) -> Mapping[str, float]: ...
 
-    def close(self) -> None: ...
 
-
-class PostedWorker(Protocol):
-    """A worker whose methods are called by posts."""
+class Posted(Protocol):
+    """What is called by posts."""
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
-        """Calls a method of this worker on its own thread, in the order of the posts."""
+        """Calls one of its methods on its own thread, in the order of the posts."""
+
+
+class PostedWorker(Posted, Protocol):
+    """A worker whose methods are called by posts."""
 
     @property
     def wait_s(self) -> float:
@@ -268,9 +265,7 @@ class SampleWorker(PostedWorker, Protocol):
     """An instance, or one incarnation of it. A command of the orchestrator is one post; every one but `load` names one
     sample."""
 
-    @property
-    def incarnation(self) -> int:
-        """The latest incarnation of the instance."""
+    incarnation: int  # the latest one of the instance
 
     def load(self, version: Version, drop: Version | None) -> None: ...
 
@@ -303,8 +298,7 @@ class SampleWorker(PostedWorker, Protocol):
 class RolloutWorker(StageWorker, SampleWorker, Protocol):
     """One instance."""
 
-    @property
-    def instance(self) -> InstanceId: ...
+    instance: InstanceId
 
     def lend(self, version: Version) -> None:
         """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or
@@ -332,7 +326,7 @@ class TrainerSide:
     reload: Callable[[], None] = lambda: None  # returns when the trainer's state is on its devices
 
 
-class Backend(Protocol):
+class Backend(Closable, Protocol):
     """Where the stages of a run compute."""
 
     @property
@@ -345,5 +339,3 @@ class Backend(Protocol):
 
     def ready(self, instances: Sequence[Any], trainer: StageWorker | None) -> Sequence[InstanceUp]:
         """Compiles; the instances that are up on return. instances: what `instances` returned."""
-
-    def close(self) -> None: ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import signal
 import socket
 import sys
@@ -43,6 +44,8 @@ class Guard:
         self.looping = False  # signals wait for the loop, which looks in between facts
         self._limit_s = limit_s
         self._owner = owner
+        # seconds for which a stopped run waits for a stage; what the stage does not finish is made again on resume
+        self.patience_s = 0.0 if owner else STAGE_END_S
         self._signal: str | None = None
         self._looked_s = self._moved_s = time.monotonic()
         self._done = threading.Event()
@@ -51,7 +54,15 @@ class Guard:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             if self._owner:
-                self._keep_deadline()
+                # the deadline is kept by a thread, which hears of a signal at once: a handler waits until the main
+                # thread is out of XLA
+                receiver, sender = socket.socketpair()
+                sender.setblocking(False)
+                self._undo.callback(receiver.close)
+                self._begin(functools.partial(self._keep_deadline, receiver), "deadline")
+                self._undo.callback(sender.close)
+                wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+                self._undo.callback(signal.set_wakeup_fd, wakeup)
             for number in SIGNALS:
                 self._undo.callback(signal.signal, number, signal.signal(number, self._on_signal))
         if self._limit_s:
@@ -61,11 +72,6 @@ class Guard:
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._undo.close()
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds for which a stopped run waits for a stage; what the stage does not finish is made again on resume."""
-        return 0.0 if self._owner else STAGE_END_S
 
     def look(self) -> None:
         """Raises Stop where the run was asked to end, or where nothing has moved for the limit."""
@@ -97,25 +103,15 @@ class Guard:
         if not self._owner if again else not self.looping:
             raise Stop(f"{self._signal}: stopped; the same command goes on from here")
 
-    def _keep_deadline(self) -> None:
-        """By a thread that hears of a signal at once: a handler waits until the main thread is out of XLA."""
-        receiver, sender = socket.socketpair()
-        sender.setblocking(False)
-
-        def wait() -> None:
-            while (received := receiver.recv(1)) and received[0] not in SIGNALS:
-                pass
-            if received and not self._done.wait(GRACE_S):
-                leave(
-                    RETRY,
-                    f"{signal.Signals(received[0]).name}: {GRACE_S:.0f} s are over; what is unfinished is abandoned, "
-                    f"and the same command makes it again (exit code {RETRY})",
-                )
-
-        self._undo.callback(receiver.close)
-        self._begin(wait, "deadline")
-        self._undo.callback(sender.close)
-        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False))
+    def _keep_deadline(self, receiver: socket.socket) -> None:
+        while (received := receiver.recv(1)) and received[0] not in SIGNALS:
+            pass
+        if received and not self._done.wait(GRACE_S):
+            leave(
+                RETRY,
+                f"{signal.Signals(received[0]).name}: {GRACE_S:.0f} s are over; what is unfinished is abandoned, "
+                f"and the same command makes it again (exit code {RETRY})",
+            )
 
     def _watch(self) -> None:
         """The last resort: the main thread is stuck inside a call."""
@@ -136,6 +132,7 @@ class GuardedWorld:
     def __init__(self, world: World, guard: Guard):
         self._world = world
         self._guard = guard
+        self.execute = world.execute
         guard.moved()  # it was made before the run was compiled
 
     def events(self) -> Iterator[ev.Event]:
@@ -146,6 +143,3 @@ class GuardedWorld:
             ):
                 self._guard.moved()
             yield event
-
-    def execute(self, command: ev.Command) -> None:
-        self._world.execute(command)

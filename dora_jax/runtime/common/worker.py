@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,18 @@ class Crashed:
 Job = tuple[Callable[..., None], tuple]
 
 
+class OwnDevices:
+    """A rollout worker that has devices of its own, which nobody lends to it or takes back."""
+
+    role: str
+
+    def lend(self, version: Version) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def reclaim(self) -> None:
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+
 class CalledHere:
     """A worker whose methods run on the thread that posts."""
 
@@ -106,6 +119,7 @@ class Worker:
         self.role = role
         self.outbox = outbox
         self._waits = IdleTimer()
+        self._called_s: float | None = None  # when the present call began; None: it waits for one
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=role, daemon=True)
 
@@ -166,5 +180,8 @@ class Worker:
             self.outbox.put(Crashed(role=self.role, error=error))
 
     def _next(self) -> Job | None:
+        self._called_s = None
         with self._waits:
-            return self._inbox.get()
+            job = self._inbox.get()
+        self._called_s = time.monotonic()
+        return job

@@ -15,6 +15,7 @@ right behind it; commands reach an incarnation only once the orchestrator knows 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import Outbox, SampleWorker
-from dora_jax.runtime.common.worker import CalledHere, Finished, HandedOver, InstanceReady, Parked, Waiting
+from dora_jax.runtime.common.worker import CalledHere, Finished, HandedOver, InstanceReady, OwnDevices, Parked, Waiting
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.types import InstanceId, Prompt, SampleId, Version
+from dora_jax.types import InstanceId, SampleId
 
 LOST = "its instance is lost"
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
@@ -45,17 +46,19 @@ class IncarnationWorker(SampleWorker, Protocol):
 AnyWorker = TypeVar("AnyWorker", bound=IncarnationWorker)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaving(Generic[AnyWorker]):
-    """A sample that has been asked to move and is not out yet."""
+def _handed_on(name: str) -> Callable[..., None]:
+    """A command that the worker of the present incarnation executes. One to an incarnation that is over reaches
+    nothing: InstanceDown is on its way, and reports what was outstanding."""
 
-    failed: ev.MoveFailed  # the answer where the source is lost first
-    worker: AnyWorker | None  # of the destination
+    def command(self: InstanceProxy, *args: Any) -> None:
+        if worker := self._worker:
+            worker.post(getattr(worker, name), *args)
+
+    return command
 
 
-class InstanceProxy(CalledHere, Generic[AnyWorker]):
-    """Called by the main thread, but for `on_message`, `left` and `take`, which the threads of incarnations call
-    too."""
+class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
+    """Called by the main thread, but for `on_message`, which the threads of incarnations call too."""
 
     def __init__(self, up: ev.InstanceUp, outbox: Outbox):
         self.instance = up.instance
@@ -64,18 +67,13 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
         self._outbox = outbox
         self._lock = threading.Lock()
         self._worker: AnyWorker | None = None  # that the orchestrator knows of, or will
-        self._incarnation = up.incarnation
-        self._leaving: dict[SampleId, _Leaving[AnyWorker]] = {}
+        self.incarnation = up.incarnation  # the latest
+        self._leaving: dict[SampleId, ev.MoveFailed] = {}  # asked to move, not out; the answer if it is lost first
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over and not yet in; the answer then
         self._forwarding: dict[SampleId, Callable[[], None]] = {}  # on their way out; how each goes on without its KV
         self._waited_s = 0.0  # of earlier incarnations
 
     # ---------------------------------------------------------- as a worker
-
-    @property
-    def incarnation(self) -> int:
-        """The latest."""
-        return self._incarnation
 
     @property
     def wait_s(self) -> float:
@@ -85,73 +83,31 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
     def state(self) -> str:
         return worker.state if (worker := self._worker) else f"{self.role} is down"
 
-    # A command to an incarnation that is over reaches nothing: InstanceDown is on its way, and reports what was
-    # outstanding.
-
-    def load(self, version: Version, drop: Version | None) -> None:
-        if worker := self._worker:
-            worker.post(worker.load, version, drop)
-
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
-        if worker := self._worker:
-            worker.post(worker.submit, sample, prompt, version, attempt)
-
-    def cancel(self, sample: SampleId, reason: str) -> None:
-        if worker := self._worker:
-            worker.post(worker.cancel, sample, reason)
-
-    def park(self, sample: SampleId) -> None:
-        if worker := self._worker:
-            worker.post(worker.park, sample)
-
-    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
-        if worker := self._worker:
-            worker.post(worker.resume, in_flight, attempt)
+    load = _handed_on("load")
+    submit = _handed_on("submit")
+    cancel = _handed_on("cancel")
+    park = _handed_on("park")
+    resume = _handed_on("resume")
+    forget = _handed_on("forget")
+    know = _handed_on("know")
+    pause = _handed_on("pause")
+    unpause = _handed_on("unpause")
 
     def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
         with self._lock:
             if (worker := self._worker) is not None:
-                self._forwarding[in_flight.id] = lambda: dst.resume(in_flight, attempt)
+                self._forwarding[in_flight.id] = functools.partial(dst.resume, in_flight, attempt)
         if worker is None:
             dst.resume(in_flight, attempt)
         else:  # a gang's answers before the call returns
             worker.post(worker.forward, in_flight, ForwardTarget(self, dst), attempt)
 
-    def forwarded(self, in_flight: InFlightSample, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
-        """It is out of this incarnation's engine, unless the incarnation was over before."""
-        with self._lock:
-            if self._forwarding.pop(in_flight.id, None) is None:
-                return
-        dst.resume(in_flight, attempt)
-
-    def forget(self, sample: SampleId) -> None:
-        if worker := self._worker:
-            worker.post(worker.forget, sample)
-
-    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
-        if worker := self._worker:
-            worker.post(worker.know, sample, tokens)
-
-    def pause(self) -> None:
-        if worker := self._worker:
-            worker.post(worker.pause)
-
-    def unpause(self) -> None:
-        if worker := self._worker:
-            worker.post(worker.unpause)
-
-    def lend(self, version: Version) -> None:
-        raise NotImplementedError(f"{self.role} has devices of its own")
-
-    def reclaim(self) -> None:
-        raise NotImplementedError(f"{self.role} has devices of its own")
-
     def move(self, sample: SampleId, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
         failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=LOST)
         with self._lock:
             if (worker := self._worker) is not None:
-                target = Destination(self, worker, dst, dst._worker)
-                self._leaving[sample] = _Leaving(failed=failed, worker=target.worker)
+                target = Destination(self, worker, dst, dst._worker, dst.instance)
+                self._leaving[sample] = failed
                 worker.post(worker.move, sample, target, attempt)
                 return
         self._outbox.put(failed)
@@ -170,29 +126,11 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
                     self._arriving.pop(id, None)
             self._outbox.put(item)
 
-    def left(self, worker: AnyWorker, id: SampleId) -> bool:
-        """The sample is out of this incarnation's engine; False: the incarnation is over, and the move has been
-        answered."""
-        with self._lock:
-            return self._worker is worker and self._leaving.pop(id, None) is not None
-
-    def take(self, worker: AnyWorker | None, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
-        """A sample from another instance, meant for this incarnation. False: that incarnation is over; the recorded
-        tokens go on."""
-        moved = ev.SampleMoved(id=id, src=src, dst=self.instance, attempt=attempt)
-        with self._lock:
-            if worker is not None and self._worker is worker:
-                self._arriving[id] = moved
-                worker.post(worker.receive, in_flight, src, attempt)
-                return True
-        self._outbox.put(moved)
-        return False
-
     # -------------------------------------------------- for those that start incarnations
 
     def _ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
         """The next incarnation has begun; `admit` follows when the coordinator hears of it."""
-        self._incarnation = worker.incarnation
+        self.incarnation = worker.incarnation
         self._outbox.put(
             InstanceReady(event=dataclasses.replace(self._event, incarnation=worker.incarnation), admit=admit)
         )
@@ -203,13 +141,9 @@ class InstanceProxy(CalledHere, Generic[AnyWorker]):
         if worker is not None:
             self._waited_s += worker.wait_s
         self._worker = None
-        for sample in last:
-            self._outbox.put(sample)
-        self._outbox.put(ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number))
-        for leaving in self._leaving.values():
-            self._outbox.put(leaving.failed)
-        for moved in self._arriving.values():
-            self._outbox.put(moved)
+        down = ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number)
+        for item in (*last, down, *self._leaving.values(), *self._arriving.values()):
+            self._outbox.put(item)
         for resume in self._forwarding.values():
             resume()
         self._leaving, self._arriving, self._forwarding = {}, {}, {}
@@ -223,25 +157,39 @@ class ForwardTarget(CalledHere, Generic[AnyWorker]):
     dst: InstanceProxy[AnyWorker]
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None:
-        self.src.forwarded(in_flight, self.dst, attempt)
+        """It is out of the source's engine, unless that incarnation was over before."""
+        with self.src._lock:
+            if self.src._forwarding.pop(in_flight.id, None) is None:
+                return
+        self.dst.resume(in_flight, attempt)
 
 
+@dataclass
 class Destination(CalledHere, Generic[AnyWorker]):
     """The destination of a move, as the incarnation that gives the sample away sees it."""
 
-    def __init__(
-        self, src: InstanceProxy[AnyWorker], source: AnyWorker, dst: InstanceProxy[AnyWorker], worker: AnyWorker | None
-    ):
-        self._src, self._source, self._dst = src, source, dst
-        self.worker = worker
-        self.instance = dst.instance
+    src: InstanceProxy[AnyWorker]
+    source: AnyWorker  # the incarnation that gives it away
+    dst: InstanceProxy[AnyWorker]
+    worker: AnyWorker | None  # the incarnation that it is meant for
+    instance: InstanceId
 
     def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
         self.deliver(in_flight.id, in_flight, src, attempt)
 
     def deliver(self, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
         """False: the sample does not arrive as it left: one of the two incarnations is over."""
-        return self._src.left(self._source, id) and self._dst.take(self.worker, id, in_flight, src, attempt)
+        with self.src._lock:
+            if self.src._worker is not self.source or self.src._leaving.pop(id, None) is None:
+                return False  # the move has been answered
+        moved = ev.SampleMoved(id=id, src=src, dst=self.instance, attempt=attempt)
+        with self.dst._lock:
+            if self.worker is not None and self.dst._worker is self.worker:
+                self.dst._arriving[id] = moved
+                self.worker.post(self.worker.receive, in_flight, src, attempt)
+                return True
+        self.dst._outbox.put(moved)  # the recorded tokens go on
+        return False
 
 
 def garbage_in(item: Any, vocab_size: int | None = None) -> str | None:

@@ -11,14 +11,15 @@ devices back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.common.seams import RolloutEngine, WeightStore
+from dora_jax.runtime.common.idle_time import IdleTimer
+from dora_jax.runtime.common.seams import RolloutEngine
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, HandedOver
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, LocalWorker
@@ -97,11 +98,8 @@ class LentInstance(LocalInstance):
         self._ended: LocalWorker | None = None  # the incarnation before
         self._spare: RolloutEngine | None = engine  # None: the engine of the incarnation that died is made again
         self._making = threading.Lock()
-        self._home_s = 0.0  # at home before its incarnations, summed
-        self._home_since: float | None = time.monotonic()  # None: it is up
-
-    def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
-        self._wrap, self._weights = wrap, weights
+        self._home = IdleTimer()  # the devices are the trainer's
+        self._home.__enter__()
 
     @property
     def engine(self) -> RolloutEngine:
@@ -112,8 +110,7 @@ class LentInstance(LocalInstance):
     @property
     def wait_s(self) -> float:
         """An instance whose devices are the trainer's has nothing to do."""
-        since = self._home_since
-        return super().wait_s + self._home_s + (time.monotonic() - since if since is not None else 0.0)
+        return super().wait_s + self._home.total_s
 
     def lend(self, version: Version) -> None:
         self._run(self._begin, version)
@@ -143,33 +140,29 @@ class LentInstance(LocalInstance):
 
     def _begin(self, version: Version) -> None:
         with self._making:
-            self._incarnation += 1
+            self.incarnation += 1
             try:
-                worker = self._loaded(version)
+                if self.gone:
+                    raise RuntimeError(f"{self.role} stays away")
+                if self._ended is not None:
+                    self._ended.stop()  # its thread used the engine
+                worker = self._new_worker(self.engine)
+                if self._memory is not None:
+                    self._memory.state.lend(self.instance)
+                for old in worker.engine.versions:
+                    worker.engine.drop(old)
+                worker.engine.load(version, self._weights.get(version, worker.engine.param_shardings))
             except Exception as error:  # whatever it is, the devices are the trainer's, and the others go on
                 if self._spare is not None:  # else its devices are freed when it is made again
                     self.free()
                 self._outbox.put(
-                    ev.InstanceDown(instance=self.instance, reason=str(error), incarnation=self._incarnation)
+                    ev.InstanceDown(instance=self.instance, reason=str(error), incarnation=self.incarnation)
                 )
                 return
             self._event = dataclasses.replace(self._event, versions=(version,))
             point("chips.lent")
             worker.start()
-            self._ready(worker, lambda: self._admit(worker))
-
-    def _loaded(self, version: Version) -> LocalWorker:
-        if self.gone:
-            raise RuntimeError(f"{self.role} stays away")
-        if self._ended is not None:
-            self._ended.stop()  # its thread used the engine
-        worker = self._new_worker(self.engine)
-        if self._memory is not None:
-            self._memory.state.lend(self.instance)
-        for old in worker.engine.versions:
-            worker.engine.drop(old)
-        worker.engine.load(version, self._weights.get(version, worker.engine.param_shardings))
-        return worker
+            self._ready(worker, functools.partial(self._admit, worker))
 
     def _return(self, worker: LocalWorker) -> None:
         """On the incarnation's own thread."""
@@ -185,12 +178,11 @@ class LentInstance(LocalInstance):
                 self._down(worker, worker.incarnation, RETURNED)
 
     def _admit(self, worker: LocalWorker) -> tuple[()]:
-        since, self._home_since = self._home_since, None
-        self._home_s += time.monotonic() - since if since is not None else 0.0
+        self._home.__exit__()
         return super()._admit(worker)
 
     def _down(self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
-        self._home_since = time.monotonic()
+        self._home.__enter__()
         super()._down(worker, number, reason, last)
 
     def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,8 +17,8 @@ from dora_jax.base.fault_injection import armed
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, sampled_from
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.common.seams import Outbox, RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, Parked, Waiting, Worker
+from dora_jax.runtime.common.seams import Outbox, Posted, RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, OwnDevices, Parked, Waiting, Worker
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import InstanceId, Prompt, SampleId, Version, is_served
 
@@ -43,21 +42,16 @@ def progress_period_s(instances: int, slots: int) -> float:
     return instances * slots / FLEET_SAMPLES_PER_S
 
 
-class MoveTarget(Protocol):
+class MoveTarget(Posted, Protocol):
     """Where a sample moves to: another EngineWorker, or what stands for one."""
 
-    @property
-    def instance(self) -> InstanceId: ...
-
-    def post(self, call: Callable[..., None], *args: Any) -> None: ...
+    instance: InstanceId
 
     def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None: ...
 
 
-class ResumeTarget(Protocol):
+class ResumeTarget(Posted, Protocol):
     """Where an episode goes on: another instance."""
-
-    def post(self, call: Callable[..., None], *args: Any) -> None: ...
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
 
@@ -78,28 +72,7 @@ class _Took:
         self.held += result.held
 
 
-class _Decoding:
-    """The ticks since the last report that only decoded, those with drafts apart."""
-
-    def __init__(self) -> None:
-        self._plain, self._drafted = _Took(), _Took()
-
-    def add(self, result: TickResult, seconds: float) -> None:
-        if result.rows:
-            (self._drafted if result.drafted else self._plain).add(result, seconds)
-
-    def measured(self) -> dict[str, Any]:
-        """For InstanceReported."""
-        plain, drafted = self._plain, self._drafted
-        return {
-            "sampled": plain.sampled,
-            "busy_s": plain.busy_s,
-            "row_s": plain.row_s,
-            "drafted": ev.Drafted(**dataclasses.asdict(drafted)) if drafted.sampled else None,
-        }
-
-
-class EngineWorker(Worker):
+class EngineWorker(Worker, OwnDevices):
     """One incarnation of one engine: starts, ticks, moves and loads on its own thread.
 
     `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
@@ -137,7 +110,7 @@ class EngineWorker(Worker):
         self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
         self._reported: dict[SampleId, tuple[int, int]] = {}  # tokens and rows of the table reported
         self._begun: dict[SampleId, None] = {}  # here and not ended
-        self._decoding = _Decoding()
+        self._took = (_Took(), _Took())  # by the ticks since the last report that only decoded: without drafts, with
 
     def load(self, version: Version, drop: Version | None) -> None:
         if drop is not None:
@@ -173,18 +146,15 @@ class EngineWorker(Worker):
         self.outbox.put(ev.SampleMoved(id=in_flight.id, src=src, dst=self.instance, attempt=attempt))
 
     def park(self, sample: SampleId) -> None:
-        if self.engine.holds(sample):
-            attempt = self._attempts.get(sample, 0)
-            in_flight = self._export(sample)
-            self.outbox.put(
-                Parked(
-                    id=sample,
-                    instance=self.instance,
-                    in_flight=in_flight,
-                    incarnation=self.incarnation,
-                    attempt=attempt,
-                )
+        if not self.engine.holds(sample):
+            return
+        attempt = self._attempts.get(sample, 0)
+        in_flight = self._export(sample)
+        self.outbox.put(
+            Parked(
+                id=sample, instance=self.instance, in_flight=in_flight, incarnation=self.incarnation, attempt=attempt
             )
+        )
 
     def resume(self, in_flight: InFlightSample, attempt: int) -> None:
         self._import(in_flight, attempt)
@@ -224,12 +194,6 @@ class EngineWorker(Worker):
     def unpause(self) -> None:
         self._paused = False
 
-    def lend(self, version: Version) -> None:
-        raise NotImplementedError(f"{self.role} has devices of its own")
-
-    def reclaim(self) -> None:
-        raise NotImplementedError(f"{self.role} has devices of its own")
-
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """It has no other incarnation: the run ends."""
         self.outbox.put(Crashed(role=self.role, error=RuntimeError(reason)))
@@ -239,9 +203,10 @@ class EngineWorker(Worker):
         return not self._paused and not self.engine.idle
 
     def work(self) -> None:
-        began = time.monotonic()
+        began = self._called_s = time.monotonic()
         result = self.engine.tick()
-        self._decoding.add(result, time.monotonic() - began)
+        if result.rows:
+            self._took[result.drafted].add(result, time.monotonic() - began)
         self.tokens += result.tokens
         for id in result.started:
             version = self._versions.pop(id, None)
@@ -280,13 +245,20 @@ class EngineWorker(Worker):
         now = time.monotonic()
         if now - self._reported_s >= self._report_s:
             self._reported_s = now
-            progress, took = {}, _Decoding()
+            progress, plain, drafted = {}, _Took(), _Took()
             if self._grew and now - self._progressed_s >= self._progress_s:
                 self._progressed_s, self._grew = now, False
                 progress = self._progress
-                took, self._decoding = self._decoding, took
+                (plain, drafted), self._took = self._took, (plain, drafted)
             report = ev.InstanceReported.of(
-                self.instance, result.free_pages, progress, self.incarnation, **took.measured()
+                self.instance,
+                result.free_pages,
+                progress,
+                self.incarnation,
+                sampled=plain.sampled,
+                busy_s=plain.busy_s,
+                row_s=plain.row_s,
+                drafted=ev.Drafted(**dataclasses.asdict(drafted)) if drafted.sampled else None,
             )
             self.outbox.put(report)
         if self._partial_s and now - self._partials_s >= self._partial_s:

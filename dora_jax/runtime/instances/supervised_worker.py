@@ -8,6 +8,7 @@ the last error.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Finished, Job, Waiting
+from dora_jax.runtime.common.worker import Crashed, Finished, Waiting
 from dora_jax.runtime.instances.instance_proxy import InstanceProxy, garbage_in
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.types import InstanceId, Version
@@ -66,7 +67,8 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
     def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
         """Before `start`: `wrap(engine)` stands for the engine of every incarnation, `weights` for the store."""
         self._wrap, self._weights = wrap, weights
-        self._worker = self._new_worker(self.engine)
+        if worker := self._worker:
+            self._worker = self._new_worker(worker.engine)
 
     def start(self) -> None:
         if worker := self._worker:
@@ -124,7 +126,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
     # ------------------------------------------------------------ private
 
     def _new_worker(self, engine: RolloutEngine) -> LocalWorker:
-        return LocalWorker(self, self._wrap(engine), self._weights, self._partial_s, self._incarnation)
+        return LocalWorker(self, self._wrap(engine), self._weights, self._partial_s, self.incarnation)
 
     def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:
         """The incarnation has ended, or is treated so; another one may begin. unhealthy: what it sampled is not
@@ -148,7 +150,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         if self.gone or self._restart.new_engine is None:
             self._stay_away(error)
         else:
-            self._run(self._begin_again, worker, self._incarnation + 1, self._restart.new_engine)
+            self._run(self._begin_again, worker, self.incarnation + 1, self._restart.new_engine)
 
     def _begin_again(self, ended: LocalWorker, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
         """Frees the old engine, makes another."""
@@ -161,10 +163,10 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
             self._notify(f"{self.role} could not be made again ({error}); it stays away")
             self._stay_away(error)
             return
-        self._incarnation = number
+        self.incarnation = number
         worker = self._new_worker(engine)
         worker.start()
-        self._ready(worker, lambda: self._admit(worker))
+        self._ready(worker, functools.partial(self._admit, worker))
 
     def _admit(self, worker: LocalWorker) -> tuple[()]:
         with self._lock:
@@ -190,16 +192,19 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
 
 
 class LocalWorker(EngineWorker):
-    """One engine and its thread, from start to end."""
+    """One engine and its thread, from start to end; its own outbox, which hands to the instance what it puts."""
 
     def __init__(
         self, owner: LocalInstance, engine: RolloutEngine, weights: WeightStore, partial_s: float, number: int
     ):
-        super().__init__(owner.instance, engine, weights, _WorkerOutbox(owner, self), partial_s, number)
+        super().__init__(owner.instance, engine, weights, self, partial_s, number)
+        self._owner = owner
         self.hung = False  # nothing can end it
-        self._called_s: float | None = None
         self._fetching: threading.Thread | None = None
         self._fetched_s: float | None = None  # since when it fetches weights
+
+    def put(self, item: Any) -> None:
+        self._owner.on_message(self, item)
 
     @property
     def call_s(self) -> float:
@@ -234,23 +239,3 @@ class LocalWorker(EngineWorker):
 
     def _fail(self, error: BaseException) -> None:
         raise error
-
-    def work(self) -> None:
-        self._called_s = time.monotonic()
-        super().work()
-
-    def _next(self) -> Job | None:
-        self._called_s = None
-        job = super()._next()
-        self._called_s = time.monotonic()
-        return job
-
-
-class _WorkerOutbox:
-    """The outbox of an incarnation."""
-
-    def __init__(self, owner: LocalInstance, worker: LocalWorker):
-        self._owner, self._worker = owner, worker
-
-    def put(self, item: Any) -> None:
-        self._owner.on_message(self._worker, item)

@@ -49,11 +49,6 @@ class TickWork:
     context: float  # token-steps: tokens of KV that the steps read, summed
     prefills: tuple[int, ...]  # tokens of each sample that was prefilled
 
-    @property
-    def batch(self) -> float:
-        """Mean samples in a step, of all versions."""
-        return sum(self.batches)
-
 
 class TickStats:
     def __init__(self) -> None:
@@ -94,15 +89,21 @@ class TickStats:
         return TickWork(steps=steps, batches=batches, context=context, prefills=prefills)
 
 
-class CountedEngine:
-    """The Engine seam around another engine whose ticks are counted; what is not defined here is the engine's own."""
+class Wrapper:
+    """Around a part of a run; what is not defined here is the part's own."""
 
-    def __init__(self, engine: RolloutEngine):
-        self.engine = engine
-        self._account = TickStats()
+    _wrapped: Any
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
+        return getattr(self._wrapped, name)
+
+
+class CountedEngine(Wrapper):
+    """The Engine seam around another engine whose ticks are counted."""
+
+    def __init__(self, engine: RolloutEngine):
+        self.engine = self._wrapped = engine
+        self._account = TickStats()
 
     def submit(
         self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
@@ -194,19 +195,16 @@ class PacedEngine(CountedEngine):
         self._rested = self.engine.idle
 
 
-class PacedTrainer:
+class PacedTrainer(Wrapper):
     """The trainer of a `TrainerWorker`, and its `pack`: what was packed lasts as long as `train_s` says. A step's fixed
     time is spread over its parts."""
 
     def __init__(self, trainer: PolicyTrainer, pack: Pack, costs: Costs, pace: float, groups_per_step: int):
-        self.trainer = trainer
+        self.trainer = self._wrapped = trainer
         self.train_s = 0.0  # real seconds, waits for a part aside
         self._pack, self._costs, self._pace = pack, costs, pace
         self._groups_per_step = groups_per_step
         self._began = self._due = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.trainer, name)
 
     def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Batches:
         self._began = time.monotonic()
@@ -237,19 +235,16 @@ class PacedTrainer:
         self._began = now
 
 
-class PacedWeights:
+class PacedWeights(Wrapper):
     """The weight store: `get` lasts one transfer of weights, of which `lanes` run at a time; `put` lasts
     `publish_s`."""
 
     def __init__(self, weights: PublishedWeights, costs: Costs, pace: float, lanes: int, publish_s: float = 0.0):
-        self.weights = weights
+        self.weights = self._wrapped = weights
         self.load_s = 0.0  # real seconds of all transfers, and of the wait for a lane
         self._costs, self._pace, self._publish_s = costs, pace, publish_s
         self._lanes = threading.BoundedSemaphore(max(1, lanes))
         self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.weights, name)
 
     def put(self, version: Version, weights: Tree, digest: int = 0, copy: int = 0) -> int:
         time.sleep(self._pace * self._publish_s)

@@ -83,19 +83,14 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool
     except ValueError as error:
         raise RunError(f"eval.solved: {error}") from error
     shares, some = [float(p.mean()) for p in passed], float(np.mean([p.any() for p in passed]))
-    low, high = intervals.of_prompts(shares, len(passed[0]))
-    some_low, some_high = intervals.wilson(some, len(passed))
+    ends = intervals.of_prompts(shares, len(passed[0])), intervals.wilson(some, len(passed))
     if noisy and len(groups[0].rewards) > 1:
         for name, first in (("clean", 0), ("noisy", 1)):
             metrics[f"eval/accuracy_{name}"] = float(np.mean([p[first::2].mean() for p in passed]))
-    return {
-        "eval/accuracy": float(np.mean(shares)),
-        "eval/accuracy_low": low,
-        "eval/accuracy_high": high,
-        "eval/pass_at_k": some,
-        "eval/pass_at_k_low": some_low,
-        "eval/pass_at_k_high": some_high,
-    } | metrics
+    found: Metrics = {}
+    for name, value, (low, high) in zip(("accuracy", "pass_at_k"), (float(np.mean(shares)), some), ends, strict=True):
+        found |= {f"eval/{name}": value, f"eval/{name}_low": low, f"eval/{name}_high": high}
+    return found | metrics
 
 
 def sampled_tokens(sample: Sample) -> int:
@@ -122,13 +117,11 @@ def closing(evaluations: Mapping[Version, Mapping[str, float]]) -> str:
     known = sorted(evaluations.items())
     if not known:
         return "held-out accuracy: not measured"
-    if all("eval/accuracy" in metrics for _, metrics in known):
-        return "held-out accuracy: " + ", ".join(f"{_accuracy(m)} at version {v}" for v, m in known)
-    return "held-out reward: " + ", ".join(f"{m['eval/reward/mean']:.3f} at version {v}" for v, m in known)
-
-
-def _accuracy(metrics: Mapping[str, float]) -> str:
-    """With its 95 % interval, which a record of an older run lacks."""
-    ends = [metrics.get(f"eval/accuracy_{end}") for end in ("low", "high")]
-    known = [f"{end:.0%}" for end in ends if end is not None]
-    return f"{metrics['eval/accuracy']:.1%}" + (f" ({' to '.join(known)})" if known else "")
+    if not all("eval/accuracy" in metrics for _, metrics in known):
+        return "held-out reward: " + ", ".join(f"{m['eval/reward/mean']:.3f} at version {v}" for v, m in known)
+    said = []
+    for version, metrics in known:
+        ends = [metrics.get(f"eval/accuracy_{end}") for end in ("low", "high")]  # which a record of an older run lacks
+        interval = " to ".join(f"{end:.0%}" for end in ends if end is not None)
+        said.append(f"{metrics['eval/accuracy']:.1%}{f' ({interval})' if interval else ''} at version {version}")
+    return "held-out accuracy: " + ", ".join(said)

@@ -63,10 +63,6 @@ class VersionOverlap:
                     if not self._running[ended]:
                         del self._running[ended]
 
-    @property
-    def share(self) -> float:
-        return self.overlap_s / self.total_s if self.total_s else 0.0
-
 
 class TaskShares:
     """Of a mix: each task's share of the groups trained on since this process began, and its rewards in the last
@@ -105,14 +101,9 @@ class ScoringFailures:
         self._max_failed_share, self._prompt_of, self._notify = max_failed_share, prompt_of, notify
         self._kinds: set[str] = set()
         self._lengths: list[int] = []
-        self._scored = self._failed = self._skipped = 0
-
-    def scored(self) -> None:
-        self._scored += 1
-
-    def skipped(self) -> None:
-        """Its prompt is too long."""
-        self._skipped += 1
+        self.scored = 0
+        self.skipped = 0  # their prompts are too long
+        self._failed = 0
 
     def failed(self, failure: GroupFailure) -> None:
         """RunError where more groups fail than task.max_failed_share allows."""
@@ -128,7 +119,7 @@ class ScoringFailures:
                 f"  answer   {shorten(repr(prompt.answer), WIDTH)}",
             ]
             self._notify("\n".join(lines + [f"  response {shorten(repr(failure.response), WIDTH)}"]))
-        total = self._failed + self._scored
+        total = self._failed + self.scored
         enough = total >= MIN_GROUPS_FOR_FAILED_SHARE or self._failed == total >= MIN_GROUPS_ALL_FAILED
         if enough and self._failed > self._max_failed_share * total:
             lengths = np.quantile(self._lengths or [0], [0.5, 0.9])
@@ -140,14 +131,14 @@ class ScoringFailures:
 
     def metrics(self) -> dict[str, float]:
         """Since this process began."""
-        groups = self._failed + self._scored
+        groups = self._failed + self.scored
         lengths = np.quantile(self._lengths or [0], [0.5, 0.9])
         return {
             "groups/failed_share": self._failed / max(1, groups),
             "groups/failed_length_p50": float(lengths[0]),
             "groups/failed_length_p90": float(lengths[1]),
-            "prompts/skipped": self._skipped,
-            "prompts/skipped_share": self._skipped / max(1, groups + self._skipped),
+            "prompts/skipped": self.skipped,
+            "prompts/skipped_share": self.skipped / max(1, groups + self.skipped),
         }
 
 
@@ -173,9 +164,7 @@ class EpisodeFailures:
 
 
 class RunLog:
-    """Turns records and events into metrics, console lines and the samples to read.
-
-    evaluations: records of versions that an earlier process of this run has evaluated; those to come are added."""
+    """Turns records and events into metrics, console lines and the samples to read."""
 
     def __init__(
         self,
@@ -189,20 +178,20 @@ class RunLog:
         solved: Solved | None,
         steps: int,
         max_failed_share: float,
-        evaluations: Mapping[Version, Mapping[str, float]],
         views: SeenTokens | None = None,
         environments: Environments | None = None,
         noisy: bool = False,
         log_bytes: int = 0,
     ):
         """noisy: every second held-out sample meets noise. log_bytes: budget of each file of samples; 0: none."""
-        self.evaluations = dict(evaluations)
+        # records of versions that an earlier process of this run has evaluated; those to come are added
+        self.evaluations: dict[Version, Mapping[str, float]] = dict(writer.evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
         self._orchestrator = orchestrator
         self._instances = instances
         self._steps = steps
-        self._samples = SampleLog(workdir, writer.note, decode, prompt_of, views, log_bytes)
+        self.samples = SampleLog(workdir, writer.note, decode, prompt_of, views, log_bytes)
         self._overlap = VersionOverlap()
         self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note, noisy)
@@ -216,9 +205,6 @@ class RunLog:
         self._step_s: float | None = None  # when the last step ended; None: nothing has happened yet
         self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)  # of steps but the first
         self._idle_s = [0.0] * len(instances)
-
-    def close(self) -> None:
-        self._samples.close()
 
     # ---------------------------------------------------------- console
 
@@ -234,7 +220,7 @@ class RunLog:
             case ScoredGroup() if is_eval(record.group_id):
                 self._evaluating.scored(record)
             case ScoredGroup():
-                self._unscored.scored()
+                self._unscored.scored += 1
             case GroupFailure():
                 if is_eval(record.group_id):
                     self._evaluating.failed(record)
@@ -242,7 +228,7 @@ class RunLog:
             case StepDone():
                 self._step_done(record)
             case PromptTooLong():
-                self._unscored.skipped()
+                self._unscored.skipped += 1
 
     def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         """Observer of the loop."""
@@ -290,7 +276,7 @@ class RunLog:
             "rollout/idle_share": idle_share,
             "trainer/wait_s": done.wait_s,
             "trainer/step_s": done.step_s,
-            "versions/side_by_side_share": self._overlap.share,
+            "versions/side_by_side_share": self._overlap.overlap_s / (self._overlap.total_s or 1.0),
             "moves/finished": self._moved_finished,
             "time/step_s": elapsed_s,
             "time/run_s": now - self._began_s,
@@ -312,7 +298,7 @@ class RunLog:
             {"trainer": done.wait_s / max(done.wait_s + done.step_s, 1e-9), "rollouts": idle_share}
         )
         self._writer.write(done.version, metrics, waits=waits)
-        self._samples.write(done.version, done.groups)
+        self.samples.write(done.version, done.groups)
 
 
 def group_metrics(groups: Sequence[ScoredGroup], base: Version) -> dict[str, Any]:

@@ -13,12 +13,11 @@ number of threads for a bounded time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.server
 import json
 import re
 import secrets
-import socket
-import socketserver
 import sys
 import threading
 import time
@@ -33,12 +32,14 @@ from dora_jax import config
 from dora_jax.base import callables, prometheus, state_files
 from dora_jax.base.metrics import Sink
 from dora_jax.config import Config, ConfigError
+from dora_jax.runtime.common.listener import hang_up
 
 HOST = "127.0.0.1"
 POLL_S = 0.1  # how long an end of the page may take
 CONNECTIONS = 16  # at a time, a thread each; where one more comes, the oldest ends
 ANSWER_S = 10.0  # for a connection to send its request and take the answer, however slowly its bytes come
 WANDB_ID = r"[^/\\#?%:\s]{1,128}"  # what Weights & Biases takes for the name of a run
+CALLS = ("write", "status", "close")  # of a sink
 QUIET_S = 60.0  # the loop speaks each second; after so long without a word it is stuck
 
 
@@ -48,17 +49,11 @@ def opened(settings: Config, workdir: Path) -> Iterator[list[Sink]]:
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = []
         if settings.monitor.port:
-            page = LivePage(settings.monitor.port)
-            stack.callback(page.close)
-            sinks.append(page)
+            sinks.append(stack.enter_context(contextlib.closing(LivePage(settings.monitor.port))))
         if settings.monitor.wandb:
-            board = WandbRun(settings, workdir)
-            stack.callback(board.close)
-            sinks.append(board)
+            sinks.append(stack.enter_context(contextlib.closing(WandbRun(settings, workdir))))
         for path in settings.monitor.sinks:
-            own = UserSink(path, settings, workdir)
-            stack.callback(own.close)
-            sinks.append(own)
+            sinks.append(stack.enter_context(contextlib.closing(UserSink(path, settings, workdir))))
         yield sinks
 
 
@@ -67,19 +62,11 @@ class UserSink:
 
     def __init__(self, path: str, settings: Config, workdir: Path):
         self._path = path
+        self.write, self.status, self.close = (functools.partial(self._call, name) for name in CALLS)
         with config.field_context("monitor.sinks"):
             self._sink: Any = callables.imported(path)(settings, workdir)
-        if missing := [name for name in ("write", "status", "close") if not hasattr(self._sink, name)]:
+        if missing := [name for name in CALLS if not hasattr(self._sink, name)]:
             raise ConfigError(f"monitor.sinks: {path} has no {', '.join(missing)} (dora_jax.base.metrics.Sink)")
-
-    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        self._call("write", step, scalars)
-
-    def status(self, facts: Mapping[str, Any]) -> None:
-        self._call("status", facts)
-
-    def close(self) -> None:
-        self._call("close")
 
     def _call(self, name: str, *args: Any) -> None:
         if self._sink is None:
@@ -122,10 +109,10 @@ class LivePage(RunFacts):
 
     def __init__(self, port: int):
         super().__init__()
-        self._registry = CollectorRegistry()
-        self._registry.register(self.gauges)
+        self.registry = CollectorRegistry()
+        self.registry.register(self.gauges)
         try:
-            self._server = _Server((HOST, port), _handler(self))
+            self._server = _Server((HOST, port), self)
         except OSError as error:
             raise ConfigError(f"monitor.port: {HOST}:{port} cannot be listened on: {error.strerror}") from error
         self.port = int(self._server.server_address[1])
@@ -139,15 +126,6 @@ class LivePage(RunFacts):
         self._server.server_close()
         self._thread.join()
 
-    def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
-        """(status, media type, body) of a GET."""
-        if path == "/metrics":
-            return HTTPStatus.OK, prometheus.MEDIA_TYPE, prometheus.generate_latest(self._registry)
-        if path == "/healthz":
-            status, body = self.health()
-            return status, "application/json", json.dumps(body).encode()
-        return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
-
 
 class _Server(http.server.ThreadingHTTPServer):
     """Server whose connections end after ANSWER_S, or earlier where there are more than CONNECTIONS."""
@@ -155,15 +133,16 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 4 * CONNECTIONS  # come at once, while the oldest end
 
-    def __init__(self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]):
+    def __init__(self, address: tuple[str, int], page: LivePage):
+        self.page = page
         self._since_s: dict[Any, float] = {}  # connection -> when it came, the oldest first
         self._fewer = threading.Condition()
-        super().__init__(address, handler)
+        super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._fewer:
             while len(self._since_s) >= CONNECTIONS:
-                _hang_up(next(iter(self._since_s)))
+                hang_up(next(iter(self._since_s)))
                 if not self._fewer.wait(POLL_S):  # its thread computes an answer: the new one does without
                     self.shutdown_request(request)
                     return
@@ -182,7 +161,7 @@ class _Server(http.server.ThreadingHTTPServer):
         with self._fewer:
             for request, since_s in self._since_s.items():
                 if time.monotonic() - since_s > ANSWER_S:
-                    _hang_up(request)
+                    hang_up(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that has gone, or was hung up on."""
@@ -190,26 +169,29 @@ class _Server(http.server.ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def _hang_up(request: socket.socket) -> None:
-    """Wake the thread that reads from a connection, or writes to it."""
-    with contextlib.suppress(OSError):  # the other side was faster
-        request.shutdown(socket.SHUT_RDWR)
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
 
+    def do_GET(self) -> None:  # the name that http.server calls
+        status, kind, body = HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n"
+        match self.path.partition("?")[0]:
+            case "/metrics":
+                status, kind, body = (
+                    HTTPStatus.OK,
+                    prometheus.MEDIA_TYPE,
+                    prometheus.generate_latest(self.server.page.registry),
+                )
+            case "/healthz":
+                status, health = self.server.page.health()
+                kind, body = "application/json", json.dumps(health).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-def _handler(page: LivePage) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # the name that http.server calls
-            status, kind, body = page.answer(self.path.partition("?")[0])
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """The console is the run's."""
-
-    return Handler
+    def log_message(self, *_: object) -> None:
+        """The console is the run's."""
 
 
 class WandbRun:
@@ -243,12 +225,10 @@ class WandbRun:
             raise ConfigError(f"monitor.wandb: {' '.join(str(error).split())}") from error
         # A run that resumes counts from its checkpoint again, and wandb's own counter never goes back.
         self._run.define_metric("*", step_metric="step")
+        self.close = self._run.finish
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         self._run.log({"step": step} | {name: value for name, value in scalars.items() if value is not None})
 
     def status(self, facts: Mapping[str, Any]) -> None:
         """Only what is in metrics.jsonl is exported."""
-
-    def close(self) -> None:
-        self._run.finish()

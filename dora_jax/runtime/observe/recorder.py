@@ -56,10 +56,6 @@ def instrument(
     in one
     process, so the instances are LocalInstances; their results stay what they are."""
     recorder: Recorder | None = None
-
-    def paced(engine: RolloutEngine) -> RolloutEngine:
-        return PacedEngine(engine, costs, 1.0) if costs else engine
-
     costs = costs_of(config.pace, len(instances)) if config.pace else None
     if costs:
         notify(f"PACED: ticks, steps and transfers last as long as on {config.pace}; times are not this machine's")
@@ -73,11 +69,14 @@ def instrument(
                 f"journal.record: the run in {workdir} has begun already, and a recording begins with its run"
             )
         recorder = Recorder(workdir / RECORDED, orchestrator.state.config)
+
+    def wrapped(engine: RolloutEngine) -> RolloutEngine:
+        paced = PacedEngine(engine, costs, 1.0) if costs else engine
+        return recorder.engine(paced) if recorder else paced
+
     if config.pace or recorder:
         for instance in instances:
-            cast(LocalInstance, instance).wrap_engine(
-                lambda engine: recorder.engine(paced(engine)) if recorder else paced(engine), weights
-            )
+            cast(LocalInstance, instance).wrap_engine(wrapped, weights)
     return side, recorder
 
 
@@ -96,7 +95,7 @@ class TimedEngine(CountedEngine):
         result = self.engine.tick()
         now = time.monotonic()
         work = self._account.of(result)
-        self.ticks.append((work.steps, work.batch, sum(work.prefills), self._training(), now - began))
+        self.ticks.append((work.steps, sum(work.batches), sum(work.prefills), self._training(), now - began))
         self._ended = None if self.engine.idle else now
         return result
 
@@ -165,8 +164,16 @@ class Recorder:
     def close(self) -> None:
         self._journal.close()
         rows = [row for engine in self._engines for row in engine.ticks]
-        if rows and self.took["train"]:
-            (self._directory / COSTS).write_text(json.dumps(self._costs(np.array(rows)), indent=1))
+        if not rows or not self.took["train"]:
+            return
+        took, moves = self.took, self.took["move"] or self.took["first move"]
+        costs = fit_ticks(np.array(rows)) | {
+            "train_fixed_s": statistics.fmean(took["train"]), "train_s_per_token": 0.0,
+            "load_s": statistics.median(took["load"]) if took["load"] else 0.0, "move_s_per_token": 0.0,
+            "move_fixed_s": statistics.fmean(moves) if moves else 0.0,
+            "score_s": statistics.fmean(took["score"]), "pages": self._pages,
+            "prompt_tokens": statistics.fmean(n for engine in self._engines for n in engine.prompts)}  # fmt: skip
+        (self._directory / COSTS).write_text(json.dumps(costs, indent=1))
 
     # ------------------------------------------------------------ private
 
@@ -183,16 +190,6 @@ class Recorder:
         if since is not None:
             self.took[what].append(now - since)
 
-    def _costs(self, rows: np.ndarray) -> dict[str, Any]:
-        train = self.took["train"]
-        prompts = [n for engine in self._engines for n in engine.prompts]
-        return fit_ticks(rows) | {
-            "train_fixed_s": statistics.fmean(train), "train_s_per_token": 0.0,
-            "load_s": _median(self.took["load"]), "move_s_per_token": 0.0,
-            "move_fixed_s": _mean(self.took["move"] or self.took["first move"]),
-            "score_s": statistics.fmean(self.took["score"]), "pages": self._pages,
-            "prompt_tokens": statistics.fmean(prompts)}  # fmt: skip
-
 
 def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     """Least squares over all ticks, nothing below zero: seconds of a decode step by batch and of a token of prefill
@@ -205,31 +202,15 @@ def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     bucket = np.ceil(np.log2(np.maximum(batch, 1.0))).astype(int)
     kinds = np.unique(bucket)
     columns = np.stack([*(steps * (bucket == kind) for kind in kinds), prefill, prefill > 0], 1).astype(float)
-    contention = 1.0
+    contention, beside = 1.0, works > 0
     for _ in range(ROUNDS):
         found, _ = scipy.optimize.nnls(columns, seconds / np.where(works, contention, 1.0))
-        contention = _ratio(seconds, columns @ found, works > 0)
+        if beside.any() and not beside.all():
+            ratio = [seconds[part].sum() / (columns @ found)[part].sum() for part in (beside, ~beside)]
+            contention = float(ratio[0] / ratio[1])  # times as long as without a trainer that works
+    # a tick that prefills costs so much for each token and so much once: both, a token
+    tokens, ticks = float(prefill.sum()), int((prefill > 0).sum())
+    per_token = float(found[-2] + found[-1] * ticks / tokens) if tokens else 0.0
     decode = [[round(batch[bucket == kind].mean()), float(s)] for kind, s in zip(kinds, found, strict=False)]
     return {"decode": decode, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0, "contention": contention,
-            "prefill_s_per_token": _per_token(found[-2:], prefill)}  # fmt: skip
-
-
-def _ratio(seconds: np.ndarray, quiet_s: np.ndarray, works: np.ndarray) -> float:
-    """How many times as long ticks take beside a trainer that works."""
-    if not works.any() or works.all():
-        return 1.0
-    return float((seconds[works].sum() / quiet_s[works].sum()) / (seconds[~works].sum() / quiet_s[~works].sum()))
-
-
-def _per_token(found: np.ndarray, prefill: np.ndarray) -> float:
-    """A tick that prefills costs so much for each token and so much once: both, a token."""
-    ticks, tokens = int((prefill > 0).sum()), float(prefill.sum())
-    return float(found[0] + found[1] * ticks / tokens) if tokens else 0.0
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values) if values else 0.0
+            "prefill_s_per_token": per_token}  # fmt: skip

@@ -58,7 +58,6 @@ class Timeline:
         self, workdir: Path, notify: Callable[[str], None], clock: Callable[[], float] = time.time, log_bytes: int = 0
     ):
         """log_bytes: budget of timeline.jsonl, and of trace.json; 0: none."""
-        self._notify = notify
         self._file = PatientFile(workdir / "timeline.jsonl", notify, budget_bytes=log_bytes, lines=True)
         self._trace = RunTrace(workdir, notify, log_bytes)
         self._summary_path = workdir / "instances.json"
@@ -70,7 +69,18 @@ class Timeline:
         self._moves: collections.Counter[tuple[InstanceId, InstanceId]] = collections.Counter()
         self._instances: dict[InstanceId, dict[str, float]] = {}
         self._lengths: dict[str, collections.Counter[int]] = {kind: collections.Counter() for kind in LENGTHS}
-        self._read_summary()
+        if self._summary_path.exists():  # the statistics of the run's earlier processes
+            try:
+                found = state_files.read(self._summary_path, FORMAT)
+                rows = found["instances"].items()
+                self._instances = {int(i): {name: row[name] + 0 for name in STATISTICS} for i, row in rows}
+                for kind in LENGTHS:
+                    self._lengths[kind].update({int(bucket): n + 0 for bucket, n in found["lengths"][kind].items()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                self._instances, self._lengths = {}, {kind: collections.Counter() for kind in LENGTHS}
+                place = state_files.set_aside(self._summary_path)
+                what = error if isinstance(error, state_files.StateError) else f"{self._summary_path} is damaged"
+                notify(f"{what}; it is moved aside as {place}, and statistics of instances begin anew")
         self._write({"start": True})
 
     def record(self, record: object) -> None:
@@ -175,28 +185,9 @@ class Timeline:
         self._file.write(json.dumps(stamped, separators=(",", ":")).encode() + b"\n")
         self._trace.row(stamped)
 
-    def _read_summary(self) -> None:
-        """Read the statistics of the run's earlier processes. Where they are damaged they are moved aside, and the
-        statistics begin anew."""
-        if not self._summary_path.exists():
-            return
-        try:
-            self._instances, self._lengths = _summary(state_files.read(self._summary_path, FORMAT))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            place = state_files.set_aside(self._summary_path)
-            what = error if isinstance(error, state_files.StateError) else f"{self._summary_path} is damaged"
-            self._notify(f"{what}; it is moved aside as {place}, and statistics of instances begin anew")
-
     def _write_summary(self) -> None:
         summary = {"instances": self._instances, "lengths": self._lengths}
         try:
             state_files.replace(self._summary_path, state_files.encode(summary, FORMAT))
         except OSError:
             pass  # the disk is full, say: the next summary holds all that this one would
-
-
-def _summary(found: dict[str, Any]) -> tuple[dict[InstanceId, dict[str, float]], dict[str, collections.Counter[int]]]:
-    """The statistics of instances.json. KeyError, TypeError, ValueError, AttributeError: it holds anything else."""
-    instances = {int(i): {name: row[name] + 0 for name in STATISTICS} for i, row in found["instances"].items()}
-    lengths = {kind: {int(bucket): n + 0 for bucket, n in found["lengths"][kind].items()} for kind in LENGTHS}
-    return instances, {kind: collections.Counter(counts) for kind, counts in lengths.items()}

@@ -58,7 +58,7 @@ class Agreement:
     def record(self, record: Any) -> None:
         if not isinstance(record, StepDone):
             return
-        for gap in self._seen.gaps(record.version):
+        for gap in self._seen(record.version):
             incarnation = self._ran.get(gap.id.group_id, {}).get(gap.id.index)
             if incarnation is not None and incarnation not in self._blamed:
                 newest = self._newest[incarnation]
@@ -74,7 +74,11 @@ class Agreement:
             for each in over:
                 if each not in untrained:
                     del self._newest[each]
-        means = {of: mean for of, gaps in self._newest.items() if (mean := _mean(gaps)) is not None}
+        means = {}  # nats a token
+        for of, gaps in self._newest.items():
+            tokens = sum(g.tokens for g in gaps)
+            if tokens >= ENOUGH_TOKENS:
+                means[of] = sum(g.gap * g.tokens for g in gaps) / tokens
         far = {of: mean for of, mean in means.items() if mean > self._limit}
         if not far:
             return
@@ -95,11 +99,3 @@ class Agreement:
                     f"on {sum(g.tokens for g in gaps)} tokens of version {gaps[-1].version}, above "
                     f"trainer.max_instance_mismatch={self._limit}",
                 )
-
-    # ------------------------------------------------------------ private
-
-
-def _mean(gaps: Sequence[SampleGap]) -> float | None:
-    """Nats a token; None: too few tokens."""
-    tokens = sum(g.tokens for g in gaps)
-    return sum(g.gap * g.tokens for g in gaps) / tokens if tokens >= ENOUGH_TOKENS else None

@@ -33,7 +33,21 @@ class HfExports:
     def poll(self, steps: Sequence[Version]) -> None:
         """Hears of the export under way, and starts the next of these saved steps. Cheap."""
         if self._running is not None and self._running[1].poll() is not None:
-            self._ended()
+            (step, process), self._running = self._running, None
+            _, output = process.communicate()
+            try:
+                if process.returncode:
+                    raise OSError((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1][-LAST_LINE:])
+                draft = self._draft(step)
+                if self._url:
+                    # to the bucket
+                    store = Objects(str(self._url))
+                    names = [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()]
+                    side_by_side(lambda name: store.put(f"{FOLDER}/{step}/{name}", (draft / name).read_bytes()), names)
+                draft.rename(self._workdir / FOLDER / str(step))
+            except OSError as error:
+                self._failed.add(step)
+                self._notify(f"step {step} is not exported as a Hugging Face folder: {one_line(error)}")
         waiting = [
             step
             for step in steps
@@ -73,20 +87,3 @@ class HfExports:
 
     def _draft(self, step: Version) -> Path:
         return self._workdir / FOLDER / f"{step}.partial"
-
-    def _ended(self) -> None:
-        assert self._running is not None
-        (step, process), self._running = self._running, None
-        _, output = process.communicate()
-        try:
-            if process.returncode:
-                raise OSError((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1][-LAST_LINE:])
-            if self._url:
-                # to the bucket
-                store, draft = Objects(str(self._url)), self._draft(step)
-                names = [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()]
-                side_by_side(lambda name: store.put(f"{FOLDER}/{step}/{name}", (draft / name).read_bytes()), names)
-            self._draft(step).rename(self._workdir / FOLDER / str(step))
-        except OSError as error:
-            self._failed.add(step)
-            self._notify(f"step {step} is not exported as a Hugging Face folder: {one_line(error)}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate.events import PartTrained
@@ -69,8 +69,7 @@ class TrainerWorker(Worker):
         point("trainer.before_step")
         metrics = self.trainer.step(self._pack(groups, base), **self._mismatch.among(groups, base))
         point("trainer.after_step")
-        digests = self._publish(base)
-        self._report(base, groups, metrics, wait_s, time.monotonic() - began, digests)
+        self._publish(base, groups, metrics, wait_s, began)
 
     def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
         self._reload()
@@ -83,26 +82,17 @@ class TrainerWorker(Worker):
                 )
         return groups
 
-    def _publish(self, base: Version) -> tuple[int, int]:
-        """Publishes the new version; returns the digests of the masters and of their copy. The store keeps base, which
-        is the newest version until the coordinator hears StepDone."""
+    def _publish(
+        self, base: Version, groups: tuple[ScoredGroup, ...], metrics: Mapping[str, float], wait_s: float, began: float
+    ) -> None:
+        """Publishes the new version, whose step began then. The store keeps base, which is the newest version until the
+        coordinator hears StepDone."""
         digest = self._digest(self.trainer.params)
         copy = self._weights.put(base + 1, self.trainer.params, digest=digest)
         point("trainer.after_put")
         if self._mismatch.wanted:
             self._mismatch.keep(base, self._weights.get(base, None))
-        return digest, copy
-
-    def _report(
-        self,
-        base: Version,
-        groups: tuple[ScoredGroup, ...],
-        metrics: Mapping[str, float],
-        wait_s: float,
-        step_s: float,
-        digests: tuple[int, int],
-    ) -> None:
-        digest, copy = digests
+        step_s = time.monotonic() - began
         self.outbox.put(
             StepDone(
                 version=base + 1, groups=groups, metrics=metrics, wait_s=wait_s, step_s=step_s, digest=digest, copy=copy
@@ -113,22 +103,9 @@ class TrainerWorker(Worker):
 class StreamingTrainerWorker(TrainerWorker):
     """`pack` turns the groups of one part into an iterable of batches."""
 
-    def __init__(
-        self,
-        trainer: PolicyTrainer,
-        pack: Pack,
-        groups: GroupStore,
-        weights: PublishedWeights,
-        max_lag: int | None,
-        outbox: Outbox,
-        groups_per_step: int,
-        digest: Digest = lambda params: 0,
-        probe: MakeProbe | None = None,
-        reload: Callable[[], None] = lambda: None,
-        says_parts: bool = False,
-    ):
+    def __init__(self, *common: Any, groups_per_step: int, says_parts: bool = False, **options: Any):
         """says_parts: PartTrained is sent when the trainer waits for another part."""
-        super().__init__(trainer, pack, groups, weights, max_lag, outbox, digest, probe, reload)
+        super().__init__(*common, **options)
         self._groups_per_step = groups_per_step
         self._says_parts = says_parts
 
@@ -141,9 +118,7 @@ class StreamingTrainerWorker(TrainerWorker):
         metrics = self.trainer.step(self._batches(first, base, taken), **self._mismatch.among(first, base))
         point("trainer.after_step")
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
-        digests = self._publish(base)
-        step_s = time.monotonic() - began - waited_s
-        self._report(base, tuple(taken), metrics, self._reported_wait_s - before_s + waited_s, step_s, digests)
+        self._publish(base, tuple(taken), metrics, self._reported_wait_s - before_s + waited_s, began + waited_s)
         self._reported_wait_s = self.wait_s
 
     def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Batches]:
@@ -155,24 +130,14 @@ class StreamingTrainerWorker(TrainerWorker):
             point("trainer.in_step")
             if self._says_parts:
                 self.outbox.put(PartTrained(base_version=base, groups=len(taken)))
-            job = self._next_part()
+            while (job := self._next()) is not None and job[0] != self.train:
+                job[0](*job[1])  # a remote trainer may have to catch up after a gang was lost
             if job is None:
                 raise RuntimeError(f"the run ended when {len(taken)} of {self._groups_per_step} groups were trained")
-            group_ids, next_base = job
+            group_ids, next_base = job[1]
             if next_base != base:
                 raise RuntimeError(f"a part of base {next_base} came before the step at base {base} was whole")
             part = self._take(group_ids, base)
-
-    def _next_part(self) -> tuple[tuple[int, ...], Version] | None:
-        """The next `Train` of this step; None: the run ends. Other calls run meanwhile: a remote trainer may have to
-        catch up
-        after a gang was lost."""
-        while (job := self._next()) is not None:
-            call, args = job
-            if call == self.train:
-                return args
-            call(*args)
-        return None
 
 
 class MismatchProbe:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,20 +46,15 @@ from dora_jax.runtime.training.warm_start_data import (
 from dora_jax.trainer import checkpoint, optim
 from dora_jax.trainer.model import layers_of
 
+if TYPE_CHECKING:
+    from dora_jax.base.metrics import Writer
+
 LOGITS_BYTES = 64 * 2**20  # alive at once on a device
 STEPS_PER_DISPATCH = 10  # one compiled scan: also how often the progress line moves, and a signal is handled
 SAVE_PERIOD_S = 60.0  # a kill costs at most so much of it
 
 
-class Progress(Protocol):
-    """What `run` tells while it works; `metrics.Writer` has it."""
-
-    def phase(self, role: str, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-def run(config: Config, workdir: Path, progress: Progress, stepped: Callable[[], None] = lambda: None) -> Path:
+def run(config: Config, workdir: Path, progress: Writer, stepped: Callable[[], None] = lambda: None) -> Path:
     """Makes the folder `config.sft.out`; returns it.
 
     stepped: called between dispatches; where it raises Stop, the state is kept in the workdir, and the next run goes on
@@ -99,7 +94,7 @@ def _train(
     source: Path,
     out: Path,
     keep: Path,
-    progress: Progress,
+    progress: Writer,
     stepped: Callable[[], None],
 ) -> list[float]:
     """Trains and writes the folder; returns the loss of every step. What is unfinished is in `keep`."""
@@ -118,7 +113,12 @@ def _train(
     n = math.gcd(len(jax.devices()), section.batch_rows)
     mesh = sharding.make_mesh(jax.devices()[:n], n, 1, 1)
     progress.phase("sft", "compiling")
-    cfg, params = _model(config, tokenizer.vocab_size, mesh)
+    if section.init:
+        cfg, params = hf.load(section.init, mesh)
+    else:
+        unit = math.lcm(config.trainer.tensor, config.rollout.tensor)  # what splits the vocabulary later
+        cfg = presets.fresh_model(section, section.vocab_size or math.ceil(tokenizer.vocab_size / unit) * unit)
+        params = decoder.init_params(cfg, config.seed, sharding.param_specs(cfg, mesh))
     order = row_order(len(data.tokens), section.batch_rows, section.steps, config.seed)
     # of everything that the result depends on
     fields = {**dataclasses.asdict(section), "out": ""}
@@ -137,10 +137,10 @@ def _train(
         if len(state.losses) == section.steps:
             break
         try:
-            kept.poll(state)
+            kept.save(state)
             stepped()
         except Stop:
-            kept.keep(state)
+            kept.save(state, wait=True)
             raise
     hf.save(out, cfg, jax.device_get(state.params), source)
     kept.forget()
@@ -171,23 +171,12 @@ class _Kept:
         self._notify(f"warm start: goes on from step {step}")
         return WarmStartState(found.params, found.opt_state, saved["losses"])
 
-    def poll(self, state: WarmStartState) -> None:
-        """Saves now and then, in the background."""
-        if time.monotonic() - self._saved_s < SAVE_PERIOD_S:
+    def save(self, state: WarmStartState, wait: bool = False) -> None:
+        """Now and then, in the background. wait: now; returns when it is on the disk, or why it is not has been
+        reported."""
+        if not wait and time.monotonic() - self._saved_s < SAVE_PERIOD_S:
             return
         self._saved_s = time.monotonic()
-        self._save(state)
-
-    def keep(self, state: WarmStartState) -> None:
-        """Returns when it is on the disk, or why it is not has been reported."""
-        self._save(state)
-        self._close()
-
-    def forget(self) -> None:
-        self._close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _save(self, state: WarmStartState) -> None:
         if self._writer is None:
             self._writer = checkpoint.Checkpoints(self._folder, CheckpointSection(keep=1), self._notify)
         self._writer.wait()
@@ -195,21 +184,17 @@ class _Kept:
             self._writer.save(
                 len(state.losses), state.params, state.moments, {"identity": self._identity, "losses": state.losses}, {}
             )
+        if wait:
+            self._close()
+
+    def forget(self) -> None:
+        self._close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _model(config: Config, tokenizer_size: int, mesh: Any) -> tuple[Any, Any]:
-    section = config.sft
-    if section.init:
-        return hf.load(section.init, mesh)
-    unit = math.lcm(config.trainer.tensor, config.rollout.tensor)  # what splits the vocabulary later
-    rows = section.vocab_size or math.ceil(tokenizer_size / unit) * unit
-    cfg = presets.fresh_model(section, rows)
-    return cfg, decoder.init_params(cfg, config.seed, sharding.param_specs(cfg, mesh))
 
 
 def _steps(

@@ -8,9 +8,10 @@ of configuration and seed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,24 +37,19 @@ def examples(config: Config, workdir: Path) -> Sequence[Pair]:
     """The (prompt, completion) texts that `config.sft` asks for; none of a held-out prompt."""
     section = config.sft
     tokenizer = tokenizer_of(section)
-    task = tasks.open_task(
-        config.task,
-        tokenizer,
+    opened = functools.partial(
+        tasks.open_task,
+        tokenizer=tokenizer,
         seed=config.seed,
-        heldout=config.task.heldout,
         max_prompt_tokens=section.pack_tokens,
         max_new_tokens=section.pack_tokens,
-        quarantine_path=workdir / "quarantine.jsonl",
     )
+    task = opened(config.task, heldout=config.task.heldout, quarantine_path=workdir / "quarantine.jsonl")
     if section.rows:
         rows = dataclasses.replace(config.task, name="rows", path=section.rows, heldout_path="")
-        task = tasks.open_task(
+        task = opened(
             rows,
-            tokenizer,
-            seed=config.seed,
             heldout=0,
-            max_prompt_tokens=section.pack_tokens,
-            max_new_tokens=section.pack_tokens,
             supervised=True,
             exclude=task.heldout_uids,
             quarantine_path=workdir / "sft_quarantine.jsonl",
@@ -115,7 +111,10 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator((text for pair in pairs for text in _texts(*pair)), trainer)
+    texts: list[str] = []
+    for prompt, completion in pairs:
+        texts += [prompt, *(text for text, _ in completion)] if isinstance(completion, tuple) else [prompt, completion]
+    backend.train_from_iterator(texts, trainer)
     backend.save(str(folder / "tokenizer.json"))
     ids = {"eos_token_id": backend.token_to_id(END), "pad_token_id": backend.token_to_id(PAD)}
     (folder / "generation_config.json").write_text(json.dumps(ids))
@@ -123,11 +122,6 @@ def make_tokenizer(pairs: Sequence[Pair], folder: Path, rows: int = 0) -> Path:
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD})
     )
     return folder
-
-
-def _texts(prompt: str, completion: str | Dialogue) -> Iterator[str]:
-    yield prompt
-    yield from (text for text, _ in completion) if isinstance(completion, tuple) else (completion,)
 
 
 class TextRows(NamedTuple):
@@ -157,13 +151,8 @@ def pack_rows(
         rows[-1].append(i)
         room -= n
     shape = (len(rows), length)
-    out = TextRows(
-        np.full(shape, pad_id, np.int32),
-        np.full(shape, pad_id, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, bool),
-    )
+    padding, zeros = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32)
+    out = TextRows(padding, padding.copy(), zeros, zeros.copy(), np.zeros(shape, bool))
     for r, members in enumerate(rows):
         start = 0
         for segment, i in enumerate(members, 1):
