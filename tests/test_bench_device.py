@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dora_jax.bench import device, device_model
+from dora_jax.bench import device
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def measured(tmp_path, *stages):
     """The entries by stage, without what failed."""
     for stage in stages:
-        device_model.run(stage, device.Record(tmp_path / "out.json", stage), "tiny")
+        device.stage(stage, tmp_path / "out.json", "tiny")
     entries = json.loads((tmp_path / "out.json").read_text())
     assert not [e for e in entries if e.get("error")]
     return {stage: {e["name"]: e for e in entries if e["stage"] == stage} for stage in stages}
@@ -39,13 +39,14 @@ def test_the_other_stages(tmp_path):
 def test_a_run_goes_on_where_it_stopped_and_records_what_failed(tmp_path, monkeypatch):
     """A stage in a process of its own; the second run finds it done."""
     out = tmp_path / "out.json"
-    device.run(["read"], out, "tiny", again=False)
+    *_, last = device.device(["read"], out, "tiny")
     entries = device.Record(out).entries
+    assert device.DONE in last
     assert {"read speed", device.DONE} <= {e["name"] for e in entries}
-    device.run(["read"], out, "tiny", again=False)
+    list(device.device(["read"], out, "tiny"))
     assert device.Record(out).entries == entries
     monkeypatch.setattr(device, "LIMIT_S", 0.01)
-    device.run(["read"], out, "tiny", again=True)
+    list(device.device(["read"], out, "tiny", again=True))
     [failed] = device.Record(out).entries
     assert "cut off after 0.01 s" in failed["error"]
     record = device.Record(out, "kernel")

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.bench import end_to_end, paced
+from dora_jax.bench import end_to_end
 from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.plan import presets
@@ -133,7 +133,7 @@ def test_progress_is_handed_on_as_seldom_as_asked(slept):
 
 
 def test_a_transfer_of_weights_lasts(slept):
-    weights = PacedWeights(paced.Weights(), Costs(), 0.5, lanes=1)
+    weights = PacedWeights(end_to_end.Weights(), Costs(), 0.5, lanes=1)
     assert weights.get(0, None) == 0 and slept[0] == pytest.approx(103.5) and weights.load_s == pytest.approx(3.5)
     with pytest.raises(RuntimeError, match="version 9 is not in the store"):
         weights.get(9, None)
@@ -160,7 +160,7 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
     inner = OracleEngine(SECTION, length=lambda v, g, i, limit: 4)
     inner.load(0, None)
     outbox = queue.SimpleQueue()
-    worker = EngineWorker(0, inner, paced.Weights(), outbox)
+    worker = EngineWorker(0, inner, end_to_end.Weights(), outbox)
     worker.post(worker.pause)
     worker.post(
         worker.submit,
@@ -201,8 +201,10 @@ def part_trainer(outbox, max_lag=1):
     store = MemoryGroupStore()
     for i in range(4):
         store.put(group(i))
-    trainer = PacedTrainer(paced.IdleTrainer(), lambda groups, base: [len(groups)], Costs(), 1e-3, 4)
-    return StreamingTrainerWorker(trainer, trainer.pack, store, paced.Weights(), max_lag, outbox, groups_per_step=4)
+    trainer = PacedTrainer(end_to_end.IdleTrainer(), lambda groups, base: [len(groups)], Costs(), 1e-3, 4)
+    return StreamingTrainerWorker(
+        trainer, trainer.pack, store, end_to_end.Weights(), max_lag, outbox, groups_per_step=4
+    )
 
 
 def test_a_step_in_parts_is_published_once_behind_its_last_part():
@@ -254,7 +256,7 @@ def test_prediction_and_paced_run_agree(mode, chips):
     predicted = simulate(row)
     as_predicted = pytest.approx(predicted.step_s, rel=0.2)
     for _ in range(3):  # a machine with other work only ever slows a paced run down
-        ran = paced.run(row, pace=1 / 60)
+        ran = end_to_end.run(row, pace=1 / 60)
         if ran.step_s == as_predicted:
             break
     assert ran.step_s == as_predicted
@@ -287,6 +289,6 @@ def test_versions_side_by_side_take_a_call_each_and_a_fast_instance_takes_less(s
 
 
 def test_a_publication_lasts(slept):
-    weights = PacedWeights(paced.Weights(), Costs(), 0.5, lanes=1, publish_s=4.0)
+    weights = PacedWeights(end_to_end.Weights(), Costs(), 0.5, lanes=1, publish_s=4.0)
     weights.put(1, None)
     assert slept[0] == pytest.approx(102.0) and weights.weights.held == {0, 1}

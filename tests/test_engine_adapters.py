@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.bench import adapters
+from dora_jax.bench import decode
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.families.config import Experts, Latent
@@ -274,9 +274,9 @@ def test_a_mixture_with_latents_takes_each_row_s_experts():
 
 
 def test_the_bench_says_what_rows_of_several_versions_cost():
-    args = adapters.flags().parse_args(["--versions=1,4", "--rows=4", "--tokens=4", "--rounds=1", "--width=32"])
-    found = adapters.measured(args)
-    full, mixed = adapters.table(found)[1:3], adapters.table(found)[3:]
+    found = decode.residents((1, 4), rows=4, rank=8, tokens=4, samples=0, rounds=1, width=32)
+    _, *lines = decode.adapter_table(found)
+    full, mixed = lines[:2], lines[2:]
     assert [line.split()[-5 - 1] for line in full] == ["1", "4"] and len(mixed) == 2
     small = found["adapters, rank 8"]
     assert small.engine.versions == (0, 1, 2, 3) and small.bytes < found["full weights"].bytes / 2

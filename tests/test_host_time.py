@@ -1,37 +1,25 @@
 """The host's part of a tick: its bench runs, and nothing that a tick does copies what has been sampled before."""
 
-import argparse
-
 import numpy as np
 
-from dora_jax.bench import host_time
+from dora_jax.bench import train_step
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.seq import Seq
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import new_engine, weights
 
 
-def arguments(**changes):
-    return argparse.Namespace(
-        **{
-            "rows": 6,
-            "contexts": (256,),
-            "pages": (16,),
-            "steps": 4,
-            "ticks": 4,
-            "partial_s": 0.01,
-            "instances": 1,
-            "step_ms": 0.0,
-            **changes,
-        }
-    )
+def last_line(**changes):
+    """Of the page, its cells behind context and page size."""
+    lines = train_step.host_time(rows=6, contexts=(256,), pages=(16,), steps=4, ticks=4, partial_s=0.01, **changes)
+    return list(lines)[-1].split()[2:]
 
 
 def test_the_bench_measures_the_assembled_engine():
-    plan, commit, *_ = map(float, list(host_time.table(arguments()))[-1].split()[2:])
+    plan, commit, *_ = map(float, last_line())
     assert plan > 0 and commit > 0
     for step_ms in (0.0, 1.0):
-        *_, tokens_s, core, idle = list(host_time.table(arguments(instances=2, step_ms=step_ms)))[-1].split()
+        tokens_s, core, idle = last_line(instances=2, step_ms=step_ms)
         assert 0 < float(tokens_s) and core != "0%" and idle.endswith("%")
 
 
@@ -61,7 +49,7 @@ def test_a_page_table_is_written_where_it_grows_only():
     """A page added to one sample leaves the other rows as they are; a row is its sample's table."""
     engine = new_engine()
     engine.load(0, weights(engine))
-    engine.device = host_time.InstantDevice(engine)
+    engine.device = train_step.InstantDevice(engine)
     for index in range(3):
         engine.submit(SampleId(0, index), np.arange(9 + index), 0, 20)
     engine.tick()

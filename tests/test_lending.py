@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dora_jax.bench import end_to_end, paced
+from dora_jax.bench import end_to_end
 from dora_jax.config import Config, ConfigError, OrchestratorSection, RolloutSection
 from dora_jax.config.files import load_file
 from dora_jax.costs import open_costs
@@ -253,5 +253,5 @@ def test_a_paced_run_lends_and_mixes_no_versions():
     """The one-process world in real threads; that it comes close to its prediction is the bench's to say."""
     config = sims.replace(end_to_end.setting(steps=3, warmup=2), end_to_end.SMALL)
     _, lent = end_to_end.lent_rows(config)
-    ran = paced.run(lent, pace=1 / 100)
+    ran = end_to_end.run(lent, pace=1 / 100)
     assert ran.lends > 0 and ran.mixed == 0 and ran.step_s > 0

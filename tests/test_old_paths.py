@@ -34,6 +34,13 @@ def test_an_old_path_runs_as_a_program():
     assert "tasks/sandbox/render_worker.py" in done.stderr, "it ran, and says that nonsense is no descriptor"
 
 
+def test_an_old_path_of_several_programs_in_one_runs_its_own():
+    done = subprocess.run(
+        [sys.executable, "-m", "dora_jax.bench.host_time", "--help"], capture_output=True, text=True, check=False
+    )
+    assert "--step_ms" in done.stdout and "--folder" not in done.stdout.partition("options:")[2]
+
+
 def test_a_path_that_never_was_is_an_import_error():
     with pytest.raises(ModuleNotFoundError, match="dora_jax.config_nonsense"):
         importlib.import_module("dora_jax.config_nonsense")

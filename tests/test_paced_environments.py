@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from dora_jax.bench import end_to_end, paced
+from dora_jax.bench import end_to_end
 from dora_jax.config.files import load_file
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import SimConfig
@@ -21,7 +21,7 @@ def small(steps, warmup):
 
 def test_turns_lie_behind_each_other_with_what_is_observed_between():
     work = Workload(small(1, 1)[0].config.workload)
-    turns, seen = paced.TurnsOf(work), set()
+    turns, seen = end_to_end.TurnsOf(work), set()
     for id in (SampleId(g, i) for g in range(20) for i in range(4)):
         at = 0
         for turn in work.turns(id):
@@ -39,7 +39,7 @@ def test_turns_lie_behind_each_other_with_what_is_observed_between():
 def test_both_tasks_are_trained_within_the_bound_however_a_sample_waits(hold):
     row = small(2, 1)[hold]
     assert row.config.orchestrator.hold_slots == hold
-    found = paced.run(row, pace=1 / 1000)
+    found = end_to_end.run(row, pace=1 / 1000)
     assert set(found.tasks) == {"quick", "slow"} and sum(found.tasks.values()) == pytest.approx(1)
     assert found.lag_max <= row.config.orchestrator.max_versions - 1 and not found.mixed
     assert dataclasses.asdict(found)["step_s"] > 0

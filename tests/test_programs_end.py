@@ -68,9 +68,8 @@ def test_a_server_that_is_killed_takes_its_programs_along_and_is_an_error_never_
 
 @needs_sandbox
 @pytest.mark.slow
-def test_many_runs_leave_nothing_behind(capsys):
-    assert bench.main(["--starts=3", "--runs=101"]) == 0, capsys.readouterr().err
-    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+def test_many_runs_leave_nothing_behind():
+    table = [line.split() for line in bench.sandbox(starts=3, runs=101)]  # exits where anything is wrong
     left = {row[0]: row[1:] for row in table if row and row[0] in ("processes", "mounts", "files", "descriptors")}
     assert len(left) == 4 and all(before == after for before, after in left.values())
 

@@ -6,10 +6,10 @@ from dora_jax.bench import satisfaction
 
 
 @pytest.mark.slow
-def test_the_bench_trains_on_its_user_and_serves_it_without_training(tmp_path, capsys):
-    folders = [f"--base={tmp_path / 'base'}", f"--workdir={tmp_path / 'work'}"]
-    assert satisfaction.main([*folders, "--steps=1", "--groups=1", "--users=4", "--warm_steps=5"]) == 0
-    first, _, *lines = capsys.readouterr().out.splitlines()
+def test_the_bench_trains_on_its_user_and_serves_it_without_training(tmp_path):
+    first, _, *lines = satisfaction.satisfaction(
+        tmp_path / "base", tmp_path / "work", steps=1, groups=1, users=4, warm_steps=5
+    )
     assert first.split()[1] == "sessions" and int(first.split()[0]) >= 8
     assert [line[:16].strip() for line in lines] == [*(f"quarter {i}" for i in (1, 2, 3, 4)), "all", "no training"]
 

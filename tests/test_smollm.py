@@ -13,17 +13,14 @@ import numpy as np
 import pytest
 
 from dora_jax import config as configs
-from dora_jax.bench import real_model
+from dora_jax.bench import harness
 from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.plan import presets
 from dora_jax.runtime.assembly import run as build
 from dora_jax.types import SampleId
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(real_model.missing()), reason=real_model.missing() or "it is there"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(harness.missing()), reason=harness.missing() or "it is there")]
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = [f"What is {a} + {b}?" for a, b in ((12, 34), (71, 9), (55, 55), (90, 17))]
 NEW = 24
@@ -65,7 +62,7 @@ def test_greedy_answers_are_those_of_transformers():
     import jax
     import transformers
 
-    folder = real_model.folder()
+    folder = harness.smollm_folder()
     tokenizer = Tokenizer.load(folder)
     prompts = [chat(tokenizer, question) for question in QUESTIONS]
     rival = transformers.AutoTokenizer.from_pretrained(folder)
@@ -104,7 +101,7 @@ def test_greedy_answers_are_those_of_transformers():
 
 def test_a_step_of_rl_and_its_export(tmp_path):
     """What `train` trains and `export_hf` writes, transformers reads: the same body, weights that have moved."""
-    base = real_model.folder()
+    base = harness.smollm_folder()
     rows = tmp_path / "sums.jsonl"
     rows.write_text(
         "".join(

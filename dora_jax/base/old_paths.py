@@ -30,6 +30,15 @@ MOVED = {
 RENAMED = {
     "dora_jax.aot_roles": "dora_jax.aot.roles",
     "dora_jax.aot_slices": "dora_jax.aot.slices",
+    "dora_jax.bench.adapters": "dora_jax.bench.decode",
+    "dora_jax.bench.checkpoint": "dora_jax.bench.train_step",
+    "dora_jax.bench.device_model": "dora_jax.bench.device",
+    "dora_jax.bench.drafts": "dora_jax.bench.decode",
+    "dora_jax.bench.host_time": "dora_jax.bench.train_step",
+    "dora_jax.bench.migrate": "dora_jax.bench.transfer",
+    "dora_jax.bench.paced": "dora_jax.bench.end_to_end",
+    "dora_jax.bench.publish": "dora_jax.bench.transfer",
+    "dora_jax.bench.real_model": "dora_jax.bench.learning",
     "dora_jax.config_cluster": "dora_jax.config.cluster",
     "dora_jax.config_files": "dora_jax.config.files",
     "dora_jax.config_live": "dora_jax.config.live",
@@ -60,7 +69,15 @@ class OldPaths:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(fullname, self) if fullname in TABLE else None  # type: ignore[arg-type]
+        if fullname not in TABLE:
+            return None
+        origin = self._spec(fullname).origin  # `python -m` makes it sys.argv[0]
+        return importlib.machinery.ModuleSpec(fullname, self, origin=origin)  # type: ignore[arg-type]
+
+    def _spec(self, fullname: str) -> importlib.machinery.ModuleSpec:
+        spec = importlib.util.find_spec(TABLE[fullname])
+        assert spec is not None
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return importlib.import_module(TABLE[spec.name])
@@ -71,9 +88,9 @@ class OldPaths:
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         """What runpy runs for `python -m`."""
-        spec = importlib.util.find_spec(TABLE[fullname])
-        assert spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
-        return spec.loader.get_code(TABLE[fullname])
+        loader = self._spec(fullname).loader
+        assert isinstance(loader, importlib.machinery.SourceFileLoader)
+        return loader.get_code(TABLE[fullname])
 
     def get_source(self, fullname: str) -> None:
         return None

@@ -13,11 +13,11 @@ overlap has to hide. It proves that the programs compile and fit, never that the
 from __future__ import annotations
 
 import dataclasses
-import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dora_jax import aot
-from dora_jax.aot import roles as aot_roles
+from dora_jax import aot as compilation
+from dora_jax.aot import roles
 from dora_jax.bench import harness
 from dora_jax.config import Config
 from dora_jax.costs import update as update_costs
@@ -26,8 +26,6 @@ from dora_jax.models.families.config import ModelConfig
 from dora_jax.plan import presets
 
 VOCAB = 151669  # ids that Qwen3's tokenizer has
-TRAIN = aot_roles.PROGRAMS[aot_roles.TRAINER]
-ROLLOUT = aot_roles.PROGRAMS[aot_roles.INSTANCE]
 
 
 class AotCase(NamedTuple):
@@ -36,145 +34,94 @@ class AotCase(NamedTuple):
     programs: tuple[str, ...]
 
 
+def _case(
+    what: str, role: str, model: str, slice_name: str, rollout: dict[str, Any], trainer: dict[str, Any]
+) -> AotCase:
+    """The slice is the role's own: the other role is elsewhere."""
+    c = Config()
+    cluster = dataclasses.replace(c.cluster, launcher="ray", trainer_slice=slice_name, instance_slice=slice_name)
+    config = dataclasses.replace(c, model=dataclasses.replace(c.model, size=model), cluster=cluster,
+                                 rollout=dataclasses.replace(c.rollout, max_prompt_tokens=1024, **rollout),
+                                 trainer=dataclasses.replace(c.trainer, **trainer))  # fmt: skip
+    return AotCase(f"{model} {slice_name}{what}", config, roles.PROGRAMS[role])
+
+
 def _training(
-    what: str, model: str, slice_name: str, *, rows: int, tokens: int, serving: int = 4, **trainer: Any
+    what: str, model: str, slice_name: str, *, rows: int, tokens: int = 4096, serving: int = 4, **trainer: Any
 ) -> AotCase:
     """A trainer that has the slice to itself, and instances of `serving` devices elsewhere."""
-    section: dict[str, Any] = {"remat": "full", "micro_batches": 4, "rows": rows, "pack_tokens": tokens} | trainer
-    config = Config()
-    return AotCase(
-        f"{model} {slice_name}{what}",
-        _on(
-            config,
-            model,
-            slice_name,
-            trainer=dataclasses.replace(config.trainer, **section),
-            rollout=dataclasses.replace(
-                config.rollout, tensor=serving, max_prompt_tokens=1024, max_new_tokens=tokens - 1024
-            ),
-        ),
-        TRAIN,
-    )
+    section = {"remat": "full", "micro_batches": 4, "rows": rows, "pack_tokens": tokens} | trainer
+    rollout = {"tensor": serving, "max_new_tokens": tokens - 1024}
+    return _case(what, roles.TRAINER, model, slice_name, rollout, section)
 
 
 def _decoding(
-    what: str, model: str, slice_name: str, *, slots: int = 32, context: int = 4096, tensor: int = 4, **rollout: Any
+    what: str, model: str, slice_name: str, *, slots: int = 32, context: int = 4096, **rollout: Any
 ) -> AotCase:
-    section = {"slots": slots, "tensor": tensor, "max_prompt_tokens": 1024, "max_new_tokens": context - 1024} | rollout
-    config = Config()
-    return AotCase(
-        f"{model} {slice_name} {slots} x {context}{what}",
-        _on(
-            config,
-            model,
-            slice_name,
-            rollout=dataclasses.replace(config.rollout, **section),
-            trainer=dataclasses.replace(config.trainer, pack_tokens=context),
-        ),
-        ROLLOUT,
-    )
+    section = {"slots": slots, "max_new_tokens": context - 1024} | rollout
+    name = f" {slots} x {context}{what}"
+    return _case(name, roles.INSTANCE, model, slice_name, section, {"pack_tokens": context})
 
 
-def _on(config: Config, model: str, slice_name: str, **sections: Any) -> Config:
-    """The slice is the role's own: the other role is elsewhere."""
-    cluster = dataclasses.replace(config.cluster, launcher="ray", trainer_slice=slice_name, instance_slice=slice_name)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, size=model), cluster=cluster, **sections)
-
-
-_LARGE = {"micro_batches": 1, "serving": 32}
-_DISPATCHES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("", {"fsdp": 16, "expert": 16}),
-    (", tokens by all-to-all", {"fsdp": 4, "expert": 64, "expert_dispatch": "all_to_all"}),
-)
+_LARGE: dict[str, Any] = {"micro_batches": 1, "serving": 32}
+_BY_ALL_TO_ALL: dict[str, Any] = {"fsdp": 4, "expert": 64, "expert_dispatch": "all_to_all"}
+_HOST = ", moments in host memory"
 ROWS = (
-    _training("", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64, tokens=4096),
-    _training("", "Qwen3-8B", "v5p-16", fsdp=8, rows=32, tokens=4096),
-    _training("", "Qwen3-32B", "v5p-128", fsdp=32, tensor=2, rows=128, tokens=4096),
+    _training("", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64),
+    _training("", "Qwen3-8B", "v5p-16", fsdp=8, rows=32),
+    _training("", "Qwen3-32B", "v5p-128", fsdp=32, tensor=2, rows=128),
     _training(", long rows", "Qwen3-8B", "v5e-64", fsdp=8, tensor=4, context=2, rows=32, tokens=16384),
-    _training(", moments in host memory", "Qwen3-8B", "v5p-16", fsdp=8, rows=32, tokens=4096, optimizer_memory="host"),
-    _training(", nothing recomputed", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64, tokens=4096, remat="none"),
-    *(
-        _decoding("", model, slice_name, tensor=tensor)
-        for model, slice_name, tensor in (
-            ("Qwen3-8B", "v5e-4", 4),
-            ("Qwen3-8B", "v5p-8", 4),
-            ("Qwen3-8B", "v6e-4", 4),
-            ("Qwen3-8B", "tpu7x-8", 8),
-            ("Qwen3-32B", "v5e-8", 8),
-            ("Qwen3-32B", "v5p-8", 4),
-            ("Qwen3-32B", "v6e-4", 4),
-            ("Qwen3-32B", "tpu7x-8", 8),
-        )
-    ),
-    *(
-        _decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
-        for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")
-    ),
+    _training(_HOST, "Qwen3-8B", "v5p-16", fsdp=8, rows=32, optimizer_memory="host"),
+    _training(", nothing recomputed", "Qwen3-8B", "v5e-64", fsdp=16, tensor=4, rows=64, remat="none"),
+    *(_decoding("", model, slice_name, tensor=tensor) for model, slice_name, tensor in (
+        ("Qwen3-8B", "v5e-4", 4), ("Qwen3-8B", "v5p-8", 4), ("Qwen3-8B", "v6e-4", 4), ("Qwen3-8B", "tpu7x-8", 8),
+        ("Qwen3-32B", "v5e-8", 8), ("Qwen3-32B", "v5p-8", 4), ("Qwen3-32B", "v6e-4", 4), ("Qwen3-32B", "tpu7x-8", 8))),
+    *(_decoding("", "Qwen3-8B", slice_name, slots=256, context=32768, tensor=8)
+      for slice_name in ("v5e-8", "v6e-8", "tpu7x-8")),
     _decoding(", drafts and a narrow call", "Qwen3-8B", "v5e-4", tensor=4, drafts=7, narrow_rows=4),
     # mixtures: experts over the chips, whole
-    _training("", "Qwen3-30B-A3B", "v5p-16", fsdp=1, expert=8, rows=32, tokens=4096, moments="bfloat16"),
-    _training("", "Qwen3-30B-A3B", "v6e-64", fsdp=8, expert=8, rows=256, tokens=4096),
-    *(_training(what, "DeepSeek-V3", "v5p-512", rows=256, tokens=4096, **_LARGE, **more) for what, more in _DISPATCHES),
-    _training(
-        ", moments in host memory",
-        "DeepSeek-V3",
-        "v5p-256",
-        fsdp=1,
-        expert=64,
-        tensor=2,
-        expert_dispatch="all_to_all",
-        rows=64,
-        tokens=4096,
-        optimizer_memory="host",
-        **_LARGE,
-    ),
-    _training("", "LongCat-Flash", "v5p-512", rows=256, tokens=4096, **_LARGE, **_DISPATCHES[1][1]),
-    *(
-        _decoding("", model, slice_name, slots=64, tensor=chips, expert=chips)
-        for model, slice_name, chips in (
-            ("Qwen3-30B-A3B", "v5p-8", 4),
-            ("Qwen3-30B-A3B", "v6e-8", 8),
-            ("DeepSeek-V3", "v5p-128", 64),
-            ("LongCat-Flash", "v5p-128", 64),
-        )
-    ),
-)
+    _training("", "Qwen3-30B-A3B", "v5p-16", fsdp=1, expert=8, rows=32, moments="bfloat16"),
+    _training("", "Qwen3-30B-A3B", "v6e-64", fsdp=8, expert=8, rows=256),
+    _training("", "DeepSeek-V3", "v5p-512", rows=256, fsdp=16, expert=16, **_LARGE),
+    _training(", tokens by all-to-all", "DeepSeek-V3", "v5p-512", rows=256, **_BY_ALL_TO_ALL, **_LARGE),
+    _training(_HOST, "DeepSeek-V3", "v5p-256", tensor=2, rows=64, optimizer_memory="host",
+              **_BY_ALL_TO_ALL | {"fsdp": 1}, **_LARGE),
+    _training("", "LongCat-Flash", "v5p-512", rows=256, **_BY_ALL_TO_ALL, **_LARGE),
+    *(_decoding("", model, slice_name, slots=64, tensor=chips, expert=chips) for model, slice_name, chips in (
+        ("Qwen3-30B-A3B", "v5p-8", 4), ("Qwen3-30B-A3B", "v6e-8", 8), ("DeepSeek-V3", "v5p-128", 64),
+        ("LongCat-Flash", "v5p-128", 64))),
+)  # fmt: skip
 
 
-def main() -> int:
-    args = harness.flags(__doc__, only="", programs=(), layers=0)
-    fits = [run(row, args.layers, args.programs) for row in ROWS if args.only in row.name]
-    return 0 if all(fits) else 1
+def aot(only="", programs=(), layers=0) -> Iterator[str]:
+    """Exits with 1 where a row does not fit."""
+    fits = True
+    for row in ROWS:
+        chosen = tuple(name for name in row.programs if not programs or name in programs)
+        if only not in row.name or not chosen:
+            continue
+        model = KNOWN[row.config.model.size]
+        config, _ = presets.resolve(
+            row.config, presets.machines(row.config), model
+        )  # with the pages of the whole model
+        if layers:
+            model = dataclasses.replace(model, n_layers=layers)
+        yield f"{row.name}{f', {layers} layers' if layers else ''}"
+        try:
+            done = lambda one: print(*_lines(one, config, model), sep="\n", flush=True)
+            for role in compilation.compile_roles(
+                config, model, vocab_limit=VOCAB, eos_ids=(1,), only=chosen, done=done
+            ):
+                yield roles.describe_role(role)
+        except roles.DoesNotFit as refusal:
+            yield f"  {refusal}"
+            fits = False
+    if not fits:
+        raise SystemExit(1)
 
 
-def run(row: AotCase, layers: int, asked: tuple[str, ...]) -> bool:
-    """Prints the row; whether it fits."""
-    programs = tuple(name for name in row.programs if not asked or name in asked)
-    if not programs:
-        return True
-    model = KNOWN[row.config.model.size]
-    config, _ = presets.resolve(row.config, presets.machines(row.config), model)  # with the pages of the whole model
-    if layers:
-        model = dataclasses.replace(model, n_layers=layers)
-    print(f"{row.name}{f', {layers} layers' if layers else ''}", flush=True)
-    try:
-        for role in aot.compile_roles(
-            config,
-            model,
-            vocab_limit=VOCAB,
-            eos_ids=(1,),
-            only=programs,
-            done=lambda one: print(*_lines(one, config, model), sep="\n", flush=True),
-        ):
-            print(aot_roles.describe_role(role), flush=True)
-    except aot_roles.DoesNotFit as refusal:
-        print(f"  {refusal}", flush=True)
-        return False
-    return True
-
-
-def _lines(one: aot_roles.Compiled, config: Config, model: ModelConfig) -> list[str]:
-    lines = aot_roles.describe(one)
+def _lines(one: roles.Compiled, config: Config, model: ModelConfig) -> list[str]:
+    lines = roles.describe(one)
     if one.name == "train":
         t = config.trainer
         chips = t.data * t.fsdp * t.tensor * t.context * t.expert
@@ -188,4 +135,4 @@ def _lines(one: aot_roles.Compiled, config: Config, model: ModelConfig) -> list[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(aot)

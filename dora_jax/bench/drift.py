@@ -22,11 +22,9 @@ scoring by the engine's calls.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,37 +32,20 @@ import numpy as np
 
 from dora_jax.bench import harness
 from dora_jax.bench.decode import MODEL
-from dora_jax.config import (
-    Config,
-    Dtype,
-    KvBits,
-    ModelSection,
-    RolloutSection,
-    RoutingReplay,
-    TrainerSection,
-    WeightBits,
-)
+from dora_jax.config import Config, Dtype, KvBits, RoutingReplay, TrainerSection, WeightBits
 from dora_jax.models import decoder, hf
 from dora_jax.models.families.config import Experts, ModelConfig
-from dora_jax.plan import presets
-from dora_jax.publish import placed, sliced
+from dora_jax.publish import placed
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
-from dora_jax.runtime.assembly.run import Replay, engine_of, engine_options, publishing_copy, trainer_recipe
+from dora_jax.runtime.assembly.run import Replay, engine_of, engine_options, trainer_recipe
 from dora_jax.types import Sample, SampleId
 
-T = TypeVar("T")
 PROMPT = 32
 MIXTURE: dict[str, Any] = dict(
-    vocab_size=512,
-    d_model=128,
-    n_layers=8,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=32,
-    d_ff=256,
+    vocab_size=512, d_model=128, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=32, d_ff=256,
     experts=Experts(count=64, per_token=8, width=32),
-)
+)  # fmt: skip
 OPTIONS: tuple[tuple[Dtype, WeightBits, KvBits], ...] = (
     ("float32", "", ""),
     ("bfloat16", "", ""),
@@ -74,54 +55,45 @@ OPTIONS: tuple[tuple[Dtype, WeightBits, KvBits], ...] = (
     ("bfloat16", "int8", ""),
     ("bfloat16", "int8", "float8"),
 )
+WIDE: tuple[Dtype, WeightBits, KvBits] = OPTIONS[0]
 
 
 def config_of(
     dtype: Dtype, weights: WeightBits, kv: KvBits, count: int, tokens: int, routing_replay: RoutingReplay = "none"
 ) -> Config:
-    section = RolloutSection(
-        slots=count, max_prompt_tokens=PROMPT, max_new_tokens=tokens, prefill_tokens=512, weights=weights, kv=kv
-    )
-    trainer = TrainerSection(routing_replay=routing_replay)
-    return presets.filled(Config(model=ModelSection(dtype=dtype), rollout=section, trainer=trainer))
-
-
-def samples_of(config: Config, cfg: ModelConfig, params: Any, count: int) -> list[Sample]:
-    """Samples of the run's engine, under weights as it gets them: published in its type."""
-    return sampled(loaded_engine(config, cfg, params), count)
+    return harness.config_of(dtype, {"trainer": TrainerSection(routing_replay=routing_replay)}, slots=count,
+                             max_prompt_tokens=PROMPT, max_new_tokens=tokens, prefill_tokens=512, weights=weights,
+                             kv=kv)  # fmt: skip
 
 
 def loaded_engine(config: Config, cfg: ModelConfig, params: Any) -> Engine:
-    mesh = harness.one_device()
-    engine = engine_of(config, cfg, mesh)
-    engine.load(0, placed(sliced(publishing_copy(config, cfg, mesh)(params)), engine.param_shardings))
+    """The run's engine, with weights as it gets them: published in its type."""
+    engine = engine_of(config, cfg, harness.one_device())
+    engine.load(0, placed(harness.published(config, cfg, params), engine.param_shardings))
     return engine
 
 
 def sampled(engine: Engine, count: int) -> list[Sample]:
-    rng = np.random.default_rng(0)
-    for index in range(count):
-        prompt_ids = rng.integers(3, engine.cfg.vocab_size, PROMPT)
-        engine.submit(SampleId(0, index), prompt_ids, 0, engine.section.max_new_tokens)
-    done: dict[int, Sample] = {}
-    while not engine.idle:
-        done |= {sample.id.index: sample for sample in engine.tick().finished}
-    return [done[index] for index in range(count)]
+    rng, ids = np.random.default_rng(0), [SampleId(0, index) for index in range(count)]
+    for id in ids:
+        engine.submit(id, rng.integers(3, engine.cfg.vocab_size, PROMPT), 0, engine.section.max_new_tokens)
+    done = harness.finished(engine)
+    return [done[id] for id in ids]
 
 
-def trainer_logprobs(config: Config, cfg: ModelConfig, params: Any, samples: list[Sample]) -> np.ndarray:
-    """The trainer's log-probs of the sampled tokens, f32[samples * tokens]; `params` are its f32 masters."""
-    return scored(config, cfg, params, samples)[0]
+def engine_logprobs(samples: list[Sample]) -> np.ndarray:
+    return np.concatenate([sample.logprobs for sample in samples])
 
 
 def scored(
     config: Config, cfg: ModelConfig, params: Any, samples: list[Sample], replay: bool = False
 ) -> tuple[np.ndarray, float]:
-    """(as `trainer_logprobs`, the share of the samples' choices that the trainer's routers would not make).
+    """(the trainer's log-probs of the sampled tokens, f32[samples * tokens], the share of the samples' choices that the
+    trainer's routers would not make).
 
-    replay: tokens go to the experts that sampling took, and not to those of the trainer's choice."""
-    mesh = harness.one_device()
-    model = trainer_recipe(config, cfg, mesh, cfg.vocab_size).model
+    params: its f32 masters. replay: tokens go to the experts that sampling took, and not to those of the trainer's
+    choice."""
+    model = trainer_recipe(config, cfg, harness.one_device(), cfg.vocab_size).model
     rows = np.stack([np.concatenate([s.prompt_ids, s.out_ids]) for s in samples]).astype(np.int32)
     positions = np.tile(np.arange(rows.shape[1] - 1, dtype=np.int32), (len(rows), 1))
     arrays = {
@@ -147,97 +119,75 @@ def measure(
 ) -> tuple[np.ndarray, float]:
     """(engine minus trainer of each sampled token, the mean rounding of one forward pass in the trainer's type)."""
     config = config_of(*options, count, tokens)
-    samples = samples_of(config, cfg, params, count)
-    trainer = trainer_logprobs(config, cfg, params, samples)
-    exact = trainer_logprobs(config_of("float32", "", "", count, tokens), cfg, params, samples)
-    return np.concatenate([s.logprobs for s in samples]) - trainer, float(np.abs(trainer - exact).mean())
+    samples = sampled(loaded_engine(config, cfg, params), count)
+    trainer, exact = (scored(each, cfg, params, samples)[0] for each in (config, config_of(*WIDE, count, tokens)))
+    return engine_logprobs(samples) - trainer, float(np.abs(trainer - exact).mean())
 
 
 def replayed(cfg: ModelConfig, params: Any, count: int, tokens: int) -> tuple[np.ndarray, np.ndarray, float]:
     """(engine minus trainer of each sampled token in bfloat16, the same under replay, share of choices that change)."""
     config = config_of("bfloat16", "", "", count, tokens, routing_replay="rollout")
-    samples = samples_of(config, cfg, params, count)
-    engine = np.concatenate([s.logprobs for s in samples])
-    own, _ = scored(config, cfg, params, samples)
-    replay, changed = scored(config, cfg, params, samples, replay=True)
-    return engine - own, engine - replay, changed
+    samples = sampled(loaded_engine(config, cfg, params), count)
+    (own, _), (replay, changed) = (scored(config, cfg, params, samples, replay=each) for each in (False, True))
+    return engine_logprobs(samples) - own, engine_logprobs(samples) - replay, changed
 
 
-def held_bytes(cfg: ModelConfig, dtype: str, weights: str, kv: str) -> tuple[int, int]:
-    """(projections, KV of one position); of `dtype` where nothing is asked for. Scales are one f32 an output
-    channel."""
-    layer = decoder.abstract_params(cfg)["layers"]
-    shapes = [layer[name].shape for name in PROJECTIONS if name in layer]
-    size = jnp.dtype(WEIGHTS[weights] or dtype).itemsize
-    projections = sum(n * (d * f * size + (4 * f if weights else 0)) for n, d, f in shapes)
-    return projections, 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim * jnp.dtype(KV[kv] or dtype).itemsize
-
-
-def main() -> None:
-    args = harness.flags(__doc__, model="", samples=32, tokens=128, moe=False, exact=False, seeds=(0, 1, 2))
-    if args.moe:
-        replay_table(args.model, args.samples, args.tokens, args.seeds)
+def drift(model="", samples=32, tokens=128, moe=False, exact=False, seeds=(0, 1, 2)) -> Iterator[str]:
+    if moe:
+        mixture = decoder.new_config("qwen3_moe", **MIXTURE)
+        models = [hf.load(Path(model))] if model else [(mixture, decoder.init_params(mixture, s)) for s in seeds]
+        table = harness.Table({"seed": "6s", "own: mean": "12.2e", "worst": "10.2e", "replay: mean": "14.2e",
+                               " worst": "10.2e", "mean": ">8s", "worst ": ">8s", "changed": "10.1%"})  # fmt: skip
+        yield table.head
+        for seed, (cfg, params) in zip(seeds, models, strict=False):
+            own, replay, changed = replayed(cfg, params, samples, tokens)
+            sizes = [f(np.abs(gap)) for gap in (own, replay) for f in (np.mean, np.max)]
+            ratios = [f"{before / after:7.2f}x" for before, after in zip(sizes[:2], sizes[2:], strict=True)]
+            yield table.row("-" if model else str(seed), *sizes, *ratios, changed)
         return
-    cfg, params = hf.load(Path(args.model)) if args.model else (MODEL, decoder.init_params(MODEL, 0))
-    if args.exact:
-        exact_table(cfg, params, args.samples, args.tokens)
+    cfg, params = hf.load(Path(model)) if model else (MODEL, decoder.init_params(MODEL, 0))
+    if exact:
+        yield from exact_table(cfg, params, samples, tokens)
         return
     table = harness.Table({"compute": "10s", "weights": "9s", "KV": "9s", "gap: mean": "11.2e", "p99": "10.2e",
                            "largest": "10.2e", "signed": "10.1e", "forward": "10.2e", "gap / forward": ">15s",
                            "projections MB": "16.2f", "KV B/token": "12d"})  # fmt: skip
-    print(table.head)
+    yield table.head
+    layer = decoder.abstract_params(cfg)["layers"]
+    shapes = [layer[name].shape for name in PROJECTIONS if name in layer]
     for dtype, weights, kv in OPTIONS:
-        gap, forward = measure(cfg, params, (dtype, weights, kv), args.samples, args.tokens)
-        projections, position = held_bytes(cfg, dtype, weights, kv)
+        gap, forward = measure(cfg, params, (dtype, weights, kv), samples, tokens)
+        narrow = jnp.dtype(WEIGHTS[weights] or dtype).itemsize
+        held = sum(n * (d * f * narrow + (4 * f if weights else 0)) for n, d, f in shapes)  # a scale, f32, a channel
+        position = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim * jnp.dtype(KV[kv] or dtype).itemsize
         size = np.abs(gap)
         ratio = f"{size.mean() / forward:.2f}" if forward else "-"
-        figures = (size.mean(), np.quantile(size, 0.99), size.max(), gap.mean(), forward, ratio, projections / 1e6)
-        print(table.row(dtype, weights or "-", kv or "-", *figures, position), flush=True)
+        yield table.row(dtype, weights or "-", kv or "-", size.mean(), np.quantile(size, 0.99), size.max(), gap.mean(),
+                        forward, ratio, held / 1e6, position)  # fmt: skip
 
 
-def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> None:
+def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> Iterator[str]:
     table = harness.Table({"compute": "10s", "weights": "9s", "KV": "9s", "tokens": "8d", "gap: mean": "11.2e",
                            "largest": "10.2e", "exact: largest": "16.1e", "differ": "8d", "sampling s": "12.2f",
                            "exact s": "9.2f", "replay s": "10.2f"})  # fmt: skip
-    print(table.head)
+    yield table.head
     for dtype, weights, kv in OPTIONS:
         plain = config_of(dtype, weights, kv, count, tokens)
         config = dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, exact=True))
         engines = [loaded_engine(each, cfg, params) for each in (plain, config)]
-        (_, plain_s), (samples, exact_s) = (timed(functools.partial(sampled, engine, count)) for engine in engines)
-        mesh = harness.one_device()
-        replay = Replay(cfg, config.rollout, mesh, **engine_options(config, cfg, (), cfg.vocab_size))
+        for engine in engines:
+            sampled(engine, count)  # the first ones compile
+        (plain_s, _), (exact_s, samples) = (harness.timed(sampled, each, count) for each in engines)
+        replay = Replay(cfg, config.rollout, harness.one_device(), **engine_options(config, cfg, (), cfg.vocab_size))
         answers = [(sample.prompt_ids, sample.out_ids) for sample in samples]
-        scores, replay_s = timed(functools.partial(replay, params, answers))
-        found, again = np.concatenate([sample.logprobs for sample in samples]), np.concatenate(scores)
-        gap, left = np.abs(found - trainer_logprobs(config, cfg, params, samples)), np.abs(found - again)
+        replay(params, answers)
+        replay_s, scores = harness.timed(replay, params, answers)
+        found, again = engine_logprobs(samples), np.concatenate(scores)
+        gap, left = np.abs(found - scored(config, cfg, params, samples)[0]), np.abs(found - again)
         differ = int((found.view(np.int32) != again.view(np.int32)).sum())
         figures = (len(found), gap.mean(), gap.max(), left.max(), differ, plain_s, exact_s, replay_s)
-        print(table.row(dtype, weights or "-", kv or "-", *figures), flush=True)
-
-
-def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """(its result, seconds of a second call): the first one compiles."""
-    call()
-    began = time.perf_counter()
-    return call(), time.perf_counter() - began
-
-
-def replay_table(model: str, samples: int, tokens: int, seeds: Sequence[int]) -> None:
-    cfg = decoder.new_config("qwen3_moe", **MIXTURE)
-    made = [hf.load(Path(model))] if model else [(cfg, decoder.init_params(cfg, seed)) for seed in seeds]
-    print(
-        f"{'seed':6s}{'own: mean':>12s}{'worst':>10s}{'replay: mean':>14s}{'worst':>10s}{'mean':>8s}{'worst':>8s}{'changed':>10s}"
-    )
-    for seed, (cfg, params) in zip(seeds, made, strict=False):
-        own, replay, changed = replayed(cfg, params, samples, tokens)
-        sizes = [f(np.abs(gap)) for gap in (own, replay) for f in (np.mean, np.max)]
-        ratios = [f"{before / after:7.2f}x" for before, after in zip(sizes[:2], sizes[2:], strict=True)]
-        print(
-            f"{'-' if model else seed!s:6s}{sizes[0]:12.2e}{sizes[1]:10.2e}{sizes[2]:14.2e}{sizes[3]:10.2e}{''.join(ratios)}{changed:10.1%}",
-            flush=True,
-        )
+        yield table.row(dtype, weights or "-", kv or "-", *figures)
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(drift)

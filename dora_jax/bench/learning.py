@@ -3,6 +3,8 @@
     python -m dora_jax.bench.learning [--seeds=0,1,2,3,4] [--modes=sync,one_step,partial,evict,dora2,dora3,dora5]
                                       [--workdir=runs/learning] [--base=DIR] [--steps=80]
                                       [--config=configs/quickstart.py] [--lora_learning_rate=0.003]
+    python -m dora_jax.bench.learning real_model [--seeds=0,1,2] [--control] [--steps=16] [--workdir=runs/real_model]
+    python -m dora_jax.bench.learning real_model --folder
 
 Each point is one run of `dora_jax.train` on the quickstart's config, or a twin of it; one that has ended is not
 run again, one that was cut short starts over, since its clock counts. All start from one base, made by `dora_jax.sft`
@@ -20,6 +22,14 @@ The second table: pass rate of groups by their lag, less that of the mode's most
 equal difficulty (terms of the sum), and inside those of equal difficulty and version. The last holds the weights
 fixed: what is left there, is selection. The third: steps by the lag of their youngest group, and what the loss met
 there; from 2 on no group is left on which the engine-trainer gap could be measured.
+
+real_model: RL of SmolLM2-135M-Instruct on two cores: does a chat model learn to add, and in how many seconds? --folder
+makes the model's folder (.cache/smollm2-135m-instruct in this checkout) and prints where it is. It learns 600 sums of
+two numbers of two digits, of which 256 are held out, in the model's chat template; the reward is that the last number
+of the answer is the sum. One run of `dora_jax.train` a seed, on configs/rows.py:chat with the fields below; one that
+has ended is not run again. --control adds a run whose rewards are shuffled among the samples of a step: it must learn
+nothing. Printed are held-out accuracies before, half-way and at the end, and the seconds of the whole process,
+compilation and evaluations included.
 """
 
 from __future__ import annotations
@@ -28,9 +38,9 @@ import collections
 import json
 import os
 import re
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -91,34 +101,16 @@ def settings_of(mode: str, lora_learning_rate: float) -> dict[str, str | float]:
     return settings
 
 
-def run(folder: Path, config: str, settings: dict[str, str | float], seed: int, base: Path, steps: int) -> None:
-    """Trains unless it has been done, and keeps of the journal what is read here."""
-    overrides = {
-        "seed": seed,
-        "steps": steps,
-        "model.path": base,
-        "eval.every": EVAL_EVERY,
-        "checkpoint.every": 0,
-        **settings,
-    }
-    arguments = harness.overrides(config, overrides)
-    if (folder / RESULT).exists():
-        if json.loads((folder / RESULT).read_text())["arguments"] != arguments:
-            raise SystemExit(f"error: {folder} holds a run of other settings; choose another --workdir")
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    harness.program("dora_jax.train", *arguments, f"--workdir={folder}")
+def groups_of(folder: Path, base: Path) -> list[AnsweredGroup]:
+    """What is kept of the journal: all trained groups."""
     tokenizer, journal = Tokenizer.load(base), EventLog(FileLogStore(folder / "journal", read_only=True))
     groups = []
     for step in replay(journal, journal.segments(), print).steps:
         for g in step.groups:
             terms = len(re.findall(r"\d+", tokenizer.decode(g.samples[0].prompt_ids)))
-            groups.append(
-                AnsweredGroup(g.version, step.base - g.version, terms, int((g.rewards >= 1).sum()), len(g.rewards))
-            )
-    partial = folder / f".{RESULT}.partial"
-    partial.write_text(json.dumps({"arguments": arguments, "groups": groups}))
-    partial.replace(folder / RESULT)
+            passed = int((g.rewards >= 1).sum())
+            groups.append(AnsweredGroup(g.version, step.base - g.version, terms, passed, len(g.rewards)))
+    return groups
 
 
 def load(folder: Path) -> Curve:
@@ -158,13 +150,11 @@ def without(begin: np.ndarray, end: np.ndarray, took: np.ndarray, windows: list[
 def figures(curve: Curve, seconds: float) -> dict[str, float]:
     """A run in numbers; `seconds`: how long its fastest companion took, without evaluation."""
     smooth = np.convolve(curve.reward, np.ones(SMOOTH) / SMOOTH, "valid")
-    learnt = int(np.argmax(smooth >= TARGET)) if (smooth >= TARGET).any() else None
-    reached = curve.quiet_clock[learnt + SMOOTH - 1] if learnt is not None else np.nan
+    learnt = np.flatnonzero(smooth >= TARGET)
+    reached = curve.quiet_clock[learnt[0] + SMOOTH - 1] if len(learnt) else np.nan
     at = np.concatenate([[0.0], curve.quiet_clock])[curve.versions.astype(int)]
-    passed, samples = (
-        np.bincount([g.version for g in curve.groups], [getattr(g, name) for g in curve.groups])
-        for name in ("passed", "samples")
-    )
+    versions_of, *counts = zip(*((g.version, g.passed, g.samples) for g in curve.groups), strict=True)
+    passed, samples = (np.bincount(versions_of, each) for each in counts)
     rate = passed[samples > 0] / samples[samples > 0]
     versions = np.arange(len(curve.reward) - LAST)
     return {
@@ -192,15 +182,14 @@ def by_lag(groups: list[AnsweredGroup], lag: int, than: int) -> list[float]:
 
     Strata weigh n m / (n + m), as Mantel and Haenszel's do: those that hold one side only say nothing.
     """
-    keys = (lambda g: (), lambda g: (g.terms,), lambda g: (g.terms, g.version))
     found = []
-    for key in keys:
-        strata: dict[tuple, np.ndarray] = collections.defaultdict(
+    for fields in ((), ("terms",), ("terms", "version")):
+        strata: dict[Any, np.ndarray] = collections.defaultdict(
             lambda: np.zeros((2, 2))
         )  # [there or not, passed or all]
         for g in groups:
             if g.lag in (lag, than):
-                strata[key(g)][int(g.lag == lag)] += (g.passed, g.samples)
+                strata[tuple(getattr(g, field) for field in fields)][int(g.lag == lag)] += (g.passed, g.samples)
         both = np.array([s for s in strata.values() if s[:, 1].all()]).reshape(-1, 2, 2)
         weight = both[:, :, 1].prod(1) / both[:, :, 1].sum(1)
         rate = both[:, :, 0] / both[:, :, 1]
@@ -219,7 +208,7 @@ def learning_table(found: dict[str, list[dict[str, float]]]) -> str:
     digits = {"lag": 2, "s to learn": 1, "ms/step": 0, "s in all": 1, "trainer waits": 2, "rollout idle": 2}
     head = list(next(iter(found.values()))[0])
     rows = [
-        [mode, *(cell(*interval([run[name] for run in runs]), digits.get(name, 3)) for name in head)]
+        [mode, *(cell(interval([run[name] for run in runs]), digits.get(name, 3)) for name in head)]
         for mode, runs in found.items()
     ]
     return grid(["mode", *head], rows)
@@ -239,7 +228,7 @@ def lag_table(found: dict[str, list[Curve]]) -> str:
                 rows.append([*line, "-", "", "", ""])
                 continue
             seeds = np.array([by_lag(curve.groups, lag, than) for curve in curves])
-            rows.append([*line, str(than), *(cell(*interval([x for x in s if np.isfinite(x)]), 3) for s in seeds.T)])
+            rows.append([*line, str(than), *(cell(interval([x for x in s if np.isfinite(x)]), 3) for s in seeds.T)])
     return grid(head, rows)
 
 
@@ -268,48 +257,117 @@ def youngest_table(records: dict[str, list[dict]]) -> str:
 
 def verdict(found: dict[str, list[dict[str, float]]], measured: str, baseline: str) -> list[str]:
     """One mode against another, seed by seed."""
-    verdicts, per_step = [], ("reward", "by version", "held-out", "last")
-    for label, names in (("per step", per_step), ("per second", ("reward/s", "held-out/s"))):
-        for name in names:
-            mean, half = interval([a[name] - b[name] for a, b in zip(found[measured], found[baseline], strict=True)])
-            word = "above" if mean > half else "below" if mean < -half else "inside the interval"
-            verdicts.append(f"{label}, {name}: {measured} less {baseline} {cell(mean, half, 4)}: {word}")
+    verdicts, pairs = [], list(zip(found[measured], found[baseline], strict=True))
+    for name in ("reward", "by version", "held-out", "last", "reward/s", "held-out/s"):
+        mean, half = interval([a[name] - b[name] for a, b in pairs])
+        word = "above" if mean > half else "below" if mean < -half else "inside the interval"
+        label = "per second" if name.endswith("/s") else "per step"
+        verdicts.append(f"{label}, {name}: {measured} less {baseline} {cell((mean, half), 4)}: {word}")
     for name in ("ms/step", "s to learn", "s in all"):
-        mean, half = interval([np.log(b[name] / a[name]) for a, b in zip(found[measured], found[baseline])])
+        mean, half = interval([np.log(b[name] / a[name]) for a, b in pairs])
         ratios = [f"{ratio:.2f}" for ratio in np.exp([mean, mean - half, mean + half])]
         verdicts.append(f"{name}: {baseline} / {measured} = {ratios[0]} ({ratios[1]} to {ratios[2]})")
     return verdicts
 
 
-def cell(mean: float, half: float, digits: int) -> str:
-    return f"{mean:.{digits}f} +-{half:.{digits}f}"
+def cell(mean_half: tuple[float, float], digits: int) -> str:
+    return " +-".join(f"{each:.{digits}f}" for each in mean_half)
 
 
-def main() -> None:
-    args = harness.flags(__doc__, seeds=(0, 1, 2, 3, 4), modes=MODES, workdir=Path("runs/learning"), base=None, steps=80,
-                         config="configs/quickstart.py", lora_learning_rate=LORA_LEARNING_RATE)  # fmt: skip
-    base, modes, seeds = Path(args.base or args.workdir / "base"), args.modes, args.seeds
+def learning(
+    seeds=(0, 1, 2, 3, 4), modes=MODES, workdir=Path("runs/learning"), base=None, steps=80,
+    config="configs/quickstart.py", lora_learning_rate=LORA_LEARNING_RATE,
+) -> Iterator[str]:  # fmt: skip
+    base = Path(base or workdir / "base")
     if not (base / "config.json").exists():
         harness.program(
-            "dora_jax.sft", f"--config={args.config}", f"--config.sft.out={base}", f"--workdir={args.workdir / 'sft'}"
+            "dora_jax.sft", f"--config={config}", f"--config.sft.out={base}", f"--workdir={workdir / 'sft'}"
         )
-    folders = {mode: [args.workdir / f"{mode}-seed{seed}" for seed in seeds] for mode in modes}
+    folders = {mode: [workdir / f"{mode}-seed{seed}" for seed in seeds] for mode in modes}
     for i, seed in enumerate(seeds):  # the modes of a seed run one after the other, another one first each time
         for j in range(len(modes)):
             mode = modes[(seed + j) % len(modes)]
-            settings = settings_of(mode, args.lora_learning_rate)
-            run(folders[mode][i], args.config, settings, seed, base, args.steps)
+            fields = {"seed": seed, "steps": steps, "model.path": base, "eval.every": EVAL_EVERY, "checkpoint.every": 0}
+            fields |= settings_of(mode, lora_learning_rate)
+            folder = folders[mode][i]
+            harness.trained(folder, RESULT, config, fields, lambda _: {"groups": groups_of(folder, base)})
     curves = {mode: [load(folder) for folder in of_mode] for mode, of_mode in folders.items()}
     shortest = [min(curves[mode][i].quiet_clock[-1] for mode in modes) for i in range(len(seeds))]
     found = {mode: [figures(c, s) for c, s in zip(of_mode, shortest)] for mode, of_mode in curves.items()}
-    print(f"{args.steps} steps, {len(seeds)} seeds, {os.cpu_count()} cores; mean +- half of the 95 % interval\n")
+    yield f"{steps} steps, {len(seeds)} seeds, {os.cpu_count()} cores; mean +- half of the 95 % interval\n"
     lagging = [mode for mode in modes if mode not in NO_LAG]
     records = {mode: [r for folder in folders[mode] for r in harness.records_of(folder)] for mode in lagging}
-    print(learning_table(found), lag_table({m: curves[m] for m in lagging}), youngest_table(records), sep="\n\n")
+    yield "\n\n".join([learning_table(found), lag_table({m: curves[m] for m in lagging}), youngest_table(records)])
     for measured, baseline in [(MEASURED, BASELINE), *((mode, mode.partition("-lora")[0]) for mode in modes)]:
         if measured != baseline and {measured, baseline} <= found.keys():
-            print("", *verdict(found, measured, baseline), sep="\n")
+            yield "\n".join(["", *verdict(found, measured, baseline)])
+
+
+# ----------------------------------------------------------- a real model
+
+REAL_CONFIG = "configs/rows.py:chat"
+ROWS = 600
+FIELDS = {
+    "cpu_devices": 2,  # the instance's and the trainer's
+    "task.heldout": 256,
+    "eval.prompts": 256,
+    "rollout.instances": 1,
+    "rollout.slots": 64,
+    "rollout.pages": 640,
+    "rollout.max_prompt_tokens": 64,
+    "rollout.max_new_tokens": 32,
+    "rollout.context_block": 48,
+    "rollout.prefill_chunk": 16,
+    "rollout.prefill_tokens": 512,  # pages of the system prompt are shared by all
+    "orchestrator.groups_per_step": 8,
+    "orchestrator.group_size": 8,
+    "trainer.pack_tokens": 512,
+    "trainer.micro_batches": 16,
+    "trainer.learning_rate": 2e-5,
+    "trainer.skip_zero_advantage": True,  # at first most groups have no right answer
+    "checkpoint.every": 0,
+}
+
+
+def write_rows(path: Path) -> None:
+    """The same sums whatever the seed of the run."""
+    rng = np.random.default_rng(0)
+    pairs = {tuple(pair) for pair in rng.integers(10, 100, (4 * ROWS, 2)).tolist()}
+    lines = [
+        json.dumps({"prompt": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)})
+        for a, b in sorted(pairs)[:: len(pairs) // ROWS][:ROWS]
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def real_model(
+    seeds=(0, 1, 2), control=False, steps=16, workdir=Path("runs/real_model"), folder=False
+) -> Iterator[str]:
+    model = harness.smollm_folder()
+    if folder:
+        yield str(model)
+        return
+    rows = workdir / "sums.jsonl"
+    write_rows(rows)
+    runs = [(f"seed {seed}", seed, False) for seed in seeds]
+    runs += [("shuffled", 0, True)] * control
+    table = harness.Table({"run": "12s", "held-out accuracy": ">26s", "gain": ">9s", "seconds": "9.0f"})
+    yield table.head
+    for name, seed, shuffled in runs:
+        kept = workdir / name.replace(" ", "-")
+        fields = FIELDS | {"seed": seed, "steps": steps, "eval.every": steps // 2, "model.path": model,
+                           "task.path": rows, "task.shuffle_rewards": shuffled}  # fmt: skip
+
+        def read(seconds: float) -> dict[str, Any]:
+            accuracy = [r["eval/accuracy"] for r in harness.records_of(kept, "eval/accuracy")]
+            return {"seconds": seconds, "accuracy": accuracy}
+
+        found = harness.trained(kept, "result.json", REAL_CONFIG, fields, read)
+        accuracy = found["accuracy"]
+        gain = f"{100 * (accuracy[-1] - accuracy[0]):+.1f}"
+        yield table.row(name, " -> ".join(f"{a:.1%}" for a in accuracy), gain, found["seconds"])
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(learning, real_model)

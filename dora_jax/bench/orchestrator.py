@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import gc
 import heapq
+import inspect
 import itertools
 import pstats
 import random
@@ -33,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from dora_jax.bench import harness
 from dora_jax.orchestrate import events as ev
@@ -93,13 +94,6 @@ class Cost:
         self.collector_ns = self.passes = 0
         self._began_ns = 0
 
-    def batch(self, events: list[ev.Event], took_ns: int) -> None:
-        self.batch_ns += took_ns
-        self.batches += 1
-        self.events.update(type(event).__name__ for event in events)
-        if took_ns > self.worst_ns:
-            self.worst_ns, self.worst_facts = took_ns, len(events)
-
     def codec(self, events: list[ev.Event], journal: EventLog) -> None:
         """The journal's record is written; of the wire, what came is read."""
         came = [messages.CODEC.encode(event) for event in events]
@@ -128,7 +122,12 @@ class Body:
     def __init__(self, options: Options, folder: str, seed: int = 0):
         self.journal = EventLog(FileLogStore(folder), sync_s=SYNC_S)
         self.options, self.draw = options, random.Random(seed)
-        self.brain = Orchestrator(fleet_config(options))
+        groups = options.instances * SLOTS // GROUP_SIZE // STEPS_IN_FLIGHT
+        per_step = max(1, groups // options.updates) * options.updates
+        self.brain = Orchestrator(OrchestratorConfig(
+            mode=options.mode, groups_per_step=per_step, group_size=GROUP_SIZE, total_steps=1000, inflight=IN_FLIGHT,
+            updates=options.updates, max_versions=VERSIONS, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=MAX_TOKENS,
+            expected_new_tokens=3000, rebalance_period_s=10.0))  # fmt: skip
         self.cost = Cost()
         self.lengths = [min(MAX_TOKENS, 1 + int(self.draw.lognormvariate(MU, SIGMA))) for _ in range(LENGTHS)]
         self.first_lengths = self.draw.choices(self.lengths, self.lengths, k=LENGTHS)  # of what runs at any moment
@@ -174,9 +173,14 @@ class Body:
             cost.codec(events, self.journal)
         began = time.thread_time_ns() - cost.collector_ns
         commands = self.timed(events) if not cost.batches % SAMPLED else self.brain.step(*events)
-        cost.batch(events, time.thread_time_ns() - cost.collector_ns - began)
+        took_ns = time.thread_time_ns() - cost.collector_ns - began
+        cost.batch_ns += took_ns
+        cost.batches += 1
+        cost.events.update(type(event).__name__ for event in events)
+        if took_ns > cost.worst_ns:
+            cost.worst_ns, cost.worst_facts = took_ns, len(events)
         for command in commands:
-            self._COMMANDS[type(command)](self, command)
+            self.execute(command)
 
     def timed(self, events: list[ev.Event]) -> tuple[ev.Command, ...]:
         """As `step`."""
@@ -219,54 +223,39 @@ class Body:
         if self.journal.rotating:
             self.at(CLOCK_S, self.turn)
 
+    def later(self, delay_s: float, event: type, i: int, **fields: Any) -> None:
+        """An event of the instance as it is now."""
+        self.at(delay_s, self.tell, event(instance=i, incarnation=self.incarnations[i], **fields))
+
     def up(self, i: int) -> None:
         self.incarnations[i] += 1
         if self.options.mtbf_s:
             self.at(self.draw.expovariate(1 / self.options.mtbf_s), self.down, i, self.incarnations[i])
-        self.tell(
-            ev.InstanceUp(
-                instance=i,
-                slots=SLOTS,
-                pages=PAGES,
-                page_size=PAGE_SIZE,
-                residents=self.options.residents,
-                incarnation=self.incarnations[i],
-            )
-        )
+        self.tell(ev.InstanceUp(
+            instance=i, slots=SLOTS, pages=PAGES, page_size=PAGE_SIZE, residents=self.options.residents,
+            incarnation=self.incarnations[i]))  # fmt: skip
 
     def down(self, i: int, incarnation: int) -> None:
         runs, self.runs[i] = self.runs[i], {}
-        self.sampled |= {id: self.tokens(zero) for id, zero in runs.items()}
+        self.sampled |= {id: self.now * TOKENS_PER_S + zero for id, zero in runs.items()}
         self.at(BACK_S, self.up, i)
         self.tell(ev.InstanceDown(instance=i, reason="lost", incarnation=incarnation))
 
     def report(self, i: int) -> None:
         self.at(self.options.report_s, self.report, i)
+        runs, incarnation = self.runs[i], self.incarnations[i]
         if self.now < self.listed_s[i] + self.progress_s:
-            used = len(self.runs[i]) * (PROMPT_TOKENS + MEAN_TOKENS) // PAGE_SIZE
-            self.tell(ev.InstanceReported(instance=i, free=max(0, PAGES - used), incarnation=self.incarnations[i]))
-        elif runs := self.runs[i]:
+            used = len(runs) * (PROMPT_TOKENS + MEAN_TOKENS) // PAGE_SIZE
+            self.tell(ev.InstanceReported(instance=i, free=max(0, PAGES - used), incarnation=incarnation))
+        elif runs:
             self.listed_s[i] = self.now
             now_tokens = self.now * TOKENS_PER_S
             tokens = tuple([int(now_tokens + zero) for zero in runs.values()])
             free = max(0, PAGES - (sum(tokens) + len(runs) * PROMPT_TOKENS) // PAGE_SIZE)
             groups, indices = zip(*runs, strict=True)
-            self.tell(
-                ev.InstanceReported(
-                    instance=i,
-                    free=free,
-                    groups=groups,
-                    indices=indices,
-                    tokens=tokens,
-                    incarnation=self.incarnations[i],
-                    sampled=int(len(runs) * TOKENS_PER_S),
-                    busy_s=1.0,
-                    row_s=float(len(runs)),
-                )
-            )
-
-    def tokens(self, zero: float) -> float:
-        return self.now * TOKENS_PER_S + zero
+            self.tell(ev.InstanceReported(
+                instance=i, free=free, groups=groups, indices=indices, tokens=tokens, incarnation=incarnation,
+                sampled=int(len(runs) * TOKENS_PER_S), busy_s=1.0, row_s=float(len(runs))))  # fmt: skip
 
     def done(self, i: int, incarnation: int, id: SampleId, zero: float) -> None:
         if self.runs[i].get(id) != zero or self.incarnations[i] != incarnation:
@@ -287,60 +276,49 @@ class Body:
                 self.ages[id.group_id] = self.draw.random() * MAX_TOKENS
             length = self.length(id)
             sampled = max(sampled, min(length - 1, self.ages.get(id.group_id, 0.0)))
-            return self.run_on(i, id, length, sampled)
-        first = self.now < UP_S + 2 * LOAD_S  # the first samples are somewhere in their answers
-        if first:
+        elif self.now < UP_S + 2 * LOAD_S:  # the first samples are somewhere in their answers
             self.first_groups = max(self.first_groups, id.group_id + 1)
-        length = self.length(id)
-        if first:
+            length = self.length(id)
             sampled = self.draw.random() * length
-        self.run_on(i, id, length, sampled)
-
-    def run_on(self, i: int, id: SampleId, length: int, sampled: float) -> None:
+        else:
+            length = self.length(id)
         zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
         self.at(max(2 * BEGIN_S, (length - sampled) / TOKENS_PER_S), self.done, i, self.incarnations[i], id, zero)
 
     # ------------------------------------------------------------------ commands
 
-    def start(self, command: ev.Start) -> None:
-        i, incarnation = command.instance, self.incarnations[command.instance]
-        for id in command.ids:
-            self.left.setdefault(id.group_id, GROUP_SIZE)
-            self.place(i, id, 0.0)
-            self.at(
-                BEGIN_S,
-                self.tell,
-                ev.SampleStarted(
-                    id=id, instance=i, version=command.version, incarnation=incarnation, attempt=command.attempt
-                ),
-            )
-
-    def resume(self, command: ev.Resume) -> None:
-        i, incarnation = command.instance, self.incarnations[command.instance]
-        for id in command.ids:
-            self.place(i, id, self.sampled.pop(id, 0.0))
-            self.at(
-                BEGIN_S,
-                self.tell,
-                ev.SampleResumed(id=id, instance=i, incarnation=incarnation, attempt=command.attempt),
-            )
-
-    def load(self, command: ev.LoadWeights) -> None:
-        i = command.instance
-        self.at(
-            LOAD_S, self.tell, ev.WeightsLoaded(instance=i, version=command.version, incarnation=self.incarnations[i])
-        )
-
-    def move(self, command: ev.Move) -> None:
-        way = {"src": command.src, "dst": command.dst, "attempt": command.attempt}
-        for id in command.ids:
-            zero = self.runs[command.src].pop(id, None)
-            if zero is not None:
-                self.at(
-                    MOVE_S, self.moved, ev.SampleMoved(id=id, **way), self.tokens(zero), self.incarnations[command.dst]
-                )
-            else:
-                self.at(0.0, self.tell, ev.MoveFailed(id=id, **way, reason="finished"))
+    def execute(self, command: ev.Command) -> None:
+        """Retire and Discard ask nothing: weights take no room here."""
+        match command:
+            case ev.Start(instance=i):
+                for id in command.ids:
+                    self.left.setdefault(id.group_id, GROUP_SIZE)
+                    self.place(i, id, 0.0)
+                    self.later(BEGIN_S, ev.SampleStarted, i, id=id, version=command.version, attempt=command.attempt)
+            case ev.Resume(instance=i):
+                for id in command.ids:
+                    self.place(i, id, self.sampled.pop(id, 0.0))
+                    self.later(BEGIN_S, ev.SampleResumed, i, id=id, attempt=command.attempt)
+            case ev.LoadWeights():
+                self.later(LOAD_S, ev.WeightsLoaded, command.instance, version=command.version)
+            case ev.Move(src=src, dst=dst):
+                way = {"src": src, "dst": dst, "attempt": command.attempt}
+                for id in command.ids:
+                    if (zero := self.runs[src].pop(id, None)) is None:
+                        self.at(0.0, self.tell, ev.MoveFailed(id=id, **way, reason="finished"))
+                        continue
+                    sampled = self.now * TOKENS_PER_S + zero
+                    self.at(MOVE_S, self.moved, ev.SampleMoved(id=id, **way), sampled, self.incarnations[dst])
+            case ev.Park(instance=i):
+                for id in command.ids:
+                    if (zero := self.runs[i].pop(id, None)) is not None:
+                        self.sampled[id] = self.now * TOKENS_PER_S + zero
+                        self.later(PARK_S, ev.SampleParked, i, id=id)
+            case ev.Train():
+                self.batch += len(command.group_ids)
+                if self.batch == self.brain.state.config.groups_per_step:
+                    self.batch = 0
+                    self.at(STEP_S, self.tell, ev.StepPublished(version=command.base_version + 1))
 
     def moved(self, event: ev.SampleMoved, sampled: float, incarnation: int) -> None:
         if self.incarnations[event.dst] == incarnation:
@@ -348,43 +326,6 @@ class Body:
         else:
             self.sampled[event.id] = sampled
         self.tell(event)
-
-    def park(self, command: ev.Park) -> None:
-        i, incarnation = command.instance, self.incarnations[command.instance]
-        for id in command.ids:
-            zero = self.runs[i].pop(id, None)
-            if zero is not None:
-                self.sampled[id] = self.tokens(zero)
-                self.at(PARK_S, self.tell, ev.SampleParked(id=id, instance=i, incarnation=incarnation))
-
-    def train(self, command: ev.Train) -> None:
-        self.batch += len(command.group_ids)
-        if self.batch == self.brain.state.config.groups_per_step:
-            self.batch = 0
-            self.at(STEP_S, self.tell, ev.StepPublished(version=command.base_version + 1))
-
-    def nothing(self, command: ev.Retire | ev.Discard) -> None:
-        """Weights take no room here."""
-
-    _COMMANDS: ClassVar[dict[type, Callable[..., None]]] = {ev.Start: start, ev.Resume: resume, ev.LoadWeights: load, ev.Move: move, ev.Park: park, ev.Train: train,
-                 ev.Retire: nothing, ev.Discard: nothing}  # fmt: skip
-
-
-def fleet_config(options: Options) -> OrchestratorConfig:
-    groups = options.instances * SLOTS // GROUP_SIZE // STEPS_IN_FLIGHT
-    return OrchestratorConfig(
-        mode=options.mode,
-        groups_per_step=max(1, groups // options.updates) * options.updates,
-        group_size=GROUP_SIZE,
-        total_steps=1000,
-        inflight=IN_FLIGHT,
-        updates=options.updates,
-        max_versions=VERSIONS,
-        max_prompt_tokens=PROMPT_TOKENS,
-        max_new_tokens=MAX_TOKENS,
-        expected_new_tokens=3000,
-        rebalance_period_s=10.0,
-    )
 
 
 def children_s() -> float:
@@ -395,18 +336,23 @@ def children_s() -> float:
 
 def measure(options: Options) -> Body:
     """The fleet after its time; `cost` is of the timed part."""
+    profile = cProfile.Profile(time.thread_time)
     with tempfile.TemporaryDirectory() as folder, quiet_collector():
         body = Body(options, folder)
         body.run(options.warm_s)
         cost = body.cost = Cost()
         gc.callbacks.append(cost.collected)
-        with _profile(options.profile):
-            body.run(options.warm_s + options.seconds)
-            while body.journal.rotating:
-                body.turn()
+        if options.profile:
+            profile.enable()
+        body.run(options.warm_s + options.seconds)
+        while body.journal.rotating:
+            body.turn()
+        profile.disable()
         gc.callbacks.remove(cost.collected)
         cost.children_s = children_s() - cost.children_s
         body.journal.close()
+    if options.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats("orchestrate", options.profile)
     return body
 
 
@@ -453,25 +399,6 @@ def report(body: Body) -> Iterator[str]:
         )
 
 
-# ---------------------------------------------------------------- private
-
-
-class _profile:
-    """Prints the functions that took most of what is run inside."""
-
-    def __init__(self, functions: int):
-        self._functions, self._profile = functions, cProfile.Profile(time.thread_time)
-
-    def __enter__(self) -> None:
-        if self._functions:
-            self._profile.enable()
-
-    def __exit__(self, *error: object) -> None:
-        self._profile.disable()
-        if self._functions:
-            pstats.Stats(self._profile).sort_stats("tottime").print_stats("orchestrate", self._functions)
-
-
 def _bytes(brain: Orchestrator) -> int:
     """Everything that the orchestrator's state holds."""
     seen, found, total = {id(brain.state.config)}, [brain.state], 0
@@ -485,11 +412,11 @@ def _bytes(brain: Orchestrator) -> int:
     return total
 
 
-def main() -> None:
-    asked = {field.name: field.default for field in dataclasses.fields(Options)}
-    for line in report(measure(Options(**vars(harness.flags(__doc__, **asked))))):
-        print(line)
+def orchestrator(**flags: Any) -> Iterator[str]:
+    yield from report(measure(Options(**flags)))
 
+
+orchestrator.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
-    main()
+    harness.run(orchestrator)

@@ -33,16 +33,17 @@ def load_transformers(folder):
     import torch
     import transformers
 
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def generate(model, batch, prompts, lengths):
+def generate(model, threads, experts, batch, prompts, lengths):
+    """Its seconds."""
     import torch
 
+    torch.set_num_threads(threads)
+    if experts:
+        model.set_experts_implementation(experts)
+    began = time.perf_counter()
     for first in range(0, len(lengths), batch):
         ids = torch.tensor(prompts[first : first + batch])
         n = max(lengths[first : first + batch])
@@ -60,23 +61,16 @@ def generate(model, batch, prompts, lengths):
                 return_dict_in_generate=True,
             )
             model.compute_transition_scores(out.sequences, out.logits, normalize_logits=True)
-
-
-def seconds(model, work, threads, experts):
-    import torch
-
-    torch.set_num_threads(threads)
-    if experts:
-        model.set_experts_implementation(experts)
-    began = time.perf_counter()
-    generate(model, **work)
     return time.perf_counter() - began
 
 
 def transformers(folder):
     import torch
 
-    model, most = load_transformers(folder), torch.get_num_threads()
+    torch.manual_seed(0)
+    model, most = load_transformers(folder).eval(), torch.get_num_threads()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
     experts = EXPERTS if "moe" in model.config.model_type else ("",)
     fastest = {}  # batch -> (threads, implementation of the experts)
     for line in sys.stdin:
@@ -84,21 +78,12 @@ def transformers(folder):
         if (batch := work["batch"]) not in fastest:
             prompts = [prompt[:PART_PROMPT] for prompt in work["prompts"][:batch]]
             part = {"batch": batch, "prompts": prompts, "lengths": [PART_TOKENS] * batch}
-            taken = {how: seconds(model, part, *how) for how in itertools.product((1, most), experts)}
+            taken = {how: generate(model, *how, **part) for how in itertools.product((1, most), experts)}
             fastest[batch] = min(taken, key=taken.__getitem__)
             if any(experts):
                 timings = ", ".join(f"{name} on {threads} {took:.2f} s" for (threads, name), took in taken.items())
                 print(f"transformers, {PART_TOKENS} tokens a sample: {timings}", file=sys.stderr)
-        print(seconds(model, work, *fastest[batch]), flush=True)
-
-
-def fresh(folder):
-    import torch
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    model.config.use_cache = False
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0)
+        print(generate(model, *fastest[batch], **work), flush=True)
 
 
 def update(model, optimizer, batch):
@@ -123,7 +108,9 @@ def torch_step(folder):
     for line in sys.stdin:
         work = json.loads(line)
         if work["name"] != name:
-            name, (model, optimizer) = work["name"], fresh(folder)
+            name, model = work["name"], load_transformers(folder).train()
+            model.config.use_cache = False
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0)
         batch = {key: torch.tensor(x) for key, x in work.items() if key != "name"}
         seconds, results = [], []
         for threads in sorted({most, 1}, reverse=True):
@@ -153,9 +140,10 @@ class Ids:
         return 0
 
 
-@functools.cache
 def load_tunix(folder):
+    """The sampler whose cache has so many tokens."""
     import jax
+    from tunix.generate import sampler
     from tunix.models.qwen3 import model as qwen3
     from tunix.models.qwen3 import params
 
@@ -174,25 +162,16 @@ def load_tunix(folder):
         use_tied_embedding=c["tie_word_embeddings"],
     )
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    return config, params.create_model_from_safe_tensors(folder, config, mesh)
+    model = params.create_model_from_safe_tensors(folder, config, mesh)
+    sizes = dict(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    return functools.cache(lambda n: sampler.Sampler(model, Ids(), sampler.CacheConfig(cache_size=n, **sizes)))
 
 
-@functools.cache
-def sampler_of(folder, cache_size):
-    from tunix.generate import sampler
-
-    config, model = load_tunix(folder)
-    cache = sampler.CacheConfig(
-        cache_size=cache_size, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
-    )
-    return sampler.Sampler(model, Ids(), cache)
-
-
-def sample(folder, batch, prompts, lengths):
+def sample(sampler_of, batch, prompts, lengths):
     for first in range(0, len(lengths), batch):
         texts = ["".join(chr(1000 + i) for i in ids) for ids in prompts[first : first + batch]]
         n = max(lengths[first : first + batch])
-        out = sampler_of(folder, len(prompts[0]) + n)(
+        out = sampler_of(len(prompts[0]) + n)(
             texts,
             max_generation_steps=n,
             max_prompt_length=len(prompts[0]),
@@ -206,14 +185,14 @@ def sample(folder, batch, prompts, lengths):
 
 
 def tunix(folder):
-    compiled = set()
+    compiled, sampler_of = set(), load_tunix(folder)
     for line in sys.stdin:
         work = json.loads(line)
         if line not in compiled:
-            sample(folder, **work)
+            sample(sampler_of, **work)
             compiled.add(line)
         began = time.perf_counter()
-        sample(folder, **work)
+        sample(sampler_of, **work)
         print(time.perf_counter() - began, flush=True)
 
 

@@ -17,18 +17,20 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import functools
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dora_jax.bench import harness
-from dora_jax.tasks import sandbox
-from dora_jax.tasks.sandbox import programs
+from dora_jax.tasks.sandbox import NoSandbox, programs
 from dora_jax.tasks.sandbox.bubblewrap import PYTHONS
 from dora_jax.tasks.sandbox.programs import Limits, Server
 
@@ -66,20 +68,7 @@ PROGRAMS = {
 NEVER = ("while True: pass", Limits(wall_s=0.2), ("", -9, "time"))
 
 
-def start_seconds(run: Callable[[], object], bare: Callable[[], object], n: int) -> tuple[list[float], list[float]]:
-    """Seconds of each of n calls of both, one after the other, so that a busy moment meets both."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(n):
-        for call, found in zip((run, bare), seconds, strict=True):
-            began_s = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - began_s)
-    return seconds
-
-
-def bare_python() -> object:
-    path = next(path for path in PYTHONS if os.access(path, os.X_OK))
-    return subprocess.run([path, "-I", "-B", "-c", ONE_LINE], capture_output=True, check=True, env={})
+IDS = range(2**31 - 2**22 - 1, 2**31)  # the user ids that programs have had, if the server is root
 
 
 def one_run(server: Server, i: int) -> tuple[str, str]:
@@ -96,28 +85,17 @@ def one_run(server: Server, i: int) -> tuple[str, str]:
 
 def books(server: Server) -> dict[str, int]:
     """What a run could leave, counted."""
-    below = processes_below(os.getpid())
-    ids = programs_ids()
     folders = {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"}
-    entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
+    files = 0
+    for entry in (entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)):
+        with contextlib.suppress(FileNotFoundError):
+            files += entry.name == "program.py" or entry.stat(follow_symlinks=False).st_uid in IDS
     return {
-        "processes": len(below),
+        "processes": len(processes_below(os.getpid())),
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
-        "files": sum(entry.name == "program.py" or owner(entry) in ids for entry in entries),
+        "files": files,
         "descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (server.pid, *processes_below(server.pid))),
     }
-
-
-def programs_ids() -> range:
-    """The user ids that programs have had, if the server is root."""
-    return range(2**31 - 2**22 - 1, 2**31)
-
-
-def owner(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat(follow_symlinks=False).st_uid
-    except FileNotFoundError:
-        return -1
 
 
 def processes_below(pid: int) -> list[int]:
@@ -130,47 +108,45 @@ def processes_below(pid: int) -> list[int]:
     return found
 
 
-def measure(starts: int, runs: int, at_once: int) -> list[str]:
-    """Prints the tables; the lines that say what is wrong."""
+def sandbox(starts=100, runs=1000, at_once=2) -> Iterator[str]:
+    try:
+        programs.check()
+    except NoSandbox as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+    python = next(path for path in PYTHONS if os.access(path, os.X_OK))
+    bare = [python, "-I", "-B", "-c", ONE_LINE]
     server = Server()
     try:
         server.run(ONE_LINE)
-        walled, bare = start_seconds(lambda: server.run(ONE_LINE), bare_python, starts)
-        for name, seconds in (("sandbox", walled), ("bare python", bare)):
-            ordered = sorted(1000 * second for second in seconds)
-            p50, p99 = statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))]
-            print(f"{name:12} p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   of {len(ordered)} starts")
-        before, began_s = books(server), time.perf_counter()
+        run_bare = functools.partial(subprocess.run, capture_output=True, check=True, env={})
+        calls: dict[str, Any] = {"sandbox": (server.run, ONE_LINE), "bare python": (run_bare, bare)}
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for name, call in [*calls.items()] * starts:  # one after the other, so that a busy moment meets both
+            taken[name].append(1000 * harness.timed(*call)[0])
+        for name, times in taken.items():
+            p50, p99 = statistics.median(times), sorted(times)[int(0.99 * (len(times) - 1))]
+            yield f"{name:12} p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   of {len(times)} starts"
+        before = books(server)
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-            results = list(pool.map(lambda i: one_run(server, i), range(runs)))
-        took_s = time.perf_counter() - began_s
+            took_s, results = harness.timed(lambda: list(pool.map(one_run, itertools.repeat(server), range(runs))))
         counts = collections.Counter(name for name, _ in results)
-        print(f"{runs} runs in {took_s:.1f} s, {runs / took_s:.0f}/s:", *(f"{n} {name}" for name, n in counts.items()))
+        said = " ".join(f"{n} {name}" for name, n in counts.items())
+        yield f"{runs} runs in {took_s:.1f} s, {runs / took_s:.0f}/s: {said}"
         left_after_s = time.monotonic() + 10  # the last runner ends after its reply
         while (after := books(server)) != before and time.monotonic() < left_after_s:
             time.sleep(0.01)
-        print(f"{'':12} before  after")
+        yield f"{'':12} before  after"
         for name, number in before.items():
-            print(f"{name:12} {number:6}  {after[name]:5}")
-        wrong = [reason for _, reason in results if reason]
-        return wrong + [
-            f"{after[name] - number} {name} are left" for name, number in before.items() if after[name] > number
-        ]
+            yield f"{name:12} {number:6}  {after[name]:5}"
     finally:
         server.end()
-
-
-def main(argv: list[str] | None = None) -> int:
-    given = harness.parser_of(__doc__, starts=100, runs=1000, at_once=2).parse_args(argv)
-    try:
-        programs.check()
-    except sandbox.NoSandbox as error:
-        print(error, file=sys.stderr)
-        return 2
-    wrong = measure(given.starts, given.runs, given.at_once)
-    print(*wrong[:20], sep="\n", file=sys.stderr)
-    return 1 if wrong else 0
+    wrong = [reason for _, reason in results if reason]
+    wrong += [f"{after[name] - number} {name} are left" for name, number in before.items() if after[name] > number]
+    if wrong:
+        print(*wrong[:20], sep="\n", file=sys.stderr)
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(sandbox)

@@ -11,7 +11,6 @@ it, without training: `p50`, `p99` are milliseconds from a question to its whole
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import http.client
 import json
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +85,10 @@ class Talk(NamedTuple):
     tokens: int
 
 
+class Ended(RuntimeError):
+    """The endpoint has refused."""
+
+
 class User:
     """So many sessions at once, one after the other in each of `users` threads. Port: of the endpoint, on loopback."""
 
@@ -92,8 +96,6 @@ class User:
         self.talks: list[Talk] = []
         self._port, self._over = port, threading.Event()
         self._threads = [threading.Thread(target=self._live, args=(seed * users + i,)) for i in range(users)]
-
-    def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
@@ -114,17 +116,20 @@ class User:
                 self._over.wait(POLL_S)  # the run ends, or has ended
 
 
-class Ended(RuntimeError):
-    """The endpoint has refused."""
-
-
 def _talk(connection: http.client.HTTPConnection, rng: random.Random, session: str) -> Talk:
+    def asked(**more: Any) -> dict[str, Any]:
+        headers = {"content-type": "application/json", "x-session-id": session}
+        connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages, **more}), headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        if answer.status != 200:
+            raise Ended(body.decode())
+        return json.loads(body)
+
     terms = [str(rng.randint(1, 9)) for _ in range(rng.randint(3, 7))]
     question = terms[0] + "".join(f" {rng.choice('+-')} {term}" for term in terms[1:]) + " ="
-    began_s = time.perf_counter()
     messages = [{"role": "user", "content": question}]
-    answer = _ask(connection, session, messages)
-    latency_s = time.perf_counter() - began_s
+    latency_s, answer = harness.timed(asked)
     text = answer["choices"][0]["message"]["content"]
     found = re.search(r"#### (-?\d+)$", text)
     satisfied = found is not None and int(found[1]) == eval(question[:-1])
@@ -132,134 +137,91 @@ def _talk(connection: http.client.HTTPConnection, rng: random.Random, session: s
         {"role": "assistant", "content": text},
         {"role": "user", "content": "thanks" if satisfied else "wrong"},
     ]
-    _ask(connection, session, messages, max_tokens=1)
+    asked(max_tokens=1)
     return Talk(satisfied, answer["weight_version"], latency_s, answer["usage"]["completion_tokens"])
-
-
-def _ask(
-    connection: http.client.HTTPConnection, session: str, messages: Sequence[dict[str, str]], **more: Any
-) -> dict[str, Any]:
-    headers = {"content-type": "application/json", "x-session-id": session}
-    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages, **more}), headers)
-    answer = connection.getresponse()
-    body = answer.read()
-    if answer.status != 200:
-        raise Ended(body.decode())
-    return json.loads(body)
 
 
 # ---------------------------------------------------------------- the two servers
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
-def make_base(base: Path, config: Path, workdir: Path) -> None:
-    if not (base / "config.json").exists():
-        command = (sys.executable, "-m", "dora_jax.sft", f"--config={config}", f"--workdir={workdir}/sft")
-        with (workdir / "sft.log").open("wb") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=log)
-    (base / "chat_template.jinja").write_text(TEMPLATE)
-
-
 @contextlib.contextmanager
-def serving(log: Path, port: int, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The program from when it answers at the port; it is ended where it has not ended."""
+def serving(log: Path, *command: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """(port, process) of the program, to which {port} is told, from when it answers there; it is ended where it has not
+    ended."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
     with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
+        arguments = [word.replace("{port}", str(port)) for word in command]
+        process = subprocess.Popen([sys.executable, "-m", *arguments], stdout=out, stderr=out)
     try:
         deadline_s = time.monotonic() + START_S
         while not _answers(port):
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"{command[0]} does not answer: see {log}")
             time.sleep(POLL_S)
-        yield process
+        yield port, process
     finally:
         process.terminate()
         process.wait()
 
 
 def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/v1/models")
-        return bool(json.loads(connection.getresponse().read())["data"])
-    except (OSError, ValueError):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
+            return bool(json.load(answer)["data"])
+    except (OSError, ValueError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    asked = harness.parser_of(
-        __doc__,
-        base=Path("runs/satisfaction_base"),
-        workdir=Path("runs/satisfaction"),
-        steps=40,
-        users=32,
-        groups=GROUPS,  # of eight sessions, a step
-        warm_steps=4000,  # of the warm start, where it is made
-    ).parse_args(argv)
-    asked.workdir.mkdir(parents=True, exist_ok=True)
-    config = asked.workdir / "config.py"
-    config.write_text(
-        CONFIG.format(steps=asked.steps, base=str(asked.base), groups=asked.groups, warm=asked.warm_steps)
-    )
-    make_base(asked.base, config, asked.workdir)
-    config_flag = f"--config={config}"
+def satisfaction(
+    base=Path("runs/satisfaction_base"), workdir=Path("runs/satisfaction"), steps=40, users=32, groups=GROUPS,
+    warm_steps=4000,
+) -> Iterator[str]:  # fmt: skip
+    """groups: of eight sessions, a step. warm_steps: of the warm start, where it is made. Exits with 1 where the run
+    fails."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    config = workdir / "config.py"
+    config.write_text(CONFIG.format(steps=steps, base=str(base), groups=groups, warm=warm_steps))
+    if not (base / "config.json").exists():
+        sft = (sys.executable, "-m", "dora_jax.sft", f"--config={config}", f"--workdir={workdir}/sft")
+        with (workdir / "sft.log").open("wb") as out:
+            subprocess.run(sft, check=True, stdout=out, stderr=out)
+    (base / "chat_template.jinja").write_text(TEMPLATE)
 
-    port, log = free_port(), asked.workdir / "train.log"
-    command: tuple[str, ...] = (
-        "dora_jax.train",
-        config_flag,
-        f"--workdir={asked.workdir}/run",
-        f"--config.serving.port={port}",
-        *LIVE,
-    )
-    user = User(port, asked.users, seed=1)
-    with serving(log, port, *command) as process:
-        user.start()
+    log, folders = workdir / "train.log", (f"--config={config}", f"--workdir={workdir}/run")
+    with serving(log, "dora_jax.train", *folders, "--config.serving.port={port}", *LIVE) as (port, process):
+        user = User(port, users, seed=1)
         code = process.wait()
     user.stop()
     if code:
         print(f"the run ended with exit code {code}: see {log}", file=sys.stderr)
-        return 1
+        raise SystemExit(1)
 
-    port = free_port()
-    still = User(port, asked.users, seed=2)
-    command = ("dora_jax.serve", f"--model={asked.base}", f"--port={port}", *ENGINE)
-    with serving(asked.workdir / "serve.log", port, *command):
-        still.start()
+    with serving(workdir / "serve.log", "dora_jax.serve", f"--model={base}", "--port={port}", *ENGINE) as (port, _):
+        still = User(port, users, seed=2)
         while len(still.talks) < len(user.talks):
             time.sleep(POLL_S)
         still.stop()
-    print(page(user.talks, still.talks, asked.steps), flush=True)
-    return 0
+    yield from page(user.talks, still.talks, steps)
 
 
-def page(trained: Sequence[Talk], still: Sequence[Talk], steps: int) -> str:
-    quarter = max(1, len(trained) // 4)
-    by_version = collections.Counter(talk.version for talk in trained)
+def page(trained: Sequence[Talk], still: Sequence[Talk], steps: int) -> Iterator[str]:
+    versions = len({talk.version for talk in trained})
     machine = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    body = f"{len(trained)} sessions over {steps} steps, answered by {len(by_version)} versions; {machine}"
-    lines = [body, "                 satisfied  p50 ms  p99 ms  tokens an answer"]
-    for i in range(4):
-        part = trained[i * quarter : (i + 1) * quarter] if i < 3 else trained[3 * quarter :]
-        lines.append(_line(f"quarter {i + 1}", part))
-    return "\n".join([*lines, _line("all", trained), _line("no training", still)])
-
-
-def _line(name: str, talks: Sequence[Talk]) -> str:
-    if not talks:
-        return f"{name:16} no session"
-    latency = sorted(talk.latency_s for talk in talks)
-    p50, p99 = (1e3 * latency[min(len(latency) - 1, int(q * len(latency)))] for q in (0.5, 0.99))
-    satisfied = sum(talk.satisfied for talk in talks) / len(talks)
-    tokens = sum(talk.tokens for talk in talks) / len(talks)
-    return f"{name:16} {satisfied:9.1%} {p50:7.0f} {p99:7.0f} {tokens:17.1f}"
+    yield f"{len(trained)} sessions over {steps} steps, answered by {versions} versions; {machine}"
+    yield "                 satisfied  p50 ms  p99 ms  tokens an answer"
+    ends = [i * max(1, len(trained) // 4) for i in range(4)]
+    parts = {f"quarter {i + 1}": trained[ends[i] : stop] for i, stop in enumerate([*ends[1:], None])}
+    for name, talks in (parts | {"all": trained, "no training": still}).items():
+        if not talks:
+            yield f"{name:16} no session"
+            continue
+        latency = sorted(talk.latency_s for talk in talks)
+        p50, p99 = (1e3 * latency[min(len(latency) - 1, int(q * len(latency)))] for q in (0.5, 0.99))
+        satisfied = sum(talk.satisfied for talk in talks) / len(talks)
+        tokens = sum(talk.tokens for talk in talks) / len(talks)
+        yield f"{name:16} {satisfied:9.1%} {p50:7.0f} {p99:7.0f} {tokens:17.1f}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(satisfaction)

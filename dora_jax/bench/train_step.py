@@ -1,6 +1,9 @@
 """One optimizer update, host work included, against the plainest JAX step and against transformers + torch.
 
     python -m dora_jax.bench.train_step [--smollm] [--rivals=plain,transformers] [--rounds=3] [--install]
+    python -m dora_jax.bench.train_step checkpoint [--tokens=1024] [--rounds=3] [--folder=FOLDER]
+    python -m dora_jax.bench.train_step host_time [--rows=256] [--contexts=2048,30720] [--pages=16,64] [--steps=8]
+                                                    [--ticks=60] [--partial_s=2] [--instances=1] [--step_ms=0]
 
 The same f32 weights, trajectories, PPO loss and AdamW everywhere; the first loss and gradient norm of all are compared
 before anything is timed. Two kinds of work: equal lengths (16 sequences of 256 tokens) and a long tail (32 of 16 + a
@@ -9,15 +12,40 @@ log-normal number, median 48, at most 496). Ours packs the sequences into rows t
 are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding, causal attention)
 over what a large f32 matrix product reaches on this machine. Compilation is left out; rounds are interleaved and the
 best of each counts. torch runs in an environment of its own (`--install` makes it under .bench/). With --smollm the
-weights are those of a real model of 135M parameters (real_model.py), the work is two sequences of 512 tokens, one a
+weights are those of a real model of 135M parameters (bench.learning), the work is two sequences of 512 tokens, one a
 micro-batch. The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
+
+checkpoint: what digests cost: seconds of a step, a save and a restore, with digests and without.
+Random weights of the shapes of SmolLM2-135M, masters and both of Adam's moments in f32; one update of `tokens` tokens,
+512 a sequence. Every step publishes the digest of its weights; a save takes those of params, optimizer and rl_state
+before the trainer goes on, and a restore takes them of what it has read.
+step       one update         publish   digest of params, as every step takes it
+digests    of one save        save      until the trainer may go on, digests included
+written    until the manifest verifies
+restore    every byte checked, read onto the trainer's shards, digests compared; `alone`: without the comparison
+Best of the rounds, because neighbours on the machine only ever slow things down; compilation is left out.
+
+host_time: of a rollout instance: what the plan, the commit and the reports of a tick cost beside the device's work.
+The engine is the one that `train` assembles, with a device in its place that answers at once: every row samples
+`steps` tokens in every call. Rows stand just below the context, each at a position of its own. `plan`, `commit` and
+`rest` (launches, page uploads, the tick's result) are milliseconds of a tick; `us` is their sum by row and step; all
+are medians. `report` is what one report of all rows' new tokens costs, each partial_s, in milliseconds.
+With --instances=N: N instances on threads of one process for a few seconds; `tokens/s` is what all of them commit,
+reports included, and so the most that one interpreter lock lets through; `core` is what the process uses of one core.
+With --step_ms as well a decode step takes so long, during which the host is free and results are read one call behind
+(rollout.late_results); `idle` is the share of the time in which a device waits for its host.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import queue
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +54,86 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dora_jax.bench import harness, real_model
+from dora_jax.base.digest import digest
+from dora_jax.bench import harness
 from dora_jax.bench.decode import MODEL, flop_speed
 from dora_jax.buffer import layout, pack
-from dora_jax.config import TrainerSection
+from dora_jax.config import CheckpointSection, TrainerSection
 from dora_jax.costs import update as update_costs
-from dora_jax.models import decoder, hf, logits
+from dora_jax.models import decoder, logits
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.plan import devices, presets
+from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.migrate import InFlightSample
+from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.trainer import score, step
 from dora_jax.trainer.advantage import Prepare
+from dora_jax.trainer.checkpoint import Checkpoints
 from dora_jax.trainer.flops import segment_lengths
+from dora_jax.types import SampleId
+
+PROMPT, GROUP, LONGEST, ROW_UNIT = 16, 8, 512, 128
+WIDE_VOCAB = 32768  # of the memory table: where B x L x V is what fills a device
+AGREE = 1e-3  # relative: f32 sums in another order
+Step = Callable[[], tuple[float, float]]  # one update on the same trajectories -> (loss, gradient norm)
 
 
-def plain_runner(cfg, params, padded) -> Callable[[], tuple[float, float]]:
+@dataclasses.dataclass(frozen=True)
+class TrainWork:
+    name: str
+    model: decoder.ModelConfig
+    batch: pack.TrainBatch
+    padded: dict[str, np.ndarray]  # one sequence a row, as wide as the longest
+
+
+def works() -> list[TrainWork]:
+    rng = np.random.default_rng(0)
+    tail = np.exp(rng.normal(np.log(48), 1.1, 32)).astype(int).clip(1, LONGEST - PROMPT)
+    return [_work(MODEL, "equal", np.full(16, 256 - PROMPT + 1), rng), _work(MODEL, "long tail", tail, rng)]
+
+
+def real_work(model: decoder.ModelConfig, rows: int = 2) -> TrainWork:
+    return _work(model, f"{rows} x 512", np.full(rows, 512 - PROMPT + 1), np.random.default_rng(0), group=2)
+
+
+def _work(
+    model: decoder.ModelConfig, name: str, lengths: np.ndarray, rng: np.random.Generator, group: int = GROUP
+) -> TrainWork:
+    """Groups of random tokens whose log-probs are near those of an untrained model, so that some ratios clip."""
+    groups, near = [], -np.log(model.vocab_size)
+    for group_id in range(len(lengths) // group):
+        prompt = rng.integers(0, model.vocab_size, PROMPT).astype(np.int32)
+        answers = [(rng.integers(0, model.vocab_size, n), rng.normal(near, 0.3, n))
+                   for n in lengths[group_id * group : (group_id + 1) * group].tolist()]  # fmt: skip
+        samples = [harness.sample_of(group_id, index, prompt, *answer) for index, answer in enumerate(answers)]
+        groups.append(harness.scored(samples, rng))
+    row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
+    rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
+    shape = layout.BatchShape(rows=rows, tokens=row, micro_batches=1)
+    objective: Any = Prepare(section(), int(lengths.max()))
+    batch = pack.pack(groups, shape, objective)
+    filled = (batch.segment_ids > 0).any(1)
+    kept: dict[str, Any] = {name: x[filled] for name, x in batch.arrays().items()}
+    batch = dataclasses.replace(batch, **kept)
+    segments, padded = score.segments_of(batch), {}
+    for field in ("tokens", "targets", "mask", "behavior_logprobs", "advantages", "loss_weights"):
+        packed = getattr(batch, field)
+        padded[field] = np.zeros((len(segments), max(stop - start for _, start, stop in segments)), packed.dtype)
+        for i, (at, start, stop) in enumerate(segments):
+            padded[field][i, : stop - start] = packed[at, start:stop]
+    return TrainWork(name, model, batch, padded)
+
+
+def section(micro_batches: int = 1) -> TrainerSection:
+    return presets.on_cpu(
+        TrainerSection(
+            pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5, micro_batches=micro_batches, share_prompts="off"
+        )
+    )  # as the rivals
+
+
+def plain_runner(cfg, params, padded) -> Step:
     """A closure that makes one update and returns (loss, gradient norm): the plainest JAX, with padded rows, jax.nn
     attention, log_softmax over all logits and optax. Written against the weights' names alone, so that it also checks
     the model: it shares no code with decoder.py."""
@@ -61,177 +155,78 @@ def plain_runner(cfg, params, padded) -> Callable[[], tuple[float, float]]:
 
 
 def _plain_loss(cfg, params, batch):
-    logprobs = jax.nn.log_softmax(_logits(cfg, params, batch["tokens"]))
+    def norm(x, gain):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * gain
+
+    def rotate(x):
+        half = cfg.head_dim // 2
+        angle = jnp.arange(x.shape[1])[:, None] / cfg.rope_theta ** (jnp.arange(half) / half)
+        cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+        a, b = x[..., :half], x[..., half:]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    b, length = batch["tokens"].shape
+    x = params["embed"][batch["tokens"]]
+    for i in range(cfg.n_layers):
+        w = {name: stacked[i] for name, stacked in params["layers"].items()}
+        h = norm(x, w["attn_norm"])
+        q, k, v = ((h @ w[f"{n}_proj"]).reshape(b, length, -1, cfg.head_dim) for n in "qkv")
+        q, k = rotate(norm(q, w["q_norm"])), rotate(norm(k, w["k_norm"]))
+        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(b, length, -1) @ w["o_proj"]
+        h = norm(x, w["mlp_norm"])
+        x = x + (jax.nn.silu(h @ w["gate_proj"]) * (h @ w["up_proj"])) @ w["down_proj"]
+    logprobs = jax.nn.log_softmax(norm(x, params["final_norm"]) @ params["embed"].T)
     l = jnp.take_along_axis(logprobs, batch["targets"][..., None], axis=-1)[..., 0]
     ratio, adv = jnp.exp(l - batch["behavior_logprobs"]), batch["advantages"]
     per_token = jnp.maximum(-adv * ratio, -adv * jnp.clip(ratio, 0.8, 1.2))
     return jnp.sum(jnp.where(batch["mask"], batch["loss_weights"] * per_token, 0.0))
 
 
-def _logits(cfg, params, tokens):
-    b, length = tokens.shape
-    x = params["embed"][tokens]
-    for i in range(cfg.n_layers):
-        w = {name: stacked[i] for name, stacked in params["layers"].items()}
-        h = _norm(x, w["attn_norm"])
-        q, k, v = ((h @ w[f"{n}_proj"]).reshape(b, length, -1, cfg.head_dim) for n in "qkv")
-        q, k = _rotate(cfg, _norm(q, w["q_norm"])), _rotate(cfg, _norm(k, w["k_norm"]))
-        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(b, length, -1) @ w["o_proj"]
-        h = _norm(x, w["mlp_norm"])
-        x = x + (jax.nn.silu(h @ w["gate_proj"]) * (h @ w["up_proj"])) @ w["down_proj"]
-    return _norm(x, params["final_norm"]) @ params["embed"].T
-
-
-def _norm(x, gain):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * gain
-
-
-def _rotate(cfg, x):
-    half = cfg.head_dim // 2
-    angle = jnp.arange(x.shape[1])[:, None] / cfg.rope_theta ** (jnp.arange(half) / half)
-    cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-PROMPT, GROUP, LONGEST, ROW_UNIT = 16, 8, 512, 128
-WIDE_VOCAB = 32768  # of the memory table: where B x L x V is what fills a device
-AGREE = 1e-3  # relative: f32 sums in another order
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainWork:
-    name: str
-    model: decoder.ModelConfig
-    batch: pack.TrainBatch
-    padded: dict[str, np.ndarray]  # one sequence a row, as wide as the longest
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return segment_lengths(self.batch.segment_ids)
-
-
-def works() -> list[TrainWork]:
-    rng = np.random.default_rng(0)
-    tail = np.exp(rng.normal(np.log(48), 1.1, 32)).astype(int).clip(1, LONGEST - PROMPT)
-    return [_work(MODEL, "equal", np.full(16, 256 - PROMPT + 1), rng), _work(MODEL, "long tail", tail, rng)]
-
-
-def real_works(model: decoder.ModelConfig, rows: int = 2) -> list[TrainWork]:
-    return [_work(model, f"{rows} x 512", np.full(rows, 512 - PROMPT + 1), np.random.default_rng(0), group=2)]
-
-
-def _work(
-    model: decoder.ModelConfig, name: str, lengths: np.ndarray, rng: np.random.Generator, group: int = GROUP
-) -> TrainWork:
-    """Groups of random tokens whose log-probs are near those of an untrained model, so that some ratios clip."""
-    groups = []
-    for group_id in range(len(lengths) // group):
-        prompt = rng.integers(0, model.vocab_size, PROMPT).astype(np.int32)
-        samples = [
-            harness.sample_of(
-                group_id,
-                index,
-                prompt,
-                rng.integers(0, model.vocab_size, n),
-                rng.normal(-np.log(model.vocab_size), 0.3, n),
-            )
-            for index, n in enumerate(lengths[group_id * group : (group_id + 1) * group].tolist())
-        ]
-        groups.append(harness.scored(samples, rng))
-    row = -(-int(lengths.max() + PROMPT - 1) // ROW_UNIT) * ROW_UNIT
-    rows = -(-int((lengths + PROMPT - 1).sum()) // row) + 1  # first fit by falling length wastes less than one
-    shape = layout.BatchShape(rows=rows, tokens=row, micro_batches=1)
-    objective: Any = Prepare(section(), int(lengths.max()))
-    batch = pack.pack(groups, shape, objective)
-    filled = (batch.segment_ids > 0).any(1)
-    kept: dict[str, Any] = {name: x[filled] for name, x in batch.arrays().items()}
-    batch = dataclasses.replace(batch, **kept)
-    names = ("tokens", "targets", "mask", "behavior_logprobs", "advantages", "loss_weights")
-    return TrainWork(name, model, batch, _one_a_row(batch, names))
-
-
-def _one_a_row(batch: pack.TrainBatch, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    segments = score.segments_of(batch)
-    out = {
-        name: np.zeros((len(segments), max(stop - start for _, start, stop in segments)), getattr(batch, name).dtype)
-        for name in names
-    }
-    for i, (row, start, stop) in enumerate(segments):
-        for name in names:
-            out[name][i, : stop - start] = getattr(batch, name)[row, start:stop]
-    return out
-
-
-def section(micro_batches: int = 1) -> TrainerSection:
-    return presets.on_cpu(
-        TrainerSection(
-            pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5, micro_batches=micro_batches, share_prompts="off"
-        )
-    )  # as the rivals
-
-
-# ----------------------------------------------------------------- runners
-
-Step = Callable[[], tuple[float, float]]  # one update on the same trajectories -> (loss, gradient norm)
-
-
-def ours(work: TrainWork, params) -> Step:
-    micro_batches = 1 if work.model == MODEL else len(work.batch.tokens)
-    trainer = step.Trainer(work.model, section(micro_batches), harness.one_device(), params, total_steps=1000)
-    trainer.warmup(*work.batch.tokens.shape)
-
-    def run() -> tuple[float, float]:
-        metrics = trainer.step(work.batch)
-        return metrics["trainer/loss"], metrics["trainer/grad_norm"]
-
-    return run
-
-
-# ------------------------------------------------------------------ tables
-
-
-def main() -> None:
-    args = harness.flags(__doc__, smollm=False, rivals=("plain", "transformers"), rounds=3, install=False)
+def train_step(smollm=False, rivals=("plain", "transformers"), rounds=3, install=False) -> Iterator[str]:
     devices.keep_freed_memory()  # as a run's set-up does
-    model, params = hf.load(real_model.folder()) if args.smollm else (MODEL, decoder.init_params(MODEL, 0))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = real_model.folder() if args.smollm else Path(temporary) / "model"
-        if not args.smollm:
-            hf.save(folder, MODEL, params)
+        folder, model, params = harness.weights_of(MODEL, Path(temporary) / "model", smollm)
         external = None
-        if "transformers" in args.rivals:
-            external = harness.Rival("torch_step", "transformers", folder, args.install)
+        if "transformers" in rivals:
+            external = harness.Rival("torch_step", "transformers", folder, install)
         peak = flop_speed()
-        print(f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update")
-        rivals = dict.fromkeys(args.rivals, ">20s")
+        yield f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update"
+        columns = dict.fromkeys(rivals, ">20s")
         table = harness.Table({"work": "11s", "tokens": "7d", "packed": "8.0%", "padded": "8.0%", "ours": ">16s",
-                               **rivals, "best rival": ">12s"})  # fmt: skip
-        print(table.head, flush=True)
-        for work in real_works(model) if args.smollm else works():
-            times = measure(work, params, args.rivals, external, args.rounds)
-            tokens, needed = int(work.lengths.sum()), update_costs.model_flops(work.model, work.lengths)
+                               **columns, "best rival": ">12s"})  # fmt: skip
+        yield table.head
+        for work in [real_work(model)] if smollm else works():
+            times, lengths = measure(work, params, rivals, external, rounds), segment_lengths(work.batch.segment_ids)
+            tokens, needed = int(lengths.sum()), update_costs.model_flops(work.model, lengths)
             cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
             shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]
             against = f"{min(times[1:]) / times[0]:.2f}x" if times[1:] else ""
-            print(table.row(work.name, tokens, *shares, *cells, against), flush=True)
+            yield table.row(work.name, tokens, *shares, *cells, against)
         if external:
             external.close()
-    if not args.smollm:
-        print_memory()
+    if not smollm:
+        yield from memory_table()
 
 
 def measure(
     work: TrainWork, params: Any, rivals: Sequence[str], external: harness.Rival | None, rounds: int
 ) -> list[float]:
     """Seconds of the best update of each; refuses to compare what does not compute the same."""
-    question = {name: x.tolist() for name, x in work.padded.items()} | {"name": work.name}
-    runs: dict[str, Step] = {"ours": ours(work, params)}
+    micro_batches = 1 if work.model == MODEL else len(work.batch.tokens)
+    trainer = step.Trainer(work.model, section(micro_batches), harness.one_device(), params, total_steps=1000)
+    trainer.warmup(*work.batch.tokens.shape)
+
+    def ours() -> tuple[float, float]:
+        metrics = trainer.step(work.batch)
+        return metrics["trainer/loss"], metrics["trainer/grad_norm"]
+
+    runs: dict[str, Step] = {"ours": ours}
     if "plain" in rivals:
         runs["plain"] = plain_runner(work.model, params, work.padded)
     first = [run() for run in runs.values()]
     turns: dict[str, Callable[[], Any]] = {**runs}
     if external:
+        question = {name: x.tolist() for name, x in work.padded.items()} | {"name": work.name}
         first.append(external.ask(question)[0][1:])
         turns["transformers"] = lambda: external.ask(question)[0][0]
     if not np.allclose(first, first[0], rtol=AGREE, atol=1e-6):
@@ -239,32 +234,230 @@ def measure(
     return list(harness.best_of_turns(turns, rounds).values())
 
 
-def print_memory() -> None:
+def memory_table() -> Iterator[str]:
     """Temporary memory of the loss's gradient: all logits at once, and in chunks of at most so many bytes."""
     cfg = dataclasses.replace(MODEL, vocab_size=WIDE_VOCAB)
     batch = works()[0].batch
     rows, length = batch.tokens.shape
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.arrays().items()}
 
-    def temporary(max_bytes: int) -> int:
-        def loss(params, arrays):
-            attend = segment_attention(arrays["segment_ids"], arrays["positions"])
-            hidden = decoder.forward(
-                cfg, decoder.serving_layout(params), arrays["tokens"], arrays["positions"], attend, remat="full"
-            )
-            l, _ = logits.target_logprobs(cfg, params, hidden, arrays["targets"], max_bytes=max_bytes)
-            return jnp.sum(jnp.where(arrays["mask"], l, 0.0))
-
-        compiled = jax.jit(jax.grad(loss)).lower(decoder.abstract_params(cfg), shapes).compile()
-        used = compiled.memory_analysis()
-        assert used is not None, "every backend that runs here says what a program uses"
-        return used.temp_size_in_bytes
+    def loss(max_bytes, params, arrays):
+        attend = segment_attention(arrays["segment_ids"], arrays["positions"])
+        hidden = decoder.forward(
+            cfg, decoder.serving_layout(params), arrays["tokens"], arrays["positions"], attend, remat="full"
+        )
+        l, _ = logits.target_logprobs(cfg, params, hidden, arrays["targets"], max_bytes=max_bytes)
+        return jnp.sum(jnp.where(arrays["mask"], l, 0.0))
 
     whole = 4 * rows * length * WIDE_VOCAB
-    print(f"\nlog-probs of {rows} x {length} tokens over {WIDE_VOCAB} ids: temporary memory of the gradient")
+    yield f"\nlog-probs of {rows} x {length} tokens over {WIDE_VOCAB} ids: temporary memory of the gradient"
     for name, limit in (("B x L x V at once", whole), ("in chunks", section().logits_bytes)):
-        print(f"{name:20s}{temporary(limit) / 2**20:9.0f} MiB   (logits {min(limit, whole) / 2**20:.0f} MiB at once)")
+        gradient = jax.jit(jax.grad(functools.partial(loss, limit)))
+        used = gradient.lower(decoder.abstract_params(cfg), shapes).compile().memory_analysis()
+        assert used is not None, "every backend that runs here says what a program uses"
+        bytes_ = used.temp_size_in_bytes
+        yield f"{name:20s}{bytes_ / 2**20:9.0f} MiB   (logits {min(limit, whole) / 2**20:.0f} MiB at once)"
+
+
+# ------------------------------------------------------------- checkpoint
+
+SHAPE = dict(vocab_size=49152, d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, d_ff=1536)
+RL_STATE = {"cursors": list(range(1000))}
+
+
+def checkpoint(tokens=1024, rounds=3, folder=None) -> Iterator[str]:
+    devices.keep_freed_memory()  # as a run's set-up does
+    model = decoder.new_config("llama", **SHAPE)
+    batch = real_work(model, tokens // LONGEST).batch
+    trainer = step.Trainer(
+        model, section(len(batch.tokens)), harness.one_device(), decoder.init_params(model, 0), total_steps=1000
+    )
+    trainer.warmup(*batch.tokens.shape)
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) / 2**20 for tree in trainer.state[:2]]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        best = checkpointed(trainer, batch, Path(place), rounds)
+    yield f"params {sizes[0]:.0f} MiB, opt_state {sizes[1]:.0f} MiB, {tokens} tokens a step"
+    for name, seconds in best.items():
+        yield f"{name:10s}{seconds:9.3f} s{seconds / best['step']:9.1%} of a step"
+
+
+def checkpointed(trainer: step.Trainer, batch: Any, folder: Path, rounds: int) -> dict[str, float]:
+    best: dict[str, float] = {}
+
+    def note(name: str, do: Callable[..., Any], *arguments: Any) -> None:
+        began = time.perf_counter()
+        jax.block_until_ready([x for x in jax.tree.leaves(do(*arguments)) if isinstance(x, jax.Array)])
+        best[name] = min(best.get(name, np.inf), time.perf_counter() - began)
+
+    store = Checkpoints(folder, CheckpointSection(keep=1))
+    like = trainer.abstract_state()
+    for number in range(1, rounds + 2):
+        if number == 2:
+            best.clear()  # the first compiles
+        note("step", trainer.step, batch)
+        state = trainer.state
+        note("publish", digest, state.params)
+        note("digests", lambda *trees: list(map(digest, trees)), state.params, state.opt_state)
+        began = time.perf_counter()
+        note("save", store.save, number, state.params, state.opt_state, RL_STATE, {})
+        store.wait()
+        best["written"] = min(best.get("written", np.inf), time.perf_counter() - began)
+        ((_, digests),) = store.take_saves()
+        for name, wanted in (("restore", digests), ("alone", None)):
+            note(name, store.restore, number, like.params, like.opt_state, wanted)
+    store.close()
+    return best
+
+
+# -------------------------------------------------------------- host time
+
+NOTHING: Any = None  # where an engine that computes nothing needs nothing
+LITTLE = decoder.new_config("qwen3", vocab_size=64, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, d_ff=8)
+SAMPLES = 8  # of a group
+TOKEN = 5  # what every row samples
+WINDOW_S = 3.0  # of a measurement with several instances
+
+
+class Pending:
+    """A result that is there at a time."""
+
+    def __init__(self, data: np.ndarray, due_s: float):
+        self._data, self._due_s = data, due_s
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        return self._data
+
+
+class InstantDevice:
+    """A `device.Device` that computes nothing; a call takes `call_s`, after the one before."""
+
+    def __init__(self, engine: Engine, call_s: float = 0.0):
+        self._call_s = call_s
+        self.idle_s = 0.0  # between calls
+        self.due_s: float | None = None  # None: what comes next is its first call
+        s = self.shapes = engine.shapes
+        self.compiled = lambda: 0
+        self._result = np.zeros((s.rows, s.result), np.int32)
+        self._result[:, : s.steps] = TOKEN
+        self._result[:, s.steps : 2 * s.steps] = np.float32(-1).view(np.int32)
+        self._result[:, 2 * s.steps] = s.steps
+
+    def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
+        """Nothing to compute."""
+
+    def generate(self, params: Any, control: np.ndarray, blocks: int) -> tuple[np.ndarray | Pending, None]:
+        if not self._call_s:
+            return self._result, None
+        now_s = time.perf_counter()
+        begins_s = max(now_s, self.due_s or now_s)
+        self.idle_s += begins_s - (self.due_s or now_s)
+        self.due_s = begins_s + self._call_s
+        return Pending(self._result, self.due_s), None
+
+
+def new_worker(
+    instance: int, context: int, page: int, rows: int, steps: int, ticks: int, partial_s: float, step_ms: float
+) -> EngineWorker:
+    """An instance whose slots all decode, at positions up to `context`."""
+    spare = (ticks + 8) * steps
+    chunk = context // 4  # few and large ones, all in the first tick: prefill is not what is timed
+    longest = context + spare - chunk
+    config = harness.config_of(slots=rows, pages=rows * (context + spare) // page + 2 * rows, page_size=page,
+                               max_prompt_tokens=chunk, max_new_tokens=longest, decode_steps=steps,
+                               prefill_tokens=rows * 2 * context, prefill_chunk=chunk,
+                               late_results="on" if step_ms else "off")  # fmt: skip
+    engine = build.engine_of(config, LITTLE, harness.one_device(), eos_ids=(1,))
+    engine.device = InstantDevice(engine, step_ms * 1e-3 * steps)  # type: ignore[assignment]
+    engine.load(0, decoder.serving_layout(decoder.init_params(LITTLE, 0)))
+    worker = EngineWorker(instance, engine, NOTHING, queue.SimpleQueue(), partial_s)
+    for i in range(rows):
+        n = context - chunk - i * steps % 128
+        prompt = np.arange(chunk, dtype=np.int32) + i // SAMPLES
+        sample = InFlightSample(id=SampleId(i // SAMPLES, i % SAMPLES), version=0, out_ids=np.full(n, TOKEN, np.int32),
+                                prompt_ids=prompt, logprobs=np.full(n, -1, np.float32),
+                                max_new_tokens=longest)  # fmt: skip
+        worker.receive(sample, 1, NOTHING)
+    while len(engine.tick().progress) < rows:
+        pass
+    return worker
+
+
+def measured(worker: EngineWorker, ticks: int) -> tuple[float, float, float, float]:
+    """Milliseconds of a tick's plan, its commit, the rest of it, and of a report."""
+    engine: Any = worker.engine
+    spent: dict[str, list[float]] = {"plan": [], "_commit": [], "tick": []}
+    for owner, name in ((engine.scheduler, "plan"), (engine, "_commit")):
+        call, into = getattr(owner, name), spent[name]
+
+        def clocked(*args: Any, call=call, into=into) -> Any:
+            took, result = harness.timed(call, *args)
+            into.append(took)
+            return result
+
+        setattr(owner, name, clocked)
+    spent["tick"] = [harness.timed(engine.tick)[0] for _ in range(ticks)]
+    plan, commit, tick = (1e3 * statistics.median(times) for times in spent.values())
+    worker.work()  # all rows have grown
+    worker._partials_s = worker._reported_s = 0.0
+    return plan, commit, tick - plan - commit, 1e3 * harness.timed(worker.work)[0] - tick
+
+
+def together(workers: list[EngineWorker], ticks: int) -> tuple[float, float, float]:
+    """(tokens/s, share of one core's time, share of the time that the devices are idle in the mean): each on a thread
+    of its own, while one thread takes what they report."""
+    over = threading.Event()
+    idle: list[Any] = [worker.engine.device for worker in workers]  # type: ignore[attr-defined]
+
+    def run(worker: EngineWorker) -> None:
+        for _ in range(ticks):
+            if over.is_set():
+                return
+            worker.work()
+
+    def sums() -> tuple[float, float, float, float]:
+        idle_s = statistics.mean(device.idle_s for device in idle)
+        return time.perf_counter(), sum(worker.tokens for worker in workers), time.process_time(), idle_s
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for device in idle:
+        device.idle_s, device.due_s = 0.0, None
+    before = sums()
+    for thread in threads:
+        thread.start()
+    while time.perf_counter() - before[0] < WINDOW_S and all(thread.is_alive() for thread in threads):
+        for worker in workers:
+            outbox: Any = worker.outbox
+            while not outbox.empty():
+                outbox.get()
+        time.sleep(0.01)
+    took_s, tokens, cpu_s, idle_s = (after - start for start, after in zip(before, sums(), strict=True))
+    over.set()
+    for thread in threads:
+        thread.join()
+    return tokens / took_s, cpu_s / took_s, idle_s / took_s
+
+
+def host_time(
+    rows=256, contexts=(2048, 30720), pages=(16, 64), steps=8, ticks=60, partial_s=2.0, instances=1, step_ms=0.0
+) -> Iterator[str]:
+    several = instances > 1
+    yield f"{rows} rows, {steps} steps a call, {instances} instance{'s' * several}"
+    columns = {"tokens/s": "12.0f", "core": "7.0%", "idle": "7.1%"}
+    if not several:
+        columns = dict.fromkeys(("plan", "commit", "rest", "us"), "8.2f") | {"report": "9.2f"}
+    page_of = harness.Table({"context": "8d", "page": "6d", **columns})
+    yield page_of.head
+    for context in contexts:
+        for page in pages:
+            workers = [new_worker(i, context, page, rows, steps, ticks, partial_s, step_ms) for i in range(instances)]
+            if several:
+                yield page_of.row(context, page, *together(workers, ticks))
+                continue
+            plan, commit, rest, report = measured(workers[0], ticks)
+            us = 1e3 * (plan + commit + rest) / rows / steps
+            yield page_of.row(context, page, plan, commit, rest, us, report)
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(train_step, checkpoint, host_time)
