@@ -8,12 +8,13 @@ import runpy
 import pytest
 
 from dora_jax.base.chips import CHIPS
+from dora_jax.bench.transfer import speeds_of
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import MODES
 from dora_jax.sim import config, run, table
 from dora_jax.sim.meter import Trace
-from dora_jax.sim.network import Speeds, publication, speeds_of
+from dora_jax.sim.network import Speeds, publication
 from tests.fakes.sim_runs import row, simulate
 from tests.fakes.trace_rules import faults
 

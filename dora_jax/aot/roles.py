@@ -76,7 +76,7 @@ class Role:
 
     @property
     def work_bytes(self) -> int:
-        """Of the neediest program, beside what is held."""
+        """Bytes that the neediest program works with, beside what is held."""
         return max(
             (one.temporary_bytes + (one.output_bytes if one.name != PUBLISH else 0) for one in self.programs), default=0
         )

@@ -448,7 +448,7 @@ def differing(name: str, a: Mapping[SampleId, Sample], b: Mapping[SampleId, Samp
 
 
 def policy_of(workdir: str) -> Policy:
-    """Of a run; of no workdir: SmolLM2's at version 0, in the configuration of bench.learning, half of its slots."""
+    """The policy of a run; without a workdir SmolLM2's at version 0, in the configuration of bench.learning, half of its slots."""
     if workdir:
         return dora_jax.load_policy(workdir)
     tree = config_files.load_file(learning.REAL_CONFIG)

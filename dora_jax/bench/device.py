@@ -71,7 +71,7 @@ class Record:
         print(line(self.entries[-1]), flush=True)
 
     def share(self, needed: float, stage: str, name: str) -> float | None:
-        """Of what another stage has measured, where it has."""
+        """The share of what another stage has measured, where it has."""
         value = next((e["value"] for e in self.entries if (e["stage"], e["name"]) == (stage, name)), None)
         return needed / value if value else None
 

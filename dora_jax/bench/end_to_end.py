@@ -35,7 +35,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import heapq
+import itertools
 import json
 import queue
 import sys
@@ -48,10 +50,9 @@ import numpy as np
 
 from dora_jax.bench import harness
 from dora_jax.buffer.pack import MemoryGroupStore
-from dora_jax.config import RolloutSection
+from dora_jax.config import ConfigError, RolloutSection
 from dora_jax.config.files import load_file
-from dora_jax.costs import Costs, open_costs
-from dora_jax.costs.recording import recorded_body
+from dora_jax.costs import Costs, open_costs, recording
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, each
 from dora_jax.orchestrate.core import run as run_loop
@@ -69,7 +70,6 @@ from dora_jax.runtime.observe.recorder import COSTS, JOURNAL
 from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim import config as sims
 from dora_jax.sim import replay
-from dora_jax.sim.advise import best_split
 from dora_jax.sim.config import Row, SimConfig
 from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL, Result
 from dora_jax.sim.run import orchestrator_config, simulate
@@ -117,6 +117,25 @@ def setting(steps: int, warmup: int) -> SimConfig:
         "orchestrator.groups_per_step": 128, "orchestrator.group_size": 16, "orchestrator.inflight": 1.15,
         "orchestrator.updates": 16,
         "orchestrator.rebalance_period_s": 20.0, "orchestrator.peer_weights": False})  # fmt: skip
+
+
+def best_split(config: SimConfig, mode: str) -> int:
+    """The rollout chips of the split at which a mode is fastest, everything else as configured; 0: colocated."""
+    unit = config.hardware.instance_chips
+    total = config.hardware.chips // unit
+
+    @functools.cache
+    def step_s(instances: int) -> float:
+        split = sims.replace(config, {"hardware.rollout_chips": instances * unit})
+        return simulate(Row(label=mode, mode=mode, config=split, published={})).step_s
+
+    here, stride = max(1, total // 2), max(1, total // 4)
+    while True:
+        better = min((here, *(n for n in (here - stride, here + stride) if 1 <= n < total)), key=step_s)
+        if better == here and stride == 1:
+            return min((0, here), key=step_s) * unit
+        stride = stride if better != here else stride // 2
+        here = better
 
 
 def rows(config: SimConfig, modes: Sequence[str], split: str) -> list[Row]:
@@ -681,7 +700,11 @@ def environment_table(lines: list[ResultLine]) -> str:
 
 def recorded_setting(directory: Path, warmup: int) -> tuple[SimConfig, str]:
     """The recorded run as a simulation, and its mode."""
-    recorded, ups = recorded_body(directory / JOURNAL)
+    recorded, _, events = recording.read(directory / JOURNAL)
+    start = itertools.takewhile(lambda event: isinstance(event, ev.InstanceUp | ev.TimePassed), (e for e, _ in events))
+    ups = [event for event in start if isinstance(event, ev.InstanceUp)]
+    if not ups:
+        raise ConfigError(f"recording: {directory / JOURNAL} does not begin with an instance")
     costs = json.loads((directory / COSTS).read_text())
     first = ups[0]
     config = sims.replace(SimConfig(), {
@@ -722,7 +745,7 @@ def end_to_end(
     modes=(), speedup=0.0, steps=0, warmup=0, split: Literal["predicted", "half"] = "predicted", lent=False, small=False,
     environments=False, config="configs/sim/environments.py", recorded="",
 ) -> Iterator[str]:  # fmt: skip
-    """Of what is 0: --modes=all or five of them, --speedup=30 or 40, --steps=24 or 6, --warmup=6, 3 or 2."""
+    """What is 0 is taken from the kind of run: --modes=all or five of them, --speedup=30 or 40, --steps=24 or 6, --warmup=6, 3 or 2."""
     if recorded:
         modes = modes or ("sync", "one_step", "partial", "dora_paper", "dora")
         yield recorded_table(Path(recorded), modes, warmup or 2)

@@ -183,7 +183,7 @@ class Body:
             self.execute(command)
 
     def timed(self, events: list[ev.Event]) -> tuple[ev.Command, ...]:
-        """As `step`."""
+        """Time one `step`."""
         cost, now_ns = self.cost, time.perf_counter_ns
         at = now_ns()
         for event in events:

@@ -131,8 +131,8 @@ def sandbox(starts=100, runs=1000, at_once=2) -> Iterator[str]:
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             took_s, results = harness.timed(lambda: list(pool.map(one_run, itertools.repeat(server), range(runs))))
         counts = collections.Counter(name for name, _ in results)
-        said = " ".join(f"{n} {name}" for name, n in counts.items())
-        yield f"{runs} runs in {took_s:.1f} s, {runs / took_s:.0f}/s: {said}"
+        counted = " ".join(f"{n} {name}" for name, n in counts.items())
+        yield f"{runs} runs in {took_s:.1f} s, {runs / took_s:.0f}/s: {counted}"
         left_after_s = time.monotonic() + 10  # the last runner ends after its reply
         while (after := books(server)) != before and time.monotonic() < left_after_s:
             time.sleep(0.01)

@@ -146,7 +146,7 @@ def _talk(connection: http.client.HTTPConnection, rng: random.Random, session: s
 
 @contextlib.contextmanager
 def serving(log: Path, *command: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """(port, process) of the program, to which {port} is told, from when it answers there; it is ended where it has not
+    """(port, process) of the program, whose {port} is filled in, from when it answers there; it is ended where it has not
     ended."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

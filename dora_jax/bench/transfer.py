@@ -64,7 +64,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.base.chips import CHIPS
+from dora_jax.base.chips import CHIPS, HOST_CHIPS, Chip
 from dora_jax.bench import harness
 from dora_jax.bench.decode import MODEL
 from dora_jax.models import decoder, sharding
@@ -85,8 +85,36 @@ from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, WeightDistribution
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
-from dora_jax.sim.network import Speeds, publication, speeds_of
+from dora_jax.sim.network import Speeds, publication
 from dora_jax.types import SampleId, Version
+
+HOST_COPY_BYTES_PER_S = 8e9  # from one place of a instance's memory to another
+COPY_TRAFFIC = 3  # bytes that a cast from f32 reads and writes, for each byte of bfloat16 that it makes
+HBM_SHARE = 0.8  # of the bandwidth that a cast reaches
+
+
+def speeds_of(
+    trainer: Chip,
+    trainer_chips: int,
+    instance: Chip,
+    instance_chips: int,
+    link_share: float,
+    host_link_bytes_per_s: float = 0.0,
+) -> Speeds:
+    """`link_share` of the chips' links is reached; host_link_bytes_per_s: what one instance's link carries instead."""
+
+    def link(chip: Chip, chips: int) -> float:
+        return chips * (host_link_bytes_per_s / HOST_CHIPS or chip.dcn_bytes_per_s * link_share)
+
+    return Speeds(
+        copy=trainer_chips * trainer.hbm_bytes_per_s * HBM_SHARE / COPY_TRAFFIC,
+        home=trainer_chips * trainer.host_bytes_per_s,
+        out=link(trainer, trainer_chips),
+        into=link(instance, instance_chips),
+        join=instance_chips / HOST_CHIPS * HOST_COPY_BYTES_PER_S,
+        place=instance_chips * instance.host_bytes_per_s,
+    )
+
 
 # -------------------------------------------------------------- versions
 
@@ -347,11 +375,11 @@ def publish(mib=1024, instances=(1, 2), rounds=3, folder=None, rank=0) -> Iterat
         for count in instances:
             size = size_of(model_of(mib / count), rank)
             t = stages(path, count, mib / count, rounds, folder, rank)
-            said = publication(size, calibrated, count)
-            ratio = (said.last_s - said.copy_s - said.home_s) / t["all"] if path == WIRE else ""
+            predicted = publication(size, calibrated, count)
+            ratio = (predicted.last_s - predicted.copy_s - predicted.home_s) / t["all"] if path == WIRE else ""
             yield table.row(name, count, size / MIB, empty_ms, t["copy"], t["write"], t["first"], t["all"],
                             count * size / t["all"] / GIB, t["pause"], t["h2d"], ratio,
-                            said.pause_s / t["pause"])  # fmt: skip
+                            predicted.pause_s / t["pause"])  # fmt: skip
     yield "model, bfloat16; links at 0.7 of the hardware table's / at 3.6 GB/s a host, as measured elsewhere on v6e"
     table = harness.Table({"": "6s", "trainer": ">10s", "instances": ">14s", "copy GiB/chip": "15.2f",
                            "copy ms": "9.1f", "home s": "8.2f", "first s": ">16s", "all s": ">16s",

@@ -102,7 +102,7 @@ class Objective(Protocol):
     def estimate(self, sequences: Sequences) -> Estimate: ...
 
     def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
-        """Of packed rows, or of one trajectory a row: segment_ids None."""
+        """Weight of each token, for packed rows or for one trajectory a row (segment_ids None)."""
 
 
 Score = Callable[[TrainBatch], dict[str, np.ndarray]]  # -> old_logprobs, ref_logprobs, values [B, L] (those in use)

@@ -79,7 +79,7 @@ def apply_overrides(
 
 
 def _entries(tree: ml_collections.ConfigDict, prefix: str) -> list[str]:
-    """Of a free-form field, those inside its entries included."""
+    """The entries of a free-form field, nested ones included."""
     found: list[str] = []
     for name, value in tree.items():
         found += [

@@ -66,7 +66,7 @@ class CommandLine:
 
     @property
     def config(self) -> Config:
-        """As asked, with the fields open that the platform fills in."""
+        """The config as given, without what the platform fills in."""
         return self.plan.asked
 
 

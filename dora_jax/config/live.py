@@ -12,7 +12,7 @@ from dora_jax.base.config_tree import field
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSection:
-    """What else hears of a run (runtime/observe/monitoring.py), and how much its logs may hold."""
+    """What else receives the metrics of a run (runtime/observe/monitoring.py), and how much its logs may hold."""
 
     port: int = field(0, "of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none", ge=0, le=65535)
     wandb: str = field("", "Weights & Biases project that gets each record of metrics.jsonl (extra wandb); empty: none")

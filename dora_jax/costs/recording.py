@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import typing
 from collections.abc import Iterator, Sequence
@@ -53,16 +52,6 @@ def read(path: str | Path) -> tuple[OrchestratorConfig, dict[str, Any], Iterator
     header = next(lines)
     events = ((_event(line), line.get("digest", "")) for line in lines)
     return OrchestratorConfig(**_frozen(header["config"])), _frozen(header["start"]), events
-
-
-def recorded_body(path: str | Path) -> tuple[OrchestratorConfig, list[ev.InstanceUp]]:
-    """What configured the run, and the instances that came up at its start."""
-    config, _, events = read(path)
-    start = itertools.takewhile(lambda event: isinstance(event, ev.InstanceUp | ev.TimePassed), (e for e, _ in events))
-    ups = [event for event in start if isinstance(event, ev.InstanceUp)]
-    if not ups:
-        raise ConfigError(f"recording: {path} does not begin with an instance")
-    return config, ups
 
 
 def recorded_work(path: str | Path) -> tuple[dict[SampleId, int], frozenset[GroupId]]:

@@ -61,10 +61,10 @@ def matmul_params(cfg: ModelConfig) -> int:
 
 
 def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,), frozen: bool = False) -> float:
-    """Of one training pass over sequences of these lengths: the numerator of MFU (arXiv 2204.02311), with the causal
-    half of attention only, and nothing for recomputation, padding or masked scores. before: tokens of a shared prompt
-    that each of them sees besides. frozen: the matrices have no gradient of their own, for adapters are trained, whose
-    few products are left out."""
+    """FLOPs of one training pass over sequences of these lengths: the numerator of MFU (arXiv 2204.02311), with the
+    causal half of attention only, and nothing for recomputation, padding or masked scores. before: tokens of a shared
+    prompt that each of them sees besides. frozen: the matrices have no gradient of their own, for adapters are trained,
+    whose few products are left out."""
     n, seen = (np.asarray(list(x), np.float64) for x in (lengths, before))
     width = cfg.q_width + (cfg.n_heads * cfg.latent.v_dim if cfg.latent else cfg.q_width)
     scores = 2 * width * (n * (n + 1) / 2 + n * seen).sum()  # q k and p v of every pair that may look
@@ -75,8 +75,8 @@ def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] 
 def expected(
     cfg: ModelConfig, section: TrainerSection, mesh: Any, chip: str, rows: int, tokens: int, lora: Lora = OFF
 ) -> Expected:
-    """Of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` is a memory.Mesh. lora:
-    where it is on, gradients of weights and optimizer are of adapters, whose few products are left out."""
+    """The cost of an update of `rows` full rows, each one sequence of `tokens`, in bfloat16; `mesh` is a memory.Mesh.
+    lora: where it is on, gradients of weights and optimizer are of adapters, whose few products are left out."""
     devices = mesh.rows * mesh.tensor * mesh.context
     each = DEVICES_A_CHIP.get(chip, 1)
     peak, bandwidth = CHIPS[chip].flops / each, CHIPS[chip].hbm_bytes_per_s / each

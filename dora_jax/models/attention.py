@@ -112,7 +112,7 @@ def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.
 
 
 def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
-    """Of one attention; residual: what keeps the residual stream at unit variance."""
+    """Parameters of one attention; residual: what keeps the residual stream at unit variance."""
     d, q, kv, m = cfg.d_model, cfg.q_width, cfg.kv_width, cfg.latent
     v = cfg.n_heads * m.v_dim if m else q
     found = {"o_proj": Spec((v, d), ("heads", "embed"), residual * v**-0.5)}

@@ -75,7 +75,7 @@ def experts(
 
 
 def plan_of(tokens: int, k: int, count: int, parts: int, interpret: bool) -> Plan:
-    """Of so many tokens whose experts are on `parts` devices, `count` of them on this one."""
+    """The plan of so many tokens whose experts are on `parts` devices, `count` of them on this one."""
     even = tokens * k if parts == 1 else int(EXPERT_SLACK * tokens * k / parts)
     tile = next((n for n in TILE_ROWS if 4 * n * count <= even), TILE_ROWS[-1])
     rows = -(-even // tile) * tile

@@ -43,7 +43,7 @@ class Routed(NamedTuple):
 
 
 def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
-    """Of one router and its experts."""
+    """Parameters of one router and its experts."""
     e, d = cfg.moe, cfg.d_model
     found = {
         "router": Spec((d, e.choices), ("embed", "router"), d**-0.5),
@@ -59,7 +59,7 @@ def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
 
 
 def dense_specs(d: int, f: int, residual: float, name: str) -> dict[str, Spec]:
-    """Of one SwiGLU; `name` has a place for gate, up, down."""
+    """Parameters of one SwiGLU; `name` has a place for gate, up, down."""
     return {
         name.format("gate"): Spec((d, f), ("embed", "mlp"), d**-0.5),
         name.format("up"): Spec((d, f), ("embed", "mlp"), d**-0.5),
@@ -217,8 +217,8 @@ def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, fi
 def blocks(
     h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None
 ):
-    """As `scan`, without gradients. What an expert's last block writes behind its own tokens is overwritten by the next
-    experts, or left out."""
+    """Like `scan`, without gradients. What an expert's last block writes behind its own tokens is overwritten by the
+    next experts, or left out."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
     order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF)
     starts_E, ends_E = jnp.cumsum(sizes_E) - sizes_E, jnp.cumsum(-(-sizes_E // BLOCK))  # in tokens; in blocks
@@ -242,7 +242,7 @@ def blocks(
 def ragged_dot(
     h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None
 ):
-    """As `scan`; tokens of experts that are elsewhere are sorted to the end, where no group holds them."""
+    """Like `scan`; tokens of experts that are elsewhere are sorted to the end, where no group holds them."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
     order_N, sizes_E, here_N = _by_expert(ids_BxLxk, first, gate_ExDxF)
     rows_N = None if rows_B is None else rows_B[order_N // k // h_BxLxD.shape[1]]
@@ -255,7 +255,7 @@ def ragged_dot(
 def megablox(
     h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, **options
 ):
-    """As `scan`, on a TPU. options: of grouped_experts.experts."""
+    """Like `scan`, on a TPU. options: of grouped_experts.experts."""
     h_TxD, weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (h_BxLxD, weights_BxLxk, ids_BxLxk))
     y_TxD = grouped_experts.experts(h_TxD, weights_Txk, ids_Txk, gate_ExDxF, up_ExDxF, down_ExFxD, first, **options)
     return y_TxD.reshape(h_BxLxD.shape)

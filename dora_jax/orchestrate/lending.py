@@ -81,7 +81,7 @@ def expected_wait(s: State) -> Wait:
 
 
 def _seconds_left(s: State, version: Version) -> Iterator[float]:
-    """Of each training group of versions up to this one that runs."""
+    """Seconds left of each training group of versions up to this one that runs."""
     measured = s.fleet.measured
     token_s: dict[InstanceId | None, float] = {None: measured.token_s()}  # by where a sample is
     for instance in s.fleet.instances.values():

@@ -196,7 +196,7 @@ def lost(s: State, instance: Instance) -> None:
 
 
 def instance_unhealthy(s: State, event: ev.InstanceUnhealthy) -> None:
-    """Of an incarnation that ended before, too: only what it has left is in quarantine then."""
+    """Accepted of an incarnation that has ended, too: only what it has left is in quarantine then."""
     quarantine.name(s, event)
     s.fleet.unhealthy[event.instance] = event.incarnation
     instance = s.fleet.instances.get(event.instance)

@@ -104,7 +104,7 @@ class Budget:
 
     @property
     def _pages_bytes(self) -> float:
-        """Of one instance; one page takes what belongs to no row."""
+        """Bytes of one instance's pages; one page takes what belongs to no row."""
         return (self.config.rollout.pages + 1) * self._page_bytes
 
     @property

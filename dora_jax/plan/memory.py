@@ -108,7 +108,8 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
 
 
 def trained_params(model: ModelConfig, config: Config, mesh: Mesh) -> float:
-    """Of a device: all weights, or those of the adapters; each has a master, a gradient and two moments."""
+    """Parameters that a device trains: all weights, or those of the adapters; each has a master, a gradient and two
+    moments."""
     if config.lora.on:
         return adapter_params(model, config.lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
     return model.matrix_params / mesh.shards + model.gain_params

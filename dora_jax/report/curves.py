@@ -26,7 +26,7 @@ CURVES = (  # title, metrics, what it shows
 
 
 def curves(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Of each plot the union of the runs' steps, and a line a run and metric."""
+    """For each plot the union of the runs' steps, and a line a run and metric."""
     plots = []
     for title, keys, note in CURVES:
         rows = [run.evaluations if key.startswith("eval/") else run.steps for run in runs for key in keys]
@@ -60,7 +60,7 @@ def _ends(key: str, row: Row, run: RunData) -> tuple[float | None, float | None]
 
 
 def accuracy_interval(row: Row) -> tuple[float | None, float | None]:
-    """As the run wrote it; of an older run the prompts count as the trials."""
+    """The interval as the run wrote it; in an older run the prompts count as the trials."""
     low, high = number(row.get("eval/accuracy_low")), number(row.get("eval/accuracy_high"))
     share = number(row.get("eval/accuracy"))
     if share is None or (low is not None and high is not None):

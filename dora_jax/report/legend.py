@@ -157,7 +157,7 @@ FIELDS = {
 
 
 def meaning(name: str) -> Meaning | None:
-    """Of a metric by its name; None: it is not in the legend."""
+    """The meaning of a metric by its name; None: it is not in the legend."""
     known = METRICS | EVALUATION
     if name in known:
         return known[name]

@@ -69,7 +69,7 @@ class Device:
         return _on_its_way(tuple(found))
 
     def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
-        """As `generate`, of drafts."""
+        """Like `generate`, for drafts."""
         control_BxC = _put(control, self._calls.replicated)
         self.pool, *found = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
         point("rollout.verifying")
@@ -189,7 +189,8 @@ def _on_its_way(found: Any) -> Any:
 
 
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Of several processes each gives what its own devices get: all of it, or its heads."""
+    """Put an array on the devices: of several processes each gives what its own devices get: all of it, or its
+    heads."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_process_local_data(sharding, x)

@@ -232,7 +232,7 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """Those of episodes that wait are free for the samples that need them."""
+        """Pages that are free; those of waiting episodes are for the samples that need them."""
         return self.scheduler.index.available + sum(len(rest.private) for rest in self.scheduler.resting.values())
 
     def check(self) -> None:

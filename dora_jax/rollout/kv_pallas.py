@@ -74,8 +74,8 @@ class Paged:
         return self._attend(pool, tables_BxM, (past_B + i)[:, None], active_B[:, None])
 
     def attend_ahead(self, fixed, pool: Pool, active_B) -> Attend:
-        """Of several positions a row at once, each of which sees those before it. What is written beyond the positions
-        that count is written again before it counts."""
+        """Attend from several positions a row at once, each of which sees those before it. What is written beyond the
+        positions that count is written again before it counts."""
         tables_BxM, past_B = fixed
         positions_BxL = past_B[:, None] + jnp.arange(self.shapes.drafts + 1)[None]
         return self._attend(pool, tables_BxM, positions_BxL, jnp.broadcast_to(active_B[:, None], positions_BxL.shape))

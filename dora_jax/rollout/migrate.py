@@ -66,7 +66,7 @@ class InFlightSample:
 
     @property
     def pages(self) -> dict[str, np.ndarray]:
-        """Those that it carries, by the names of shapes.py."""
+        """The pages that it carries, by the names of shapes.py."""
         return {name: x for name, x in (("k", self.k_pages), ("v", self.v_pages)) if x is not None}
 
     @property

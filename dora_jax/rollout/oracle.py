@@ -111,7 +111,7 @@ class OracleEngine:
 
     @property
     def samples(self) -> tuple[SampleId, ...]:
-        """Those that are here, in the order in which they came."""
+        """The samples that are here, in the order in which they came."""
         return tuple(self._samples)
 
     def submit(

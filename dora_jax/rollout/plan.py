@@ -144,7 +144,7 @@ class Scheduler:
         return swaps
 
     def release(self, id: SampleId) -> Preempt:
-        """Of an episode that waits: takes its pages, which hold its KV until the next call writes to them."""
+        """Take the pages of an episode that waits, which hold its KV until the next call writes to them."""
         rest = self.resting.pop(id)
         self.index.release(rest.path)
         self.pool.release(rest.private)
@@ -277,7 +277,7 @@ class Scheduler:
         return True
 
     def _go_on(self, seq: Seq, rest: Rest, plan: TickPlan) -> bool:
-        """As `_admit`, in the pages that it has kept."""
+        """Admit a waiting episode again, in the pages that it retains."""
         prefix = len(seq.sequence) - 1
         more = self.shapes.pages_for(prefix + min(self.shapes.reach, seq.remaining)) - len(rest.table)
         plan.swaps += self.make_room(more + len(self._admitted))

@@ -70,7 +70,7 @@ def turned(params: Any) -> Any:
 
 
 def turned_specs(shardings: Any) -> Any:
-    """Those of `turned` weights, given those of the weights."""
+    """The specs of `turned` weights, given those of the weights."""
 
     def one(sharding: NamedSharding) -> Turned:
         before, after = sharding.spec
@@ -96,7 +96,7 @@ def stored(params: Any, dtype) -> Any:
 
 
 def specs(shardings: Any) -> Any:
-    """Those of `stored` weights, given those of the weights."""
+    """The specs of `stored` weights, given those of the weights."""
 
     def one(sharding: NamedSharding) -> Narrow:
         *others, _, last = sharding.spec

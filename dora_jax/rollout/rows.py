@@ -84,7 +84,7 @@ class Rows:
                 yield version, slots[first : first + most]
 
     def blocks(self, slots: np.ndarray) -> int:
-        """Of context, in a call of these slots."""
+        """Blocks of context in a call of these slots."""
         return self.shapes.bucket(int(self._rows[slots, POSITION].max()), self.shapes.decode_buckets)
 
     def on(self, slots: np.ndarray) -> list[Seq]:

@@ -250,7 +250,7 @@ class Seq:
 
     @property
     def position(self) -> int:
-        """Of the next token to feed, once what is in flight has come back."""
+        """The position of the next token to feed, once what is in flight has come back."""
         return self.n_prompt + self.n_out - 1 + self.inflight
 
     @property

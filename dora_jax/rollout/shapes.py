@@ -44,7 +44,7 @@ class KVLayout:
         return ("k", "v") if self.value_dim else ("k",)
 
     def shape(self, name: str, positions: int) -> tuple[int, int, int]:
-        """Of the array `name` for so many positions of one attention."""
+        """Shape of the array `name` for so many positions of one attention."""
         return (self.heads, self.key_dim, positions) if name == "k" else (self.heads, positions, self.value_dim)
 
 
@@ -108,8 +108,8 @@ class Shapes:
 
     @property
     def layout(self) -> str:
-        """Of the weights, see decoder.serving_layout. On a GPU a product is a library's call, before which XLA copies
-        the layer's slice of stacked weights."""
+        """Layout of the weights (decoder.serving_layout). On a GPU a product is a library's call, before which XLA
+        copies the layer's slice of stacked weights."""
         return "serving" if self.attention in ("reference", "gpu") else "scanned"
 
     @property

@@ -86,7 +86,7 @@ class Episodes:
                 del self._opening[id]
 
     def reopen(self, id: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> Iterator[ev.Event]:
-        """Of a Resume that finds no token recorded: it waits for what its environment says first."""
+        """Reopen an episode whose Resume finds no token recorded: it waits for what its environment observes first."""
         yield ev.SampleResumed(id=id, instance=worker.instance, incarnation=worker.incarnation, attempt=attempt)
         yield self._waiting(id, worker.instance, worker.incarnation, attempt)
         self._begin_again(id, version, 0)
@@ -103,7 +103,7 @@ class Episodes:
             self._attempts.pop(held.id, None)
 
     def adopt(self, waiting: Mapping[SampleId, Version]) -> None:
-        """Those that waited under an earlier process."""
+        """Take over the episodes that waited under an earlier process."""
         for id, version in waiting.items():
             self._attempts[id] = 0
             if (held := self._samples.owed(id, version)) is None:
@@ -127,7 +127,7 @@ class Episodes:
                         yield from self._failed(answer)
 
     def finished(self, sample: Sample) -> Sample:
-        """Of a sample that an engine ended at a limit: with what its environment gave so far."""
+        """A sample that an engine ended at a limit, with what its environment gave so far."""
         self._attempts.pop(sample.id, None)
         if sample.terms is not None:
             return sample

@@ -122,7 +122,7 @@ def _recorded(workdir: Path, step: Version) -> bool:
 
 
 def _pull(workdir: Path) -> None:
-    """Of a workdir in a bucket, the records that another machine has made."""
+    """For a workdir in a bucket, fetch the records that another machine has made."""
     if url := url_of(workdir):
         store = Objects(url)
         (workdir / FOLDER).mkdir(exist_ok=True)

@@ -135,7 +135,7 @@ class RunContext:
 
     @property
     def prompts(self) -> Prompts:
-        """Those of the task."""
+        """The prompts of the task."""
         turn_tokens = self.config.environment.turn_tokens or self.config.rollout.max_new_tokens
         return EpisodePrompts(self.task, turn_tokens) if self.environments else self.task
 

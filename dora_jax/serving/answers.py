@@ -119,14 +119,6 @@ class _Choice:
         finish = "tool_calls" if self.finish == "stop" and self._calls and self._calls.found else self.finish
         return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish)
 
-    def _split(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        if self._calls is None:
-            return text, ()
-        parts = list(self._calls.feed(text))
-        digests = "".join(part for part in parts if isinstance(part, str))
-        calls = tuple(part for part in parts if isinstance(part, ToolCall))
-        return digests + (self._calls.rest() if self.finish else ""), calls
-
 
 @dataclass(eq=False)
 class Answer:

@@ -36,7 +36,7 @@ class Reply:
         return self._head(self.object) | {"choices": choices, "usage": self.usage(pieces)}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Of a stream."""
+        """The chunks of a stream."""
         return [self._head(self.chunk) | {"choices": [choice]} for choice in self.deltas(piece)]
 
     def opening(self) -> list[dict[str, Any]]:

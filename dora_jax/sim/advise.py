@@ -8,7 +8,6 @@ within `NEAR` of the fastest are ordered by mean lag, because age costs learning
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from operator import itemgetter
 
@@ -99,25 +98,6 @@ def reason(result: Result) -> str:
     if idle > IDLE_NOTICE:
         return f"rollout waits {idle:.0%} for the trainer, which trains {result.trainer[TRAIN]:.0%} of the time"
     return f"balanced: the trainer trains {result.trainer[TRAIN]:.0%}, rollout idles {idle:.0%}"
-
-
-def best_split(config: SimConfig, mode: str) -> int:
-    """The rollout chips of the split at which a mode is fastest, everything else as configured; 0: colocated."""
-    unit = config.hardware.instance_chips
-    total = config.hardware.chips // unit
-
-    @functools.cache
-    def step_s(instances: int) -> float:
-        split = replace(config, {"hardware.rollout_chips": instances * unit})
-        return simulate(Row(label=mode, mode=mode, config=split, published={})).step_s
-
-    here, stride = max(1, total // 2), max(1, total // 4)
-    while True:
-        better = min((here, *(n for n in (here - stride, here + stride) if 1 <= n < total)), key=step_s)
-        if better == here and stride == 1:
-            return min((0, here), key=step_s) * unit
-        stride = stride if better != here else stride // 2
-        here = better
 
 
 # ---------------------------------------------------------------- private

@@ -105,5 +105,5 @@ def _lengths(work: Workload, groups: Iterable[GroupId], samples: int) -> list[in
 
 
 def _speed(config: SimConfig) -> float:
-    """Of all instances together."""
+    """The speed of all instances together."""
     return sum(config.hardware.speed(i) for i in range(config.hardware.instances))

@@ -76,7 +76,8 @@ def each(function: Callable[[Job], Answer], jobs: Sequence[Job]) -> Iterator[Ans
 
 
 def _end_with_the_parent() -> None:
-    """Of a worker: a signal that ends the parent, or Ctrl-C, which both get, ends it as well, without a traceback."""
+    """End a worker with its parent: a signal that ends the parent, or Ctrl-C, which both get, ends it as well, without
+    a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -9,15 +9,10 @@ from __future__ import annotations
 import dataclasses
 import heapq
 
-from dora_jax.base.chips import Chip
 from dora_jax.orchestrate.events import LoadWeights
 from dora_jax.types import InstanceId, Version
 
 PEER_LOOKS = 4  # instances that are asked for a version's weights before the trainer is
-HOST_CHIPS = 4  # of most TPU machines
-HOST_COPY_BYTES_PER_S = 8e9  # from one place of a instance's memory to another
-COPY_TRAFFIC = 3  # bytes that a cast from f32 reads and writes, for each byte of bfloat16 that it makes
-HBM_SHARE = 0.8  # of the bandwidth that a cast reaches
 
 
 class Network:
@@ -83,29 +78,6 @@ class PublishTimes:
     first_s: float  # until the first instance has it in instance memory, everything before included
     last_s: float  # until all have
     pause_s: float  # of an instance
-
-
-def speeds_of(
-    trainer: Chip,
-    trainer_chips: int,
-    instance: Chip,
-    instance_chips: int,
-    link_share: float,
-    host_link_bytes_per_s: float = 0.0,
-) -> Speeds:
-    """`link_share` of the chips' links is reached; host_link_bytes_per_s: what one instance's link carries instead."""
-
-    def link(chip: Chip, chips: int) -> float:
-        return chips * (host_link_bytes_per_s / HOST_CHIPS or chip.dcn_bytes_per_s * link_share)
-
-    return Speeds(
-        copy=trainer_chips * trainer.hbm_bytes_per_s * HBM_SHARE / COPY_TRAFFIC,
-        home=trainer_chips * trainer.host_bytes_per_s,
-        out=link(trainer, trainer_chips),
-        into=link(instance, instance_chips),
-        join=instance_chips / HOST_CHIPS * HOST_COPY_BYTES_PER_S,
-        place=instance_chips * instance.host_bytes_per_s,
-    )
 
 
 def publication(weight_bytes: float, speeds: Speeds, instances: int) -> PublishTimes:

@@ -85,7 +85,7 @@ def setting(chips: int) -> ml_collections.ConfigDict:
 
 
 def _mean_tokens(chips: int, mode: str) -> float:
-    """Of a response, so that the step holds as many tokens as the published row."""
+    """The mean length of a response, so that the step holds as many tokens as the published row."""
     minutes, _, tokens_per_s = PUBLISHED[chips, mode]
     return round(tokens_per_s * minutes * 60 / SAMPLES - PROMPT_TOKENS, 1)
 

@@ -189,5 +189,5 @@ def weights(section: WorkloadSection) -> dict[str, int]:
 
 
 def limits(section: WorkloadSection) -> tuple[tuple[str, float], ...]:
-    """Of each task of the mix, where one has a limit of its own."""
+    """The limit of each task of the mix, where one has a limit of its own."""
     return tuple((name, float(part["limit"])) for name, part in sorted(section.mix.items()) if "limit" in part)

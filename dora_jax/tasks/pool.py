@@ -152,7 +152,7 @@ class ScorerPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of its worker processes."""
+        """The pids of its worker processes."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
 
     def close(self) -> None:

@@ -207,7 +207,7 @@ class Checkpoints:
     def restore(
         self, step: int, params: Any, opt_state: Any, digests: Digests | None = None, *, cast: bool = False
     ) -> Restored:
-        """As the function `restore`, of a step whose every byte verifies and whose contents have these digests.
+        """Like the function `restore`, for a step whose every byte verifies and whose contents have these digests.
         UnusableCheckpoint: it has not, or cannot be read."""
         if fault := verify(self._dir, step, full=True):
             raise UnusableCheckpoint(fault)
@@ -319,7 +319,7 @@ def restore(directory: str | os.PathLike, step: int, params: Any, opt_state: Any
 def proved(
     directory: str | os.PathLike, step: int, params: Any, opt_state: Any, digests: Digests | None, *, cast: bool = False
 ) -> Restored:
-    """As `restore`. UnusableCheckpoint: it cannot be read, or does not have these digests."""
+    """Like `restore`. UnusableCheckpoint: it cannot be read, or does not have these digests."""
     try:
         restored = restore(directory, step, params, opt_state, cast=cast)
         rl_state = digest_json([restored.rl_state, restored.metrics])
@@ -395,7 +395,7 @@ def to_keep(
     floor: int | None,
     metrics_of: Callable[[int], Mapping[str, float]],
 ) -> set[int]:
-    """Of the steps that there are, oldest first."""
+    """The steps to keep of those that there are, oldest first."""
     kept = set(known[-section.keep :])
     if section.keep_every:
         kept |= {step for step in known if step % section.keep_every == 0}

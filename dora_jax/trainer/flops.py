@@ -37,7 +37,7 @@ def prefix_lengths(batch: Any) -> np.ndarray:
 
 
 def traced_flops(jaxpr: Any, loops: int = 1) -> float:
-    """Of all devices together. `loops`: how often a loop runs whose count is only known at run time."""
+    """FLOPs of all devices together. `loops`: how often a loop runs whose count is only known at run time."""
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -61,9 +61,9 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
 
 
 def kernel_flops(jaxpr: Any, within: str = "") -> dict[str, float]:
-    """Of one run of each Pallas kernel, by its name, on one device: every block of the grid, skipped ones too, and one
-    round of a loop whose count is only known at run time; of a grid that depends on the load, all rows. The largest
-    where a name comes twice. A kernel without a name has that of the function `within` which it stands."""
+    """FLOPs of one run of each Pallas kernel, by its name, on one device: every block of the grid, skipped ones too,
+    and one round of a loop whose count is only known at run time; of a grid that depends on the load, all rows. The
+    largest where a name comes twice. A kernel without a name has that of the function `within` which it stands."""
     found: dict[str, float] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
@@ -81,7 +81,7 @@ def kernel_flops(jaxpr: Any, within: str = "") -> dict[str, float]:
 
 
 def _kernel_flops(eqn: Any) -> float:
-    """Of one pallas_call: its own estimate where its grid depends on the load, as that of a grouped product."""
+    """FLOPs of one pallas_call: its own estimate where its grid depends on the load, as that of a grouped product."""
     grid, estimate = eqn.params["grid_mapping"].grid, eqn.params["cost_estimate"]
     blocks = [n for n in grid if isinstance(n, int)]
     if estimate and len(blocks) < len(grid):

@@ -236,8 +236,8 @@ def value_loss(values: Any, old_values: Any, returns: Any, *, e: float | None = 
 
 
 def load_balance_loss(e: Experts, routed: Routed) -> jax.Array:
-    """Of a mixture's routers (arXiv 2101.03961): the mean over layers of E sum_e load_e score_e, both as shares: 1
-    where the load is even."""
+    """The load-balancing loss of a mixture's routers (arXiv 2101.03961): the mean over layers of E sum_e load_e
+    score_e, both as shares: 1 where the load is even."""
     load_MxE = jax.lax.stop_gradient(routed.load)
     load_MxE = load_MxE / jnp.maximum(load_MxE.sum(-1, keepdims=True), 1.0)
     score_MxE = routed.scores / jnp.maximum(jax.lax.stop_gradient(routed.scores).sum(-1, keepdims=True), 1.0)

@@ -62,7 +62,7 @@ def fault(root: Path, full: bool) -> str | None:
 
 
 def fault_of(vouched: bytes, step: int, held: Callable[[str], Held | None]) -> str | None:
-    """As `fault`, of files that lie anywhere: `held(name)` is what is there of one, None where nothing is."""
+    """Like `fault`, for files that lie anywhere: `held(name)` is what is there of one, None where nothing is."""
     try:
         manifest = json.loads(vouched)
         files = _listing(manifest)
@@ -86,7 +86,7 @@ def text(step: int, files: Files) -> str:
 
 
 def listing(root: Path) -> Files:
-    """Of a step that verifies."""
+    """The listing of a step that verifies."""
     return _listing(json.loads((root / MANIFEST).read_bytes()))
 
 

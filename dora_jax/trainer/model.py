@@ -108,7 +108,7 @@ class Model(NamedTuple):
     def logprobs_routed(
         self, params: Any, arrays: Arrays, entropy_grad: bool = False
     ) -> tuple[tuple[jax.Array, jax.Array], decoder.Routed | None]:
-        """As `logprobs`, and what the routers did."""
+        """Like `logprobs`, and what the routers did."""
         hidden, routed = self.hidden(params, arrays)
         found = target_logprobs(
             self.cfg,

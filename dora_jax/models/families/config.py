@@ -205,12 +205,12 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
     def kv_width_on(self, tensor: int) -> int:
-        """Of keys, or values, on one of `tensor` devices: at least one whole head."""
+        """Width of keys, or values, on one of `tensor` devices: at least one whole head."""
         return max(self.n_kv_heads // tensor, 1) * self.head_dim
 
     @property
     def attention_params(self) -> int:
-        """Of one attention's matrices."""
+        """Parameters of one attention's matrices."""
         if self.latent is None:
             return self.d_model * (2 * self.q_width + 2 * self.kv_width)
         m, d, heads = self.latent, self.d_model, self.n_heads
@@ -219,7 +219,7 @@ class ModelConfig:
 
     @property
     def expert_layer_params(self) -> int:
-        """Of the experts of one layer: what an `expert` axis cuts."""
+        """Parameters of the experts of one layer: what an `expert` axis cuts."""
         return 3 * self.d_model * self.experts.width * self.experts.count if self.experts else 0
 
     @property
@@ -232,12 +232,12 @@ class ModelConfig:
 
     @property
     def matrix_params(self) -> int:
-        """Of all matrices: what a mesh cuts."""
+        """Parameters of all matrices: what a mesh cuts."""
         return self._all_params(active=False)
 
     @property
     def active_params(self) -> int:
-        """Of the matrices that one token is multiplied with: of experts, those that it is sent to."""
+        """Parameters of the matrices that one token is multiplied with: of experts, those that it is sent to."""
         return self._all_params(active=True)
 
     @property
@@ -255,8 +255,8 @@ class ModelConfig:
         return sum(self.layer_params(i, active) for i in range(self.n_layers)) + ends
 
     def layer_params(self, layer: int | None = None, active: bool = False) -> int:
-        """Of one layer's matrices: of the last layer, for the first ones may be dense; active: of those that one token
-        is multiplied with."""
+        """Parameters of one layer's matrices: of the last layer, for the first ones may be dense; active: of those that
+        one token is multiplied with."""
         layer = self.n_layers - 1 if layer is None else layer
         e, d, dense = self.experts, self.d_model, 3 * self.d_model * self.d_ff
         sublayers = 2 if self.shortcut else 1

@@ -118,7 +118,7 @@ def engine_calls(config: Config, model: ModelConfig, mesh: Mesh, eos_ids: tuple[
 
 
 def engine_options(config: Config, model: ModelConfig, eos_ids: tuple[int, ...], vocab_limit: int) -> dict[str, Any]:
-    """Of an engine beside its model, section and mesh."""
+    """Keyword arguments of an engine, shared with its ahead-of-time compilation."""
     return {
         "routes": RouteShape.of(model) if config.trainer.routing_replay == "rollout" else None,
         "seed": config.seed,

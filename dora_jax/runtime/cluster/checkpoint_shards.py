@@ -80,7 +80,7 @@ class StepFolder:
 
 
 class StepBucket:
-    """As StepFolder, in a bucket. A step that is moved aside is deleted."""
+    """Like StepFolder, in a bucket. A step that is moved aside is deleted."""
 
     def __init__(self, url: str):
         self._store = Objects(url)

@@ -204,8 +204,8 @@ class HeartbeatSender:
 def join(
     link: ControllerConnection, gang: str, epoch: int, worker: int, coordinator: str = ""
 ) -> tuple[Listener, queue.SimpleQueue[connection.Connection], HeartbeatSender]:
-    """Says Hello; the process is heard from now on. Returns where the others of the gang connect, should this process
-    be the first, their connections, and the heartbeats."""
+    """Sends Hello; the process is watched from now on. Returns where the others of the gang connect, should this
+    process be the first, their connections, and the heartbeats."""
     arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
     listener, status = Listener(link.own_ip, link.token, arrivals.put), HeartbeatSender(link)
     leader, pid = listener.address, os.getpid()

@@ -165,7 +165,7 @@ class Gang:
         return self.cast(what).wait(timeout_s)
 
     def cast(self, what: Any, then: Callable[[], None] = lambda: None) -> PendingCall:
-        """As `call`, without waiting; `then`, where all of them did it.
+        """Like `call`, without waiting; `then`, where all of them did it.
 
         The first process shares it with the others: they all get it, or none, wherever a controller that is killed
         has stopped."""

@@ -120,7 +120,7 @@ class LocalProcesses(StartedGang):
 
 
 def _end_of(process: subprocess.Popen | psutil.Process) -> str | None:
-    """That it has ended, in a few words; None: it lives. A zombie has ended."""
+    """How it has ended, in a few words; None: it is alive. A zombie has ended."""
     if isinstance(process, subprocess.Popen):
         return None if process.poll() is None else f"ended with code {process.returncode}"
     with contextlib.suppress(psutil.NoSuchProcess):

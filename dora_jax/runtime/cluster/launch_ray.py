@@ -174,7 +174,7 @@ class RayGang(StartedGang):
         return "an actor returned"
 
     def notice(self) -> str | None:
-        """That a machine of it is about to go, in a few words: `ray start --block` received SIGTERM, say."""
+        """Notice that one of its machines is about to go, in a few words: `ray start --block` received SIGTERM, say."""
         if self._actors and time.monotonic() - self._looked_s > LOOK_S:
             self._looked_s = time.monotonic()
             if self._nodes & state.get_draining_nodes().keys():

@@ -44,7 +44,7 @@ class LentProcesses(StartedGang):
 
 @dataclasses.dataclass
 class LentLauncher(Launcher):
-    """Of the instances that the trainer's processes make up. trainer: its gang; None: it is not there
+    """Launcher of the instances that the trainer's processes make up. trainer: its gang; None: it is not there
     now."""
 
     ip: str

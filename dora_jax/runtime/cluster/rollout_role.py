@@ -78,7 +78,7 @@ class InstanceParts:
         turns: Turns,
         free: Callable[[], None] = lambda: None,
     ) -> RolloutRole:
-        """Of one incarnation. free: see RolloutRole."""
+        """The role of one incarnation. free: see RolloutRole."""
         rollout = self._config.rollout
         return RolloutRole(
             begin,

@@ -41,7 +41,7 @@ class StepCache:
         self._at, self._asked = INITIAL, []
 
     def new(self, base: Version, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
-        """Of the groups of a part those that were not learned from, which are from now on; RuntimeError: others
+        """The groups of a part that were not learned from, and are marked so; RuntimeError: others
         were."""
         known, answer = self._known(base)
         before = len(self._asked)

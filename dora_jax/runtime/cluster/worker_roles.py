@@ -202,7 +202,7 @@ class TrainerRole:
         return self._newest[1] if self._newest is not None and self._newest[0] == version else None
 
     def _digest(self) -> int:
-        """Of the version where the controller has it."""
+        """The digest of the version, where the controller has it."""
         digests, version = self._cache.digests, self._version
         if version not in digests and version < self._held:
             raise RuntimeError(f"the weights of version {version} are gone from a trainer at version {self._held}")

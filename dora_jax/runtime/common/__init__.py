@@ -1,2 +1,2 @@
-"""What the rooms of the runtime share: the Protocols between its parts, worker threads, the codec, listeners,
+"""What the packages of the runtime share: the Protocols between its parts, worker threads, the codec, listeners,
 shutdown."""

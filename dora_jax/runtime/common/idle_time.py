@@ -31,7 +31,7 @@ class IdleTimer:
 
     @property
     def present_s(self) -> float | None:
-        """Of the wait that goes on; None: there is none."""
+        """Seconds of the present wait; None: there is none."""
         since_s = self._at[1]
         return None if since_s is None else time.monotonic() - since_s
 

@@ -119,7 +119,7 @@ def _send_at_once(raw: socket.socket) -> None:
 
 
 def _read_within(raw: socket.socket, seconds: float) -> None:
-    """Of every read on this connection, whatever file number it goes by; 0: without an end."""
+    """Set the timeout of every read on this connection, whatever file number it goes by; 0: without an end."""
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 

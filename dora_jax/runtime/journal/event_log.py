@@ -108,7 +108,7 @@ class EventLog:
         return number
 
     def rotate_behind(self, records: Callable[[], Iterable[bytes]]) -> None:
-        """As `rotate`, but a forked child makes the records and writes them, while appends go to the present segment:
+        """Like `rotate`, but a forked child makes the records and writes them, while appends go to the present segment:
         the new one begins with both."""
         if self._rotation is not None:
             return

@@ -165,7 +165,7 @@ class FileLogStore:
 
 
 class ObjectLogStore:
-    """As FileLogStore, over a key-value store. `read_only`: another process may be writing it."""
+    """Like FileLogStore, over a key-value store. `read_only`: another process may be writing it."""
 
     lasting = False
 

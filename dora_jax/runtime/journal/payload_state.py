@@ -137,7 +137,7 @@ class PayloadState:
         self.partial = {id: chunks for id, chunks in self.partial.items() if state.unit(id) is not None}
 
     def prune_groups(self, state: State) -> None:
-        """As `prune`, of whole groups: it looks at no sample."""
+        """Like `prune`, for whole groups: it looks at no sample."""
         live = state.ledger.live
         self.samples = {g: done for g, done in self.samples.items() if g in state.groups}
         self.scored = {g: group for g, group in self.scored.items() if live.get(g, ("",))[0] in ("ready", "training")}

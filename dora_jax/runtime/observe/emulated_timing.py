@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 def costs_of(chip: str, instances: int) -> Costs:
-    """Of the cost model's default model on `instances` of its default size, and as many chips again for the trainer."""
+    """The costs of the cost model's default model on `instances` of its default size, and as many chips again for the
+    trainer."""
     rollout = instances * Hardware().instance_chips
     try:
         return Roofline(ModelSizes(), Hardware(chip=chip, chips=2 * rollout, rollout_chips=rollout), CostOptions())

@@ -94,7 +94,7 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool
 
 
 def sampled_tokens(sample: Sample) -> int:
-    """Those of all turns and branches; what was observed does not count."""
+    """Sampled tokens of all turns and branches; what was observed does not count."""
     masks = [*(branch.mask for branch in sample.branches), sample.mask]
     return sum(int(np.count_nonzero(mask)) for mask in masks)
 
@@ -119,9 +119,9 @@ def closing(evaluations: Mapping[Version, Mapping[str, float]]) -> str:
         return "held-out accuracy: not measured"
     if not all("eval/accuracy" in metrics for _, metrics in known):
         return "held-out reward: " + ", ".join(f"{m['eval/reward/mean']:.3f} at version {v}" for v, m in known)
-    said = []
+    shares = []
     for version, metrics in known:
         ends = [metrics.get(f"eval/accuracy_{end}") for end in ("low", "high")]  # which a record of an older run lacks
         interval = " to ".join(f"{end:.0%}" for end in ends if end is not None)
-        said.append(f"{metrics['eval/accuracy']:.1%}{f' ({interval})' if interval else ''} at version {version}")
-    return "held-out accuracy: " + ", ".join(said)
+        shares.append(f"{metrics['eval/accuracy']:.1%}{f' ({interval})' if interval else ''} at version {version}")
+    return "held-out accuracy: " + ", ".join(shares)

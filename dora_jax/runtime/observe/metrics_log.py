@@ -65,7 +65,7 @@ class VersionOverlap:
 
 
 class TaskShares:
-    """Of a mix: each task's share of the groups trained on since this process began, and its rewards in the last
+    """For a mix: each task's share of the groups trained on since this process began, and its rewards in the last
     step."""
 
     def __init__(self, config: OrchestratorConfig):

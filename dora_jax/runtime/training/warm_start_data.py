@@ -74,7 +74,8 @@ def encoded(tokenizer: Tokenizer, end: int, around: str, completion: str | Dialo
 
 
 def tokenizer_of(section: SftSection) -> Any:
-    """That of `section.init`; without one, bytes: the tokenizer that the texts will make does not exist yet."""
+    """The tokenizer of `section.init`; without one, bytes: the tokenizer that the texts will make does not exist
+    yet."""
     return Tokenizer.load(section.init) if section.init else _Bytes()
 
 

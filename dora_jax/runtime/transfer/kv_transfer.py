@@ -41,7 +41,7 @@ CODEC = Codec(InFlightSample, Key, Shard, Manifest, Lent)
 
 
 def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
-    """Of pages by their names, as InFlightSample.pages has them."""
+    """The layout of pages by their names, as InFlightSample.pages has them."""
     layers, _, heads, dim, _ = pages["k"].shape
     return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages)
 

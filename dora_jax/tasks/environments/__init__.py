@@ -161,7 +161,7 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of its processes."""
+        """The pids of its processes."""
         return tuple(pid for worker in self._workers if (pid := worker.process.pid) is not None)
 
     def stats(self) -> dict[str, float]:

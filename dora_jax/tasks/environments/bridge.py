@@ -137,7 +137,7 @@ class TokenBridge:
     def observe(
         self, conversation: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
-        """As Bridge.observe."""
+        """See Bridge.observe."""
         (message,) = observed
         ids = np.array(message["token_ids"], np.int32)
         shared = shared_length(ids, tokens)

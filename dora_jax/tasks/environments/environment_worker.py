@@ -114,13 +114,13 @@ class Server:
             if left_s <= 0:
                 raise EnvironmentError(f"the episode took over environment.episode_timeout_s = {self._episode_s:g} s")
             turn = len(session.messages)
-            said, session.done, terms = await asyncio.wait_for(session.environment.step(message), self._step_s)
+            answer, session.done, terms = await asyncio.wait_for(session.environment.step(message), self._step_s)
             for name, value in terms.items():
                 if name not in self._terms or not math.isfinite(value):
                     raise EnvironmentError(f"the reward term {name!r} is {value}; terms are {', '.join(self._terms)}")
                 session.terms[name] = session.terms.get(name, 0.0) + float(value)
             session.messages.append(message)
-            observed.append(said if session.done else await self._noise.on(said, id, turn))
+            observed.append(answer if session.done else await self._noise.on(answer, id, turn))
         return {"observed": observed, "done": session.done, "terms": session.terms, "replayed": len(observed) > 1}
 
     async def _close(self, session: Session | None) -> None:
@@ -147,7 +147,7 @@ def speaks_tokens(kind: type[Environment]) -> bool:
 
 
 def keywords(kind: type[Environment], setup: calls.Request) -> dict[str, Any]:
-    """Of the constructor; Refused: observations that are token ids have no text that noise could change."""
+    """Keywords of the constructor; Refused: observations that are token ids have no text that noise could change."""
     if not speaks_tokens(kind):
         return setup["params"]
     if noise := [name for name in NOISE if setup["noise"][name]]:

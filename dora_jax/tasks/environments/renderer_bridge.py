@@ -64,7 +64,7 @@ class RendererBridge:
     def observe(
         self, conversation: Conversation, tokens: np.ndarray, turn: np.ndarray, observed: Sequence[Message]
     ) -> tuple[np.ndarray, int | None]:
-        """As Bridge.observe."""
+        """See Bridge.observe."""
         new = [
             {**message, "content": self._tokenizer.jointed(message["content"], JOINT)}
             if isinstance(message.get("content"), str)

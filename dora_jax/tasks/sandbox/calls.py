@@ -92,7 +92,7 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Of the supervisor, while there is a process."""
+        """The pid of the supervisor, while there is a process."""
         return self._walled.pid if self._walled and self._walled.poll() is None else None
 
     def start(self) -> None:
