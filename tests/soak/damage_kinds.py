@@ -133,8 +133,10 @@ def checkpoint(folder: Path, truth: Truth, undamaged: Resumed, draw: random.Rand
         )
         what = "; ".join(f"{step.name}: {_one_step(step, draw)}" for step in victims)
         hurt |= {step.name for step in victims}
-    good = any(step.name not in hurt for step in steps)
-    return Damage("checkpoint", what, Allowed(truth.newest, all_samples=True, refusal=not good))
+    good = [int(step.name) for step in steps if step.name not in hurt]
+    # What runs at an older version goes on where that version can be made again: from a checkpoint at or before it.
+    made_again = any(step <= min(undamaged.remade, default=truth.newest) for step in good)
+    return Damage("checkpoint", what, Allowed(truth.newest, all_samples=made_again, refusal=not good))
 
 
 def _beside_steps(root: Path, steps: Sequence[Path], hurt: set[str], draw: random.Random) -> str:
