@@ -112,6 +112,16 @@ def test_a_dry_run_checks_the_workdir_that_is_named_and_no_other(workspace):
     assert "belongs to another config, which differs in rollout.temperature" in problem
 
 
+def test_a_field_under_its_former_name_in_a_workdir_is_read(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w", "--config.task.reward_sandbox=weak"))
+    saved = saved_config()
+    saved["task"]["reward_walls"] = saved["task"].pop("reward_sandbox")
+    begin("w")
+    Path("w/config.json").write_text(json.dumps(saved))
+    assert workdirs.read(Path("w"))["task"]["reward_sandbox"] == "weak"
+    parse("--config=c.py", "--workdir=w", "--config.task.reward_sandbox=weak")
+
+
 def test_a_field_that_an_older_config_lacks_is_no_difference(workspace):
     flags.record(parse("--config=c.py", "--workdir=w"))
     saved = saved_config()

@@ -25,7 +25,7 @@ CODE = {
     "bench": 3725,
     "buffer": 320,
     "cli": 353,
-    "config": 683,
+    "config": 686,
     "costs": 391,
     "models": 2538,
     "ops": 598,

@@ -291,7 +291,7 @@ class Config:
     cluster: ClusterSection = dataclasses.field(default_factory=ClusterSection)
 
 
-RENAMED = {  # former name of a field -> its name; whatever reads a configuration refuses the former one with it
+RENAMED = {  # former name of a field -> its name; a command or a config file is refused with it, a workdir is read
     "cluster.hosts_per_replica": "cluster.hosts_per_instance",
     "cluster.replica_slice": "cluster.instance_slice",
     "task.reward_walls": "task.reward_sandbox",

@@ -98,7 +98,7 @@ def record(workdir: Path, config: Config, overrides: Mapping[str, Any]) -> None:
 
 
 def read(workdir: Path) -> dict[str, Any]:
-    """The tree in config.json, for `validate.from_config_dict`.
+    """The tree in config.json, for `validate.from_config_dict`; fields under former names have their present ones.
 
     ConfigError where the file is missing or damaged, or another version of dora_jax wrote it.
     """
@@ -117,6 +117,10 @@ def read(workdir: Path) -> dict[str, Any]:
             f"workdir: {workdir} was written by dora_jax {version}, and this is {__version__}, which "
             f"does not read it: go on with dora_jax {version}, or choose another --workdir"
         )
+    for former, name in configs.RENAMED.items():
+        section, _, field = former.partition(".")
+        if isinstance(fields := tree.get(section), dict) and field in fields:
+            fields[name.partition(".")[2]] = fields.pop(field)
     return tree
 
 
@@ -132,11 +136,10 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     if unknown := sorted(_unknown(old)):
-        listed = (f"{name} (now {configs.RENAMED[name]})" if name in configs.RENAMED else name for name in unknown)
         return [
             (
                 f"workdir: {workdir} was written by another version of dora_jax: its config.json has "
-                f"{', '.join(listed)}, which this one does not know; choose another --workdir"
+                f"{', '.join(unknown)}, which this one does not know; choose another --workdir"
             )
         ]
     new = configs.to_json(config)
