@@ -33,7 +33,7 @@ CODE = {
     "plan": 1154,
     "report": 957,
     "rollout": 2925,
-    "runtime": 11521,
+    "runtime": 11523,
     "serving": 1895,
     "sim": 1965,
     "tasks": 3451,

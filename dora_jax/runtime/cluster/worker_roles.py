@@ -124,6 +124,7 @@ class TrainerRole:
                 if self._lent is None:
                     raise RuntimeError("devices are lent of a trainer without orchestrator.elastic")
                 self._lent.lend(what)
+                return messages.Done(value=0)  # the state may be on its way off the devices: nothing reads it now
             case messages.TrainGroups(base=base) | messages.FinishStep(base=base) if base != self._version:
                 raise RuntimeError(f"a step at base {base} was asked of a trainer at version {self._version}")
             case messages.TrainGroups(base=base, groups=groups):
@@ -172,6 +173,7 @@ class TrainerRole:
                     if self._checkpoints.part is not None:
                         step, files = self._checkpoints.part
                         return messages.CheckpointFiles(step=step, files=files)
+                return messages.Done(value=0)
             case messages.ComputeDigest():
                 return messages.Done(value=self._digest())
         return messages.Done(value=self._version)
