@@ -8,13 +8,7 @@
             control (ids and counts only): a star
    stages -- events (facts) -->  orchestrator.step(*events)  -- commands -->  stages
 
- 1, 3 tasks/     prompts, verifiers, reward workers        2 rollout/   one engine instance: paged KV keyed by version
- 4    buffer/    scored groups -> packed batches           5 trainer/   objectives, the one jitted step, checkpoints
- 6    publish.py immutable versions                        orchestrate/ the brain: pure, standard library only
- runtime/        the body: one loop, one world per kind of machine
- config/ cli/    a field is declared once                  plan/         what a machine chooses for a run and then holds
-
-Reading order: this page, types.py, orchestrate/core.py, runtime/coordinator.py; then the stages 1 to 6.
+README.md says what each package holds. Read types.py, orchestrate/core.py, runtime/coordinator.py; then stages 1 to 6.
 The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version, none dropped, staleness bounded.
 """
 
