@@ -308,7 +308,8 @@ def _whole(content: bytes) -> bool:
 
 
 def _reached(folder: Path, truth: Truth, undamaged: Resumed, segments: Sequence[Path], victim: Path, at: int) -> int:
-    steps = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    # A step that was killed before its manifest is proved by the journal alone.
+    steps = [int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json")]
     lost = truth.published_behind(victim.name, at)
     if victim == segments[-1]:
         return max([max(steps), *(truth.newest,) * (not lost), *(v - 1 for v in lost[:1])])
