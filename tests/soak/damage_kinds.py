@@ -313,7 +313,7 @@ def _reached(folder: Path, truth: Truth, undamaged: Resumed, segments: Sequence[
     lost = truth.published_behind(victim.name, at)
     if victim == segments[-1]:
         return max([max(steps), *(truth.newest,) * (not lost), *(v - 1 for v in lost[:1])])
-    start = min(undamaged.remade, default=truth.newest)
+    start = max(step for step in steps if step <= min(undamaged.remade, default=truth.newest))
     return max(steps) if any(version > start for version in lost) else truth.newest
 
 
