@@ -243,10 +243,10 @@ def halves(hub, place, both):
     return [FakeHost(ticket, hub.token, rank, None, incarnation) for rank in (0, 1)]
 
 
-def seated(hub, again):
+def formed(hub, again):
     gang = Gang("trainer", 4, 2, lambda item: None, lambda text: None, LIMITS, again=again)
     hub.expect(gang)
-    gang.seat(begin)
+    gang.form(begin)
     return gang
 
 
@@ -255,7 +255,7 @@ def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_ne
     """`reached`: the processes that the killed controller's bytes came to."""
     roster, both = RunRegistry(str(tmp_path), "build"), threading.Barrier(2)
     hub = GangListener("127.0.0.1", roster)
-    gang = seated(hub, again=False)
+    gang = formed(hub, again=False)
     hosts = halves(hub, str(tmp_path), both)
     eventually(gang.ready.is_set)
     for rank, host in enumerate(gang.processes):
@@ -271,7 +271,7 @@ def test_a_step_that_is_on_its_way_to_some_of_the_processes_does_not_keep_the_ne
 
     roster = RunRegistry(str(tmp_path), "build")
     hub = GangListener("127.0.0.1", roster)
-    gang = seated(hub, again=True)
+    gang = formed(hub, again=True)
     roster.announce(hub.address)
     eventually(gang.ready.is_set)
     assert not gang.dead.is_set()
@@ -285,7 +285,7 @@ def test_a_gang_of_which_one_process_does_not_come_back_is_ended_soon(monkeypatc
     hub.expect(gang)
     ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
     hosts = [FakeHost(ticket, hub.token, rank, None, lambda host: host.join()) for rank in (0, 1)]
-    gang.seat(begin)
+    gang.form(begin)
     eventually(lambda: all(isinstance(host.began, messages.Rejoin) for host in hosts))
     time.sleep(0.4)
     assert gang.fault() is None, "both may be at work"

@@ -147,7 +147,7 @@ def test_nothing_is_left_of_a_run_that_ends(controller):
 @pytest.mark.slow
 def test_a_gang_that_gives_up_gives_its_place_back(controller):
     gang, started = controller.start("rollout 0")
-    gang.seat(
+    gang.form(
         lambda rank, coordinator, leader: messages.Begin(
             config={}, workdir="", instance=0, rank=rank, hosts=2, coordinator=coordinator, leader=leader
         )

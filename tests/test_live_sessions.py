@@ -1,4 +1,4 @@
-"""Sessions of users as episodes of a run: who takes which seat, what an answer is worth, and what becomes of both."""
+"""Sessions of users as episodes of a run: who takes which place, what an answer is worth, and what becomes of both."""
 
 import threading
 
@@ -59,7 +59,7 @@ def answers(sessions, observed, text="4\0", version=3):
     sessions.turn(prompt, told)
 
 
-def test_a_session_takes_the_oldest_seat_and_its_next_message_is_the_score():
+def test_a_session_takes_the_oldest_place_and_its_next_message_is_the_score():
     sessions = make(pool := Pool())
     promise = sessions.take("s", ASKED, 64)
     (observed,) = sessions.poll()
@@ -91,7 +91,7 @@ def test_sessions_that_end_or_fall_silent_are_scored_by_nothing():
         assert [*sessions.poll(), *sessions.poll()] == [
             EpisodeEnded(id=observed.id, terms={"right": 0.0}, finish="stop")
         ]
-    assert not sessions.end("a") and sessions.take("c", ASKED, 64) is None  # no seat is left
+    assert not sessions.end("a") and sessions.take("c", ASKED, 64) is None  # no place is left
 
 
 def test_what_does_not_go_on_from_the_answer_ends_the_session_and_begins_another():
@@ -105,7 +105,7 @@ def test_what_does_not_go_on_from_the_answer_ends_the_session_and_begins_another
     assert sessions.take("t", [*other, {"role": "assistant", "content": "x"}, *other], 64) is None  # not its beginning
 
 
-def test_a_score_that_fails_fails_the_episode_and_a_seat_given_up_says_so():
+def test_a_score_that_fails_fails_the_episode_and_a_place_given_up_says_so():
     sessions = make()
     sessions.take("s", ASKED, 64)
     answers(sessions, *sessions.poll())
@@ -127,7 +127,7 @@ def test_a_client_that_waits_when_the_run_ends_hears_of_it():
     assert sessions.take("t", ASKED, 64) is None
 
 
-def test_a_seat_of_an_earlier_process_is_lost():
+def test_a_place_of_an_earlier_process_is_lost():
     sessions = make()
     sessions.drop(A)
     answers(sessions, Observed(id=A, token_ids=np.array([1], np.int32)))

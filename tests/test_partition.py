@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora_jax.orchestrate.balance import Seat, plan_partition, plan_shares, speed_class
+from dora_jax.orchestrate.balance import InstanceView, plan_partition, plan_shares, speed_class
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_a_version_gets_no_more_than_it_has_a_use_for():
     assert plan_shares(8, {0: 30, 1: 10}, {}, cap={0: 0}) == {0: 1, 1: 7}  # its last host was lost
 
 
-def seats(*rows):
+def views(*rows):
     """(id, version or None, samples, speed 1)"""
     return [
-        Seat(id, () if v is None else ((v, n),), int(v is None), 8 * (speed or [1.0])[0], (speed or [1.0])[0])
+        InstanceView(id, () if v is None else ((v, n),), int(v is None), 8 * (speed or [1.0])[0], (speed or [1.0])[0])
         for id, v, n, *speed in rows
     ]
 
@@ -56,31 +56,31 @@ def changed(rows, shares, newest=9):
 
 
 def test_nothing_changes_where_shares_are_met():
-    assert changed(seats((0, 0, 4), (1, 1, 4)), {0: 1, 1: 1}) == {}
+    assert changed(views((0, 0, 4), (1, 1, 4)), {0: 1, 1: 1}) == {}
 
 
 def test_the_fewest_samples_are_disturbed_and_ties_go_by_id():
-    now = seats((0, 0, 5), (1, 0, 2), (2, 0, 2), (3, 0, 7))
+    now = views((0, 0, 5), (1, 0, 2), (2, 0, 2), (3, 0, 7))
     assert changed(now, {0: 3, 1: 1}) == {2: 1}
     assert changed(now, {0: 2, 1: 2}) == {1: 1, 2: 1}
     assert plan_partition(now, {0: 3, 1: 1}, 1) == {2: (1, 0)}
 
 
 def test_an_instance_without_a_version_goes_first():
-    assert plan_partition(seats((0, 0, 5), (1, 0, 5), (2, None, 0)), {0: 1, 1: 1}, 1) == {2: (1, None)}
+    assert plan_partition(views((0, 0, 5), (1, 0, 5), (2, None, 0)), {0: 1, 1: 1}, 1) == {2: (1, None)}
 
 
 def test_a_version_without_a_host_comes_before_a_younger_one():
-    now = seats((0, 2, 5), (1, 2, 3), (2, 2, 4))
+    now = views((0, 2, 5), (1, 2, 3), (2, 2, 4))
     assert changed(now, {0: 1, 2: 1, 3: 1}) == {1: 0, 2: 3}
 
 
 def test_an_instance_nobody_asks_for_stays():
-    assert changed(seats((0, 0, 0), (1, 0, 3)), {0: 1}) == {}
+    assert changed(views((0, 0, 0), (1, 0, 3)), {0: 1}) == {}
 
 
 def test_an_older_version_keeps_the_fast_instances_and_the_newest_the_fullest():
-    now = seats((0, 4, 9, 1.0), (1, 4, 2, 2.0), (2, 4, 7, 0.5), (3, 4, 8, 1.0))
+    now = views((0, 4, 9, 1.0), (1, 4, 2, 2.0), (2, 4, 7, 0.5), (3, 4, 8, 1.0))
     assert changed(now, {4: 1, 5: 3}, newest=5) == {0: 5, 2: 5, 3: 5}
     assert changed(now, {4: 3, 5: 1}, newest=4) == {1: 5}
 
@@ -91,19 +91,19 @@ def test_a_tenth_of_speed_is_no_other_class():
 
 
 def test_a_share_is_capacity_and_not_heads():
-    now = seats(*((i, 4, 8 - i, 1.5 if i < 4 else 0.5) for i in range(8)))
+    now = views(*((i, 4, 8 - i, 1.5 if i < 4 else 0.5) for i in range(8)))
     taken = changed(now, {4: 6, 5: 2}, newest=5)  # version 4 keeps 6 of 8, of which the fast ones are four
     assert taken == dict.fromkeys((4, 5, 6, 7), 5)
-    assert sum(seat.capacity for seat in now if seat.id in taken) == 2 * 8.0
+    assert sum(view.capacity for view in now if view.id in taken) == 2 * 8.0
 
 
 def test_an_older_version_on_slow_instances_takes_no_more_of_them():
-    now = seats(*((i, 4, 5, 0.9) for i in range(6)), *((i, 5, 0, 1.1) for i in range(6, 12)))
+    now = views(*((i, 4, 5, 0.9) for i in range(6)), *((i, 5, 0, 1.1) for i in range(6, 12)))
     assert changed(now, {4: 6, 5: 6}, newest=5) == {}
 
 
 def test_a_version_gets_an_instance_however_fast_the_only_spare_one_is():
-    now = seats((0, 1, 5, 0.1), (1, 1, 0, 3.0), (2, 1, 6, 0.1))
+    now = views((0, 1, 5, 0.1), (1, 1, 0, 3.0), (2, 1, 6, 0.1))
     assert changed(now, {0: 1, 1: 2}, newest=1) == {1: 0}
 
 
@@ -111,7 +111,7 @@ def test_a_version_gets_an_instance_however_fast_the_only_spare_one_is():
 
 
 def resident_slot(id, *samples, residents=2):
-    return Seat(id, samples, residents - len(samples), 8.0)
+    return InstanceView(id, samples, residents - len(samples), 8.0)
 
 
 def resident_changes(rows, demand, newest):

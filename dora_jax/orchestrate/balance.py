@@ -30,7 +30,7 @@ from dora_jax.orchestrate.state import State
 from dora_jax.types import InstanceId, SampleId, Version, is_training
 
 
-class Seat(NamedTuple):
+class InstanceView(NamedTuple):
     """An instance as the partition sees it."""
 
     id: InstanceId
@@ -100,7 +100,7 @@ def _fit(
 
 
 def plan_partition(
-    seats: list[Seat], shares: dict[Version, int], newest: Version
+    views: list[InstanceView], shares: dict[Version, int], newest: Version
 ) -> dict[InstanceId, tuple[Version, Version | None]]:
     """{instance: (version to load, version that makes room or None)} for the instances that are to change.
 
@@ -108,38 +108,38 @@ def plan_partition(
     one older than the newest is at its tail and keeps the fast ones, if they are. What it gives up goes to the versions
     short of capacity, oldest first. An instance that nobody asks for stays as it is.
     """
-    mean = sum(seat.capacity for seat in seats) / len(seats)
+    mean = sum(view.capacity for view in views) / len(views)
     missing = {version: share * mean for version, share in shares.items()}
-    spare = [_Candidate(0, 0, seat, None) for seat in seats if seat.free > 0]
+    spare = [_Candidate(0, 0, view, None) for view in views if view.free > 0]
     kept: list[_Candidate] = []
-    for version in sorted({v for seat in seats for v, _ in seat.samples}):
-        holding = [(dict(seat.samples)[version], seat) for seat in seats if version in dict(seat.samples)]
+    for version in sorted({v for view in views for v, _ in view.samples}):
+        holding = [(dict(view.samples)[version], view) for view in views if version in dict(view.samples)]
         holding.sort(key=lambda held: (-held[1].speed if version < newest else 0.0, -held[0], held[1].id))
-        for i, (samples, seat) in enumerate(holding):
-            place = _Candidate(1, samples, seat, version)
-            if missing.get(version, 0.0) > (seat.capacity / 2 if i else 0.0):
-                missing[version] -= seat.capacity
+        for i, (samples, view) in enumerate(holding):
+            place = _Candidate(1, samples, view, version)
+            if missing.get(version, 0.0) > (view.capacity / 2 if i else 0.0):
+                missing[version] -= view.capacity
                 kept.append(place)
             else:
                 spare.append(place)
-    spare.sort(key=lambda p: (p.taken, p.samples, p.seat.id, -1 if p.leaving is None else p.leaving))
+    spare.sort(key=lambda p: (p.taken, p.samples, p.view.id, -1 if p.leaving is None else p.leaving))
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
     for version in sorted(shares):
-        holders = sum(version in dict(seat.samples) for seat in seats)
+        holders = sum(version in dict(view.samples) for view in views)
         for place in spare:
             # an older one by heads: it only shrinks
             grows = not holders or version >= newest or holders < shares[version]
-            enough = place.seat.capacity / 2 if holders else 0.0
+            enough = place.view.capacity / 2 if holders else 0.0
             if grows and missing[version] > enough and _may_load(version, place, changes):
-                changes[place.seat.id] = (version, place.leaving)
-                missing[version] -= place.seat.capacity
+                changes[place.view.id] = (version, place.leaving)
+                missing[version] -= place.view.capacity
                 holders += 1
         if not holders and shares[version]:  # none is spare: a younger version gives one up
             younger = [
                 p for p in kept if p.leaving is not None and p.leaving > version and _may_load(version, p, changes)
             ]
-            for place in sorted(younger, key=lambda p: (-(p.leaving or 0), p.samples, p.seat.id))[:1]:
-                changes[place.seat.id] = (version, place.leaving)
+            for place in sorted(younger, key=lambda p: (-(p.leaving or 0), p.samples, p.view.id))[:1]:
+                changes[place.view.id] = (version, place.leaving)
     return changes
 
 
@@ -148,12 +148,12 @@ class _Candidate(NamedTuple):
 
     taken: int  # 0: beside what the instance holds
     samples: int
-    seat: Seat
+    view: InstanceView
     leaving: Version | None
 
 
 def _may_load(version: Version, place: _Candidate, changes: dict) -> bool:
-    return place.seat.id not in changes and version not in dict(place.seat.samples)
+    return place.view.id not in changes and version not in dict(place.view.samples)
 
 
 def speed_class(speed: float) -> float:
@@ -255,7 +255,7 @@ def rebalance(s: State) -> None:
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be released.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
     shares = plan_shares(len(instances), weights, need, cap, s.decisions.spread, resident_slots)
-    changes = plan_partition([_seat(h) for h in instances], shares, s.ledger.base)
+    changes = plan_partition([_view(h) for h in instances], shares, s.ledger.base)
     for instance in instances:
         if instance.phase != fl.LOADING:
             coming, leaving = changes.get(instance.id, (None, None))
@@ -294,13 +294,13 @@ def _demand(s: State) -> dict[Version, int]:
     return {version: samples for version, samples in demand.items() if samples}
 
 
-def _seat(instance: Instance) -> Seat:
+def _view(instance: Instance) -> InstanceView:
     versions = instance.versions
     if instance.phase == fl.LOADING and instance.coming is not None:
         versions = [*versions, instance.coming]
     samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
     speed = speed_class(instance.speed)
-    return Seat(instance.id, samples, instance.residents - len(versions), instance.slots * speed, speed)
+    return InstanceView(instance.id, samples, instance.residents - len(versions), instance.slots * speed, speed)
 
 
 # ---------------------------------------------------------------- samples

@@ -74,9 +74,7 @@ def _attempt_counts(s: State, event: ev.AttemptFact) -> bool:
     unit = None if group is None else group.units[event.id.index]
     if unit is None or unit.instance != event.instance:
         return False
-    if (
-        unit.instance is None
-    ):  # of a sample that waits there is no instance to say its end; it may be given up meanwhile
+    if unit.instance is None:  # a sample that waits has no instance that reports its end, and may be given up meanwhile
         return unit.state in (fl.WAITING, fl.CANCELLING)
     if unit.state not in _REPORTED_IN[type(event)]:
         return False

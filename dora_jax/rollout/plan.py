@@ -269,7 +269,7 @@ class Scheduler:
         nodes = [page for node in seq.path for page in node.pages]
         seq.first_private = first_private
         seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
-        self._seat(seq, nodes[:first_private], private, plan)
+        self._take_slot(seq, nodes[:first_private], private, plan)
         if own:
             seq.filled, seq.fill_to = kv_len, len(prefix)
         if seq.request is not None:
@@ -285,11 +285,11 @@ class Scheduler:
             self.resting = {seq.id: rest, **self.resting}
             return False
         seq.path, seq.first_private, seq.request = rest.path, rest.first_private, None
-        self._seat(seq, rest.table, more, plan)
+        self._take_slot(seq, rest.table, more, plan)
         seq.filled, seq.fill_to = rest.kv_len, prefix
         return True
 
-    def _seat(self, seq: Seq, pages: list[int], more: int, plan: TickPlan) -> None:
+    def _take_slot(self, seq: Seq, pages: list[int], more: int, plan: TickPlan) -> None:
         """Gives it a slot, these pages and so many more."""
         seq.prefix = tuple(seq.path)
         seq.slot = heapq.heappop(self._free_slots)

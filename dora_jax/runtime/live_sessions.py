@@ -1,17 +1,17 @@
 """Sessions of users on the live fleet as episodes: `Environments` whose observations are what users say.
 
-    open -> a free seat; a session that begins takes the oldest one           Observed: its first messages
+    open -> a free place; a session that begins takes the oldest one           Observed: its first messages
     turn -> the answer, for the client; then the session says something       Observed: that, and the score of the turn
     before
                                         or is silent, or ends                 EpisodeEnded, once every turn has its
                                         score
 
-A group's G seats are taken by G sessions, one after the other, all answered by the group's version: its baseline is
+A group's G places are taken by G sessions, one after the other, all answered by the group's version: its baseline is
 their mean reward. A turn is scored by task.rewards, which see what came next: `reward(prompt, response, answer)` with
 the conversation as text, the turn, and {"messages": [...], "next": [...]}; "next" is empty where the session ended.
 
-Laws: a seat that no session takes holds no slot, and waits; a session is in one seat at most; an error of a reward
-fails the group. Seats of a process before this one are lost: their samples begin again with other sessions.
+Laws: a place that no session takes holds no slot, and waits; a session is in one place at most; an error of a reward
+fails the group. Places of a process before this one are lost: their samples begin again with other sessions.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SessionPrompts:
 
 
 @dataclasses.dataclass
-class _Seat:
+class _Place:
     id: SampleId
     prompt: Prompt
     session: str = ""  # empty: it is free
@@ -138,78 +138,78 @@ class LiveSessions:
         self._tokenizer, self._pool, self._bridge = tokenizer, pool, Bridge(tokenizer, "")
         self._turn_tokens, self._max_turns, self._idle_s, self._context = turn_tokens, max_turns, idle_s, context
         self._lock = threading.Lock()
-        self._seats: dict[SampleId, _Seat] = {}
-        self._talks: dict[SampleId, Any] = {}  # of each seat, as its bridge tells it
+        self._places: dict[SampleId, _Place] = {}
+        self._talks: dict[SampleId, Any] = {}  # of each place, as its bridge tells it
         self._free: dict[SampleId, None] = {}  # in the order in which they were opened
-        self._in: dict[str, _Seat] = {}  # by session
+        self._in: dict[str, _Place] = {}  # by session
         self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._scoring: dict[GroupId, _Seat] = {}
+        self._scoring: dict[GroupId, _Place] = {}
         self._numbers = itertools.count()
-        self._orphans: dict[SampleId, Promise] = {}  # of seats that were just dropped
+        self._orphans: dict[SampleId, Promise] = {}  # of places that were just dropped
         self._counts: collections.Counter[str] = collections.Counter()
 
     # ------------------------------------------------------ on the endpoint's threads
 
     def take(self, session: str, messages: Sequence[Message], max_tokens: int) -> Promise | None:
-        """The answer to these messages as a turn of an episode; None: they get one that is not trained, for no seat is
+        """The answer to these messages as a turn of an episode; None: they get one that is not trained, for no place is
         free, the episode is over, or a turn may be longer than they allow. They are what came next in any case."""
         asked = [_as_message(message) for message in messages]
         with self._lock:
-            seat = self._in.get(session)
-            if seat is not None:
-                if asked == seat.asked:  # a retry
-                    return seat.promise
-                if (new := _news(seat, asked)) is not None:
-                    self._score(seat, new)
-                    more = seat.turns < self._max_turns and max_tokens >= self._turn_tokens
-                    if more and (promise := self._ask(seat, seat.session, asked, new)):
+            place = self._in.get(session)
+            if place is not None:
+                if asked == place.asked:  # a retry
+                    return place.promise
+                if (new := _news(place, asked)) is not None:
+                    self._score(place, new)
+                    more = place.turns < self._max_turns and max_tokens >= self._turn_tokens
+                    if more and (promise := self._ask(place, place.session, asked, new)):
                         return promise
-                    self._ends(seat, "length")
+                    self._ends(place, "length")
                     return None
-                self._leave(seat)
+                self._leave(place)
             if (
                 not self._free
                 or max_tokens < self._turn_tokens
                 or any(message["role"] == "assistant" for message in asked)
             ):
                 return None
-            seat = self._seats[next(iter(self._free))]
-            return self._ask(seat, session, asked, asked)
+            place = self._places[next(iter(self._free))]
+            return self._ask(place, session, asked, asked)
 
     def end(self, session: str) -> bool:
-        """False: the session is in no seat."""
+        """False: the session is in no place."""
         with self._lock:
-            seat = self._in.get(session)
-            if seat is not None:
-                self._leave(seat)
-            return seat is not None
+            place = self._in.get(session)
+            if place is not None:
+                self._leave(place)
+            return place is not None
 
     # ---------------------------------------------------------- on the run's thread
 
     def open(self, id: SampleId, prompt: Prompt) -> None:
         with self._lock:
             self._forget(id)
-            self._seats[id] = _Seat(id, prompt, tokens=prompt.token_ids)
+            self._places[id] = _Place(id, prompt, tokens=prompt.token_ids)
             self._talks[id] = self._bridge.begin(prompt)
             self._free[id] = None
 
     def turn(self, prompt: Prompt, sampled: EpisodeSoFar) -> None:
         with self._lock:
-            seat = self._seats.get(sampled.id)
-            if seat is None or seat.promise is None:
+            place = self._places.get(sampled.id)
+            if place is None or place.promise is None:
                 self._results.put(EpisodeLost(id=sampled.id, reason="its session was with an earlier process"))
                 return
-            seat.tokens, seat.room, seat.turns = sampled.tokens, sampled.room, seat.turns + 1
+            place.tokens, place.room, place.turns = sampled.tokens, sampled.room, place.turns + 1
             self._counts["turns"] += 1
             n = _turn_length(sampled.mask)
             ids = sampled.tokens[len(sampled.tokens) - n :]
             finish = "stop" if n and int(ids[-1]) in self._tokenizer.eos_ids else "length"
-            seat.sampled = SampledTurn(sampled.version, ids, sampled.logprobs[len(sampled.logprobs) - n :], finish)
-            seat.answer, seat.answered_s = self._bridge.message(ids), time.monotonic()
-            assert seat.promise is not None
-            seat.promise.set_result(seat.sampled)
-            if seat.leaving:
-                self._leave(seat)
+            place.sampled = SampledTurn(sampled.version, ids, sampled.logprobs[len(sampled.logprobs) - n :], finish)
+            place.answer, place.answered_s = self._bridge.message(ids), time.monotonic()
+            assert place.promise is not None
+            place.promise.set_result(place.sampled)
+            if place.leaving:
+                self._leave(place)
 
     def record(self, record: object) -> None:
         """Listener of the world's payload records: a turn that ended at a limit of the engine is reported too."""
@@ -230,8 +230,8 @@ class LiveSessions:
         with self._lock:
             orphans, self._orphans = self._orphans, {}
             late_s = time.monotonic() - self._idle_s
-            for seat in [s for s in self._in.values() if s.answer is not None and s.answered_s < late_s]:
-                self._leave(seat)
+            for place in [s for s in self._in.values() if s.answer is not None and s.answered_s < late_s]:
+                self._leave(place)
         for promise in orphans.values():
             promise.set_exception(SessionsOver("the session's group was given up"))
         found = []
@@ -248,9 +248,9 @@ class LiveSessions:
         }
 
     def over(self) -> None:
-        """The run has ended: clients that wait get an error, and no seat is free any more."""
+        """The run has ended: clients that wait get an error, and no place is free any more."""
         with self._lock:
-            for id in list(self._seats):
+            for id in list(self._places):
                 self._forget(id)
             orphans, self._orphans = self._orphans, {}
         for promise in orphans.values():
@@ -262,95 +262,95 @@ class LiveSessions:
 
     # ------------------------------------------------------------ private: the lock is held
 
-    def _ask(self, seat: _Seat, session: str, asked: list[Message], new: list[Message]) -> Promise | None:
+    def _ask(self, place: _Place, session: str, asked: list[Message], new: list[Message]) -> Promise | None:
         """The policy's next turn, behind the new messages; None: there is no room for it."""
-        talk = dataclasses.replace(self._talks[seat.id], messages=list(self._talks[seat.id].messages))
-        turn = seat.sampled.ids if seat.sampled else NO_IDS
-        ids, keep = self._bridge.observe(talk, seat.tokens, turn, new)
-        if keep is not None or len(seat.tokens) + len(ids) + self._turn_tokens > self._context:
+        talk = dataclasses.replace(self._talks[place.id], messages=list(self._talks[place.id].messages))
+        turn = place.sampled.ids if place.sampled else NO_IDS
+        ids, keep = self._bridge.observe(talk, place.tokens, turn, new)
+        if keep is not None or len(place.tokens) + len(ids) + self._turn_tokens > self._context:
             return None  # the chat template would rewrite what the policy has seen, or there is no room
-        self._talks[seat.id] = talk
-        self._free.pop(seat.id, None)
-        self._in[session] = seat
-        seat.session, seat.asked, seat.answer, seat.sampled = session, asked, None, None
-        seat.promise = Promise()
-        seat.promise.set_running_or_notify_cancel()  # a client that leaves does not take the turn back
-        self._results.put(Observed(id=seat.id, token_ids=ids))
-        return seat.promise
+        self._talks[place.id] = talk
+        self._free.pop(place.id, None)
+        self._in[session] = place
+        place.session, place.asked, place.answer, place.sampled = session, asked, None, None
+        place.promise = Promise()
+        place.promise.set_running_or_notify_cancel()  # a client that leaves does not take the turn back
+        self._results.put(Observed(id=place.id, token_ids=ids))
+        return place.promise
 
-    def _score(self, seat: _Seat, new: Sequence[Message]) -> None:
+    def _score(self, place: _Place, new: Sequence[Message]) -> None:
         """The last turn, by what came next."""
-        assert seat.sampled is not None
-        number, sampled = next(self._numbers), seat.sampled
-        before = self._tokenizer.decode(seat.tokens[: len(seat.tokens) - len(sampled.ids)])
-        answer = {"messages": seat.asked, "next": list(new)}
-        prompt = dataclasses.replace(seat.prompt, group_id=number, text=before, answer=answer)
+        assert place.sampled is not None
+        number, sampled = next(self._numbers), place.sampled
+        before = self._tokenizer.decode(place.tokens[: len(place.tokens) - len(sampled.ids)])
+        answer = {"messages": place.asked, "next": list(new)}
+        prompt = dataclasses.replace(place.prompt, group_id=number, text=before, answer=answer)
         sample = Sample(
             id=SampleId(number, 0),
-            prompt_ids=seat.prompt.token_ids,
+            prompt_ids=place.prompt.token_ids,
             out_ids=sampled.ids,
             logprobs=sampled.logprobs,
             mask=np.ones(len(sampled.ids), bool),
             spans=(Span(version=sampled.version, start=0, stop=len(sampled.ids)),),
             finish="stop",
         )
-        seat.unscored += 1
-        self._scoring[number] = seat
+        place.unscored += 1
+        self._scoring[number] = place
         self._pool.submit(prompt, (sample,))
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> None:
-        seat = self._scoring.pop(scored.group_id)
-        if self._seats.get(seat.id) is not seat:
+        place = self._scoring.pop(scored.group_id)
+        if self._places.get(place.id) is not place:
             return  # it was given up
         if isinstance(scored, GroupFailure):
             self._counts["failed"] += 1
-            self._results.put(EpisodeFailed(id=seat.id, reason=scored.reason, kind="error"))
+            self._results.put(EpisodeFailed(id=place.id, reason=scored.reason, kind="error"))
             return
-        seat.unscored -= 1
-        seat.terms.update({name: float(values[0]) for name, values in scored.parts.items()})
-        self._finish(seat)
+        place.unscored -= 1
+        place.terms.update({name: float(values[0]) for name, values in scored.parts.items()})
+        self._finish(place)
 
-    def _leave(self, seat: _Seat) -> None:
+    def _leave(self, place: _Place) -> None:
         """The session has ended, or goes on with something else. An answer that is still on its way is its last."""
-        if seat.sampled is not None:
-            self._score(seat, [])
-            self._ends(seat, "stop")
+        if place.sampled is not None:
+            self._score(place, [])
+            self._ends(place, "stop")
         else:
-            seat.leaving = True
-            self._in.pop(seat.session, None)
+            place.leaving = True
+            self._in.pop(place.session, None)
 
-    def _ends(self, seat: _Seat, finish: str) -> None:
-        self._in = {session: other for session, other in self._in.items() if other is not seat}
-        seat.over = finish
-        self._finish(seat)
+    def _ends(self, place: _Place, finish: str) -> None:
+        self._in = {session: other for session, other in self._in.items() if other is not place}
+        place.over = finish
+        self._finish(place)
 
-    def _finish(self, seat: _Seat) -> None:
-        if seat.over and not seat.unscored:
+    def _finish(self, place: _Place) -> None:
+        if place.over and not place.unscored:
             self._counts["ended"] += 1
-            self._counts["ended turns"] += seat.turns
-            self._results.put(EpisodeEnded(id=seat.id, terms=dict(seat.terms), finish=seat.over))
+            self._counts["ended turns"] += place.turns
+            self._results.put(EpisodeEnded(id=place.id, terms=dict(place.terms), finish=place.over))
 
     def _forget(self, id: SampleId) -> dict[str, float]:
-        seat = self._seats.pop(id, None)
+        place = self._places.pop(id, None)
         self._free.pop(id, None)
         self._talks.pop(id, None)
-        if seat is None:
+        if place is None:
             return {}
-        self._in = {session: other for session, other in self._in.items() if other is not seat}
-        if seat.promise is not None and seat.sampled is None:
-            self._orphans[id] = seat.promise
-        return dict(seat.terms)
+        self._in = {session: other for session, other in self._in.items() if other is not place}
+        if place.promise is not None and place.sampled is None:
+            self._orphans[id] = place.promise
+        return dict(place.terms)
 
 
 def _as_message(message: Message) -> Message:
     return {"role": message["role"], "content": message.get("content") or ""}
 
 
-def _news(seat: _Seat, asked: list[Message]) -> list[Message] | None:
+def _news(place: _Place, asked: list[Message]) -> list[Message] | None:
     """What the session says behind the last answer; None: it does not go on from there."""
-    if seat.answer is None:
+    if place.answer is None:
         return None
-    known = [*seat.asked, _as_message(seat.answer)]
+    known = [*place.asked, _as_message(place.answer)]
     new = asked[len(known) :]
     goes_on = asked[: len(known)] == known and new and all(message["role"] != "assistant" for message in new)
     return new if goes_on else None

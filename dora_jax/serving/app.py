@@ -172,7 +172,7 @@ class Endpoint:
         ask: Ask,
         untrained: Coroutine[Any, Any, Reader],
     ) -> Reader:
-        """The answer as a turn of an episode; untrained, where there is no seat for the session."""
+        """The answer as a turn of an episode; untrained, where there is no place for the session."""
         promise = await asyncio.to_thread(sessions.take, session, talk.messages, ask.max_tokens if ask.plain else 0)
         if promise is None:
             return await untrained

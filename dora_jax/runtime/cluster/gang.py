@@ -128,11 +128,11 @@ class Gang:
         first = self._ranks[0] if self._ranks else None
         return first.beat.waited_s - (first.before_s or 0.0) if first else 0.0
 
-    def seat(self, begin: Callable[[int, str, str], messages.Begin]) -> None:
+    def form(self, begin: Callable[[int, str, str], messages.Begin]) -> None:
         """`begin(rank, coordinator, leader)`: what each process receives once all have come."""
         with self.lock:
             self._begin = begin
-            self._seat_if_complete()
+            self._form_if_complete()
 
     def join(self, link: RecordConnection, hello: messages.Hello) -> None:
         process = GangProcess(hello, link, before_s=0.0 if hello.rank < 0 else None)
@@ -144,7 +144,7 @@ class Gang:
                 lambda _, item: self._hear(process, item), lambda _, reason: self.die(f"{self._who(process)}: {reason}")
             )
             self._joined.append(process)
-            self._seat_if_complete()
+            self._form_if_complete()
 
     def post(self, what: Any) -> None:
         """Sends a command to the first process; only later facts tell whether it has arrived."""
@@ -242,7 +242,7 @@ class Gang:
 
     # ------------------------------------------------------------ private
 
-    def _seat_if_complete(self) -> None:
+    def _form_if_complete(self) -> None:
         if self._begin is None or self._ranks or len(self._joined) < self.hosts:
             return
         workers = [process.hello.worker for process in self._joined]

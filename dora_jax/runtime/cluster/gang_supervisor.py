@@ -117,7 +117,7 @@ class GangSupervisor:
         try:
             if started is None:
                 return False
-            gang.seat(self._begin)
+            gang.form(self._begin)
             self._watch(gang, started, until=gang.ready)
             with gang.lock:
                 if gang.dead.is_set():
