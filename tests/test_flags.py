@@ -1,6 +1,8 @@
 """The command line: what is understood, what is refused in one line, what a workdir remembers."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -167,7 +169,11 @@ def test_a_wrong_config_file_argument(workspace, spec, why):
                 "from dora_jax import config\ndef get_config():\n  c = config.defaults()\n  c.trainer.learning_rat = 1\n  "
                 "return c"
             ),
-            "bad.py:4: unknown field learning_rat; the nearest is",
+            "bad.py:4: unknown field trainer.learning_rat; the nearest is trainer.learning_rate",
+        ),
+        (
+            "from dora_jax import config\ndef get_config():\n  c = config.defaults()\n  c.trainer.lr = 1e-4\n  return c",
+            "bad.py:4: unknown field trainer.lr; the nearest is trainer.learning_rate",
         ),
         (
             "from dora_jax import config\ndef get_config():\n  c = config.defaults()\n  c.steps = 'many'\n  return c",
@@ -179,6 +185,15 @@ def test_a_config_file_that_raises(workspace, body, why):
     Path("bad.py").write_text(body)
     (problem,) = refusal("--config=bad.py")
     assert why in problem
+
+
+def test_a_config_of_another_program_or_language_is_refused(workspace):
+    demo = ROOT / "configs/sim/demo.py"
+    assert refusal(f"--config={demo}") == (
+        f"config: {demo} is a configuration of another program, for it has no cluster",
+    )
+    Path("c.yaml").write_text("steps: 3")
+    assert refusal("--config=c.yaml") == ("config: c.yaml is no Python file; a config is path.py with get_config()",)
 
 
 def test_an_indivisible_mesh_names_its_axis(workspace):
@@ -232,6 +247,15 @@ def test_a_program_runs_with_its_config_and_exit_code(workspace):
     done = program("--config=c.py", "--workdir=w")
     assert (done.stdout, done.returncode) == ("ran 7 w False\n", 3), done.stderr
     assert Path("w/config.json").exists()
+
+
+def test_a_program_ends_in_silence_where_the_reader_of_its_output_has_left(workspace):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "dora_jax.train", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_program_refuses_in_one_line_before_jax(workspace):

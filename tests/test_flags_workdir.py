@@ -74,6 +74,7 @@ def test_a_config_of_a_run_that_was_cut_short_or_is_nested_too_deep(workspace):
         (OSError(errno.EROFS, "Read-only file system", "a/b"), "a/b: Read-only file system"),
         (MemoryError(), "out of memory: of this machine"),
         (RuntimeError("trainer failed: RESOURCE_EXHAUSTED: 8 GB"), "out of memory: trainer failed"),
+        (RuntimeError("Unable to initialize backend 'tpu': NOT_FOUND"), "JAX_PLATFORMS=cpu: this machine has no such"),
         (OSError(errno.ENOENT, "No such file or directory", "a"), None),
         (KeyError("a"), None),
     ],

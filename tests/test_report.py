@@ -240,10 +240,10 @@ def test_lengths_that_are_left_out_of_training_are_found():
     assert distance == pytest.approx(0.2) and distance > limit and "differ" in said
 
 
-def test_an_instance_that_emits_no_numbers_is_named():
+def test_an_instance_that_emits_no_numbers_is_named(tmp_path):
     rows = {i: {"tokens": 100.0, "logprob_sum": -20.0, "nonfinite": 0.0} for i in range(3)}
     rows[1]["nonfinite"] = 7.0
-    data = load(ROOT / "tests", "a")
+    data = load(run_of(tmp_path / "a"), "a")
     data.instances = rows
     assert findings.suspicious(data) == {1: "7 log-probs are not finite"}
 
@@ -257,11 +257,17 @@ def test_the_vendored_library_is_the_published_one():
 def test_the_command_writes_the_page_and_refuses_what_is_no_workdir(tmp_path):
     run_of(tmp_path / "a")
 
-    def report(workdir):
-        command = [sys.executable, "-m", "dora_jax.report", f"--workdir={workdir}"]
+    def report(*workdirs):
+        command = [sys.executable, "-m", "dora_jax.report", *(f"--workdir={workdir}" for workdir in workdirs)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     done = report(tmp_path / "a")
     assert done.returncode == 0 and (tmp_path / "a/report.html").exists(), done.stderr
     refused = report(tmp_path / "nothing")
     assert refused.returncode == 2 and "is no folder" in refused.stderr and "Traceback" not in refused.stderr
+    (tmp_path / "empty").mkdir()
+    refused = report(tmp_path / "empty")
+    assert refused.returncode == 2 and refused.stderr == f"error: {tmp_path / 'empty'} holds no run\n"
+    run_of(tmp_path / "b")
+    assert report(tmp_path / "a", tmp_path / "b").returncode == 0
+    assert '"b reward/mean"' in (tmp_path / "a/report.html").read_text(), "neither run is dropped"

@@ -1,5 +1,6 @@
 """The floor of the step time: no run is below it, and only a larger K lowers it."""
 
+import dataclasses
 import runpy
 
 import pytest
@@ -74,3 +75,19 @@ def test_the_table_shows_both():
     memory, fragments = (f"{seconds / 60:.2f}" for seconds in (bound.memory_floor_s(FULL), bound.fragment_s(FULL)))
     assert partial.split()[-2:] == [memory, "-"]
     assert dora.split()[-1] == fragments and float(dora.split()[-2]) >= float(memory)
+
+
+def test_the_table_names_the_fastest_that_changes_nothing_and_what_faster_rows_change():
+    slow, fast = (dataclasses.replace(simulate(Row(label="dora", mode="dora", config=FULL, published={})), step_s=s)
+                  for s in (120.0, 60.0))  # fmt: skip
+    lines = [
+        (Row(label=mode, mode=mode, config=FULL, published={}), dataclasses.replace(result, mixed=0.25))
+        for mode, result in (("sync", slow), ("dora", dataclasses.replace(slow, step_s=90.0)), ("partial", fast))
+    ]
+    found = table.render(lines).split("\n\n")[1].splitlines()
+    assert found[0].endswith("within a bound on its lag: dora, 1.50 min/step")
+    assert found[1:] == [
+        "faster is partial, 1.00: 25.0% of its samples are of several versions, nothing bounds its lag"
+    ]
+    assert table._fastest([(row, dataclasses.replace(r, step_s=120.0)) for row, r in lines[:2]])[0].count("\n") == 0
+    assert table._fastest(lines[2:]) == []

@@ -11,16 +11,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 FAILED, BAD_USAGE, RETRY = 1, 2, 42  # 42 is what JobSet and XPK take for "restart"
+NO_READER = 128 + signal.SIGPIPE  # as shells report it
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NO_ROOM, NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_ROOM_WORDS = tuple(map(os.strerror, NO_ROOM))  # messages of errors that libraries raise
+NO_BACKEND = "Unable to initialize backend"  # in the message of JAX
 XLA_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # words of XLA's errors
 SHOW_CURSOR = "\x1b[?25h"  # the progress line hides the cursor until it is closed
 
@@ -33,12 +36,23 @@ class Stop(BaseException):
 
 
 def listen() -> None:
-    """From here on a signal ends the process at once with code 42, since nothing has to be saved yet.
+    """From here on a signal ends the process at once with code 42, since nothing has to be saved yet; and it ends
+    without a trace where the reader of what it prints, such as head, has left.
 
     For the main thread of a program of ours.
     """
     for number in SIGNALS:
         signal.signal(number, _end_at_once)
+    report = sys.excepthook
+
+    def without_reader(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        output = select.poll()
+        output.register(1, 0)
+        if issubclass(kind, BrokenPipeError) and any(what & select.POLLERR for _, what in output.poll(0)):
+            leave(NO_READER)
+        report(kind, error, trace)
+
+    sys.excepthook = without_reader
 
 
 def leave(code: int, sentence: str = "") -> NoReturn:
@@ -72,6 +86,8 @@ def refusal(error: BaseException) -> str | None:
             return f"{where}: {os.strerror(code)}"
         if isinstance(cause, MemoryError) or any(words in str(cause) for words in XLA_NO_MEMORY):
             return f"out of memory: {text or 'of this machine'}; a smaller model, or fewer slots and rows, need less"
+        if NO_BACKEND in str(cause):
+            return f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: this machine has no such devices: {text}"
         cause = cause.__cause__
     return None
 

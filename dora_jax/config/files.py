@@ -5,6 +5,7 @@ Consumes path.py[:argument] or name[:argument]. Law: whatever the file raises is
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import re
 import traceback
@@ -46,6 +47,8 @@ def load_file(spec: str, cls: type = Config) -> ml_collections.ConfigDict:
         raise ConfigError(field_context(config_file(path), error, cls)) from error
     if not isinstance(tree, ml_collections.ConfigDict):
         raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
+    if absent := [each.name for each in dataclasses.fields(cls) if each.name not in tree]:
+        raise ConfigError(f"config: {path} is a configuration of another program, for it has no {absent[-1]}")
     return tree.lock()
 
 
@@ -54,6 +57,8 @@ def load_module(path: str, cls: type = Config) -> types.ModuleType:
     if not path:
         raise ConfigError("config: missing; name a file, e.g. --config=configs/quickstart.py")
     file = config_file(path)
+    if not file.endswith(".py"):
+        raise ConfigError(f"config: {path} is no Python file; a config is path.py with get_config()")
     loader = importlib.machinery.SourceFileLoader(f"config_{Path(path).stem}", file)
     module = types.ModuleType(loader.name)
     module.__file__ = file
@@ -66,15 +71,18 @@ def load_module(path: str, cls: type = Config) -> types.ModuleType:
 
 def field_context(path: str, error: Exception, cls: type = Config) -> str:
     """Where in the config file it happened, and what; an unknown field with its nearest known one."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
-    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else (frames[-1].lineno if frames else None)
     unknown = re.match(r"\W*Key \"(\w+)\" does not exist", str(error))
     if unknown:
+        known = list(config_tree.fields(cls))
+        # the section as the line of the file names it: c.trainer.lr
+        written = re.search(rf"\.((?:\w+\.)*{unknown[1]})\b", (frames[-1].line or "") if frames else "")
+        name = written[1] if written else unknown[1]
+        inside = [each for each in known if each.startswith(f"{name.rpartition('.')[0]}.")]
         former = {old.rpartition(".")[2]: new for old, new in configs.RENAMED.items()}
         renamed = f"renamed to {former[unknown[1]]}" if unknown[1] in former else ""
-        what = (
-            f"unknown field {unknown[1]}; {renamed or f'the nearest is {nearest(unknown[1], config_tree.fields(cls))}'}"
-        )
+        what = f"unknown field {name}; {renamed or f'the nearest is {nearest(name, inside or known)}'}"
     else:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{path}{f':{line}' if line else ''}: {what}"

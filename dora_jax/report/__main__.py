@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"error: {argv[1]!r} is not understood; the flags are --workdir and --out", file=sys.stderr)
         return 2
-    workdirs = flags.FLAGS.workdir
+    workdirs = [name for value in flags.FLAGS.workdir for name in value.split(",")]
     names = [Path(workdir).name or workdir for workdir in workdirs]
     if len(set(names)) < len(names):
         names = workdirs
@@ -39,8 +39,11 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list(
-        "workdir", None, "the workdir of a run, a folder or gs://bucket/folder, or several with commas", required=True
+    flags.DEFINE_multi_string(
+        "workdir",
+        None,
+        "the workdir of a run, a folder or gs://bucket/folder, or several: with commas, or the flag again",
+        required=True,
     )
     flags.DEFINE_string(
         "out",
