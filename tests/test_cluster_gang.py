@@ -154,12 +154,16 @@ def test_silence_is_a_death():
         host.join()
         host.ready()
 
-    with Kept(FakeLauncher(incarnation=incarnation), limits=dataclasses.replace(LIMITS, silence_s=0.3)) as kept:
+    with Kept(
+        FakeLauncher(incarnation=incarnation), limits=dataclasses.replace(LIMITS, heartbeat_timeout_s=0.3)
+    ) as kept:
         eventually(lambda: any("has sent nothing" in text for text in kept.said))
 
 
 def test_standstill_is_a_death():
-    with Kept(FakeLauncher(incarnation=beating(busy=True)), limits=dataclasses.replace(LIMITS, stall_s=0.3)) as kept:
+    with Kept(
+        FakeLauncher(incarnation=beating(busy=True)), limits=dataclasses.replace(LIMITS, stall_timeout_s=0.3)
+    ) as kept:
         eventually(lambda: any("has work and has not moved" in text for text in kept.said))
 
 
@@ -172,7 +176,7 @@ def test_waiting_for_work_is_no_standstill():
 
 
 def lone_gang():
-    limits = GangLimits(silence_s=1.0, stall_s=1.0, start_s=99.0, restarts=1)
+    limits = GangLimits(heartbeat_timeout_s=1.0, stall_timeout_s=1.0, start_s=99.0, restarts=1)
     gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, limits)
     link = FakeLink()
     gang.join(link, messages.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))

@@ -294,6 +294,8 @@ class Config:
 RENAMED = {  # former name of a field -> its name; a command or a config file is refused with it, a workdir is read
     "cluster.hosts_per_replica": "cluster.hosts_per_instance",
     "cluster.replica_slice": "cluster.instance_slice",
+    "cluster.silence_s": "cluster.heartbeat_timeout_s",
+    "cluster.stall_s": "cluster.stall_timeout_s",
     "task.reward_walls": "task.reward_sandbox",
 }
 

@@ -26,8 +26,8 @@ class ClusterSection:
     wire: Literal["storage", "transfer"] = field(
         "storage", "of weights to the instances; transfer falls back to storage"
     )
-    silence_s: float = field(10.0, "heartbeat timeout", gt=0)
-    stall_s: float = field(300.0, "seconds without progress of a process; must exceed the longest step", gt=0)
+    heartbeat_timeout_s: float = field(10.0, "heartbeat timeout", gt=0)
+    stall_timeout_s: float = field(300.0, "seconds without progress of a process; must exceed the longest step", gt=0)
     start_s: float = field(900.0, "from starting a gang until it is compiled", gt=0, tuning=True)
     reattach_s: float = field(120.0, "seconds that a gang waits for a new controller; 0: it ends with its own", ge=0)
     max_restarts: int = field(3, "fruitless restarts of a gang in a row, before the run ends", ge=0, tuning=True)

@@ -166,8 +166,8 @@ class ClusterBackend:
             )
 
         limits = GangLimits(
-            silence_s=section.silence_s,
-            stall_s=section.stall_s,
+            heartbeat_timeout_s=section.heartbeat_timeout_s,
+            stall_timeout_s=section.stall_timeout_s,
             start_s=section.start_s,
             restarts=section.max_restarts,
             elastic=section.elastic and instance is not None,

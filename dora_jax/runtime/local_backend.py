@@ -252,7 +252,9 @@ class LocalBackend:
         for instance, indices in enumerate((*self._plan.instances, *self._plan.lent)):
             mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
             new = functools.partial(new_engine, config, parts.tokenizer, model, mesh, host)
-            spare = RestartPolicy(new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_s)
+            spare = RestartPolicy(
+                new_engine=new, vocab_size=parts.tokenizer.vocab_size, hung_s=config.cluster.stall_timeout_s
+            )
             common = self.weights, parts.outbox, partial_s(config), spare, pool, self._notify
             up = instance_up(instance, config)
             if instance < len(self._plan.instances):  # without these there is no run, whatever is lent

@@ -12,7 +12,7 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.types import ScoredGroup
 
-LIMITS = GangLimits(silence_s=60.0, stall_s=60.0, start_s=60.0, restarts=2)
+LIMITS = GangLimits(heartbeat_timeout_s=60.0, stall_timeout_s=60.0, start_s=60.0, restarts=2)
 
 
 def eventually(done, timeout_s=10.0):

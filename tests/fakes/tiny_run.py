@@ -17,7 +17,7 @@ def get_config():
     c.eval.prompts = c.task.heldout = 8
     c.journal.keep_all = True
     c.cluster.launcher, c.cluster.trainer_hosts, c.cluster.devices_per_host = "process", 2, 1
-    c.cluster.silence_s = 60.0
+    c.cluster.heartbeat_timeout_s = 60.0
     c.cluster.wire = "transfer"
     return c
 """

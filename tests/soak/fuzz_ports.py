@@ -35,7 +35,7 @@ CLUSTER = (
     "--config.cluster.wire=transfer",
     "--config.rollout.instances=2",
     "--config.rollout.tensor=1",
-    "--config.cluster.silence_s=60.0",
+    "--config.cluster.heartbeat_timeout_s=60.0",
 )
 
 PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {

@@ -40,8 +40,8 @@ class CallRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLimits:
-    silence_s: float  # a process says something every second
-    stall_s: float  # it has work, and gets nowhere
+    heartbeat_timeout_s: float  # a process says something every second
+    stall_timeout_s: float  # it has work, and gets nowhere
     start_s: float  # from the launcher to Ready
     restarts: int  # in a row that come to nothing
     elastic: bool = False  # while there is no room for it, it is waited for without an end
@@ -217,7 +217,7 @@ class Gang:
         start_s = limits.start_s
         if self.again:  # the processes of a gang that is taken over may have to finish a step first
             at_work = self._ranks and not any(process.ready for process in self._ranks)
-            start_s = limits.stall_s if at_work else RETURN_S
+            start_s = limits.stall_timeout_s if at_work else RETURN_S
         if not self.ready.is_set() and now - self.began_s > start_s:
             self.final = True
             ready = sum(process.ready is not None for process in self._ranks)
@@ -228,10 +228,10 @@ class Gang:
         if self.leaving is not None and now - self._leaves_s > LEAVE_S:
             return f"it has not handed over within {LEAVE_S:.0f} s"
         for process in self._joined:
-            if now - process.received_s > limits.silence_s:
-                return f"{self._who(process)} has sent nothing for {limits.silence_s:.0f} s"
-            if self.ready.is_set() and now - process.moved_s > limits.stall_s:
-                return f"{self._who(process)} has work and has not moved for {limits.stall_s:.0f} s"
+            if now - process.received_s > limits.heartbeat_timeout_s:
+                return f"{self._who(process)} has sent nothing for {limits.heartbeat_timeout_s:.0f} s"
+            if self.ready.is_set() and now - process.moved_s > limits.stall_timeout_s:
+                return f"{self._who(process)} has work and has not moved for {limits.stall_timeout_s:.0f} s"
         return None
 
     def excuse(self, seconds: float) -> None:
