@@ -34,8 +34,8 @@ from absl import flags as absl_flags
 
 from dora_jax import config as configs
 from dora_jax.base import helping
+from dora_jax.base.config_tree import redact
 from dora_jax.base.exits import RETRY
-from dora_jax.base.redaction import redact
 from dora_jax.cli import flags
 from dora_jax.config import ConfigError
 from dora_jax.config import files as config_files

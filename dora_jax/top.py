@@ -55,7 +55,8 @@ def picture(data: RunData, now_s: float) -> Group:
     head = Text(f"{data.name}: step {figures['step']}, {age}", style="bold")
     # The newest word on each instance that was in quarantine
     quarantined = [Text(reasons[-1], style="red") for _, reasons in sorted(findings.quarantines(data).items())]
-    return Group(head, table, Text(findings.bottleneck(data.steps)), _instances(data), *quarantined)
+    unhealthy = [Text(f"{verdict}.", style="bold red") for verdict in findings.health(data)]
+    return Group(head, *unhealthy, table, Text(findings.bottleneck(data.steps)), _instances(data), *quarantined)
 
 
 def _instances(data: RunData) -> Table:

@@ -10,8 +10,7 @@ import ml_collections
 import pytest
 
 from dora_jax import config as configs
-from dora_jax.base.config_tree import nearest
-from dora_jax.base.redaction import redact
+from dora_jax.base.config_tree import nearest, redact
 from dora_jax.config import Config, ConfigError, to_json
 from dora_jax.plan import validate
 from dora_jax.plan.validate import from_config_dict

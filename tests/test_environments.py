@@ -13,8 +13,9 @@ import pytest
 from dora_jax.config import Config, ConfigError, EnvironmentSection
 from dora_jax.tasks import environment
 from dora_jax.tasks.environment import PolicyFacts
-from dora_jax.tasks.environments import EnvironmentPool, noise
+from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge, TokenBridge
+from dora_jax.tasks.environments.environment_worker import FAILED, Noise
 from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, SampleId
 from tests.fakes.episode_player import Letters, Player, ids_of, prompt_of
 
@@ -182,12 +183,12 @@ def test_an_environment_that_cannot_be_is_refused_in_a_sentence():
 
 def test_noise_is_decided_by_sample_and_turn_and_rises_with_the_groups():
     rates = dict(failed=0.1, truncated=0.1, late=0.0, irrelevant=0.2)
-    loud = noise.Noise(seed=1, **rates)
+    loud = Noise(seed=1, **rates)
     drawn = [loud.kind((group, i), turn) for group in range(100) for i in range(4) for turn in range(5)]
     assert drawn == [loud.kind((group, i), turn) for group in range(100) for i in range(4) for turn in range(5)]
     for kind, rate in rates.items():
         assert abs(drawn.count(kind) / len(drawn) - rate) < 0.02
-    ramp = noise.Noise(seed=1, ramp_groups=100, **rates)
+    ramp = Noise(seed=1, ramp_groups=100, **rates)
     shares = [np.mean([bool(ramp.kind((group, i), 0)) for i in range(2000)]) for group in (0, 50, 400)]
     np.testing.assert_allclose(shares, [0, 0.2, 0.4], atol=0.04)
     assert not any(loud.kind((-1, i), t) for i in (0, 2) for t in range(50))
@@ -198,7 +199,7 @@ def test_noise_changes_what_is_observed_but_never_the_end():
     pool = open_pool(noise_failed=1.0)
     try:
         player = Player(pool)
-        assert player.observed(player.ask("a")) == f"<{noise.FAILED}>"
+        assert player.observed(player.ask("a")) == f"<{FAILED}>"
         assert isinstance(player.ask("end"), EpisodeEnded)
     finally:
         pool.close()

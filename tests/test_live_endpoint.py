@@ -43,7 +43,7 @@ def test_a_version_that_training_has_left_behind_answers_410():
         run.until(lambda: 0 not in run.brain.state.alive)
         run.until(lambda: "policy@0" not in [card["id"] for card in run.get("/v1/models")["data"]])
         run.facts.write(3, {"reward/mean": 0.5})
-        assert run.get("/healthz") == {"status": "ok", "step": 3}
+        assert run.get("/healthz") == {"status": "ok", "step": 3, "verdicts": []}
         assert "dora_run_reward_mean 0.5\n" in run.text("/metrics") and "dora_tokens 64.0\n" in run.text("/metrics")
         for asked in ({"session": "a"}, {"model": "policy@0"}):
             status, error = run.ask(**asked)

@@ -5,8 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from dora_jax.base import intervals
 from dora_jax.base.console import step_line
+from dora_jax.base.metrics import wilson
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -101,11 +101,11 @@ def test_an_evaluation_has_the_total_every_term_and_accuracy_by_the_rule():
     assert metrics == pytest.approx(
         {
             "eval/accuracy": 0.25,
-            "eval/accuracy_low": intervals.wilson(0.25, 3)[0],  # of four samples, what two unlike prompts amount to
-            "eval/accuracy_high": intervals.wilson(0.25, 3)[1],
+            "eval/accuracy_low": wilson(0.25, 3)[0],  # of four samples, what two unlike prompts amount to
+            "eval/accuracy_high": wilson(0.25, 3)[1],
             "eval/pass_at_k": 0.5,
-            "eval/pass_at_k_low": intervals.wilson(0.5, 2)[0],
-            "eval/pass_at_k_high": intervals.wilson(0.5, 2)[1],
+            "eval/pass_at_k_low": wilson(0.5, 2)[0],
+            "eval/pass_at_k_high": wilson(0.5, 2)[1],
             "eval/k": 2,
             "eval/prompts": 2,
             "eval/response_length": 2.0,

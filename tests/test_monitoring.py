@@ -57,17 +57,28 @@ def test_the_newest_step_and_what_goes_on_now_are_gauges(page, tmp_path):
         writer.status(FACTS)
     status, kind, text = get(page, "/metrics")
     assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    live = {"live_base": 3, "live_training": 1, "live_versions_3": 5, "live_versions_4": 2, "live_groups_ready": 7}
+    live = {
+        "live_verdicts": 0,
+        "live_base": 3,
+        "live_training": 1,
+        "live_versions_3": 5,
+        "live_versions_4": 2,
+        "live_groups_ready": 7,
+    }
     steps = {"step": 4, "reward_mean": 1.0, "lag_max": 1, "eval_accuracy": 0.25}
     assert numbers(text) == {f"dora_run_{name}": value for name, value in (live | steps).items()}
     assert "# HELP dora_run_reward_mean reward/mean\n# TYPE dora_run_reward_mean gauge\n" in text
 
 
 def test_a_loop_that_says_nothing_is_not_healthy(page, monkeypatch):
-    assert get(page, "/healthz") == (200, "application/json", '{"status": "ok", "step": 0}')  # still compiling
+    assert get(page, "/healthz") == (
+        200,
+        "application/json",
+        '{"status": "ok", "step": 0, "verdicts": []}',
+    )  # still compiling
     page.write(2, {})
     page.status(FACTS)
-    assert json.loads(get(page, "/healthz")[2]) == {"status": "ok", "step": 2}
+    assert json.loads(get(page, "/healthz")[2]) == {"status": "ok", "step": 2, "verdicts": []}
     monkeypatch.setattr(monitoring, "QUIET_S", -1.0)
     status, _, text = get(page, "/healthz")
     assert status == 503 and json.loads(text)["status"] == "the loop has reported nothing for 0 s"

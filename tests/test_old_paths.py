@@ -27,11 +27,15 @@ def test_what_a_users_config_imports_is_what_the_package_uses():
     assert config_files is files and old is Calculator
 
 
+def test_an_old_path_leads_to_no_other_old_path():
+    assert not set(old_paths.TABLE.values()) & set(old_paths.TABLE)
+
+
 def test_an_old_path_runs_as_a_program():
     done = subprocess.run(
         [sys.executable, "-m", "dora_jax.tasks.render_worker", "nonsense"], capture_output=True, text=True, check=False
     )
-    assert "tasks/sandbox/render_worker.py" in done.stderr, "it ran, and says that nonsense is no descriptor"
+    assert "tasks/sandbox/render.py" in done.stderr, "it ran, and says that nonsense is no descriptor"
 
 
 def test_an_old_path_of_several_programs_in_one_runs_its_own():

@@ -312,7 +312,7 @@ def test_frames_that_are_none_are_refused():
 
 
 def test_a_process_that_is_closed_leaves_no_file_to_the_garbage_collector():
-    process = calls.Process("dora_jax.tasks.sandbox.render_worker", {"extract": "a(b)"}, form=sandbox.best())
+    process = calls.Process("dora_jax.tasks.sandbox.render", {"extract": "a(b)"}, form=sandbox.best())
     process.start()
     process.close()
     with warnings.catch_warnings(record=True) as said:

@@ -21,26 +21,26 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 CODE = {
     ".": 978,
     "aot": 372,
-    "base": 1374,
+    "base": 1578,
     "bench": 3725,
     "buffer": 320,
     "cli": 353,
-    "config": 695,
+    "config": 694,
     "costs": 391,
-    "models": 2538,
+    "models": 2537,
     "ops": 598,
     "orchestrate": 2779,
     "plan": 1154,
-    "report": 959,
+    "report": 986,
     "rollout": 2925,
-    "runtime": 11525,
+    "runtime": 11527,
     "serving": 1895,
     "sim": 1995,
-    "tasks": 3451,
+    "tasks": 3443,
     "trainer": 2252,
 }
 PIECES = {"functions": 90.2, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
-LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
+LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 14, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 
 

@@ -5,6 +5,9 @@ line a step, and between the lines a progress line that moves whatever the run i
 Laws: names are paths (`lag/max`, `rollout/tokens_per_s`); every line of metrics.jsonl is strict JSON (what is not
 finite is null); after a resume no line is later than the step resumed from, until it is written again; a damaged line
 is moved aside and stops no run.
+
+95 % intervals of shares, in closed form (`wilson`, `of_prompts`). Source: Wilson 1927; of several samples a prompt,
+with the number of trials that the spread of the prompts' means amounts to (the design effect of cluster sampling).
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import numpy as np
 
 from dora_jax.base import state_files
 from dora_jax.base.console import Console
+from dora_jax.base.health import Health
 from dora_jax.base.retrying_file import PatientFile
 
 SHARES = tuple(f"eval/{name}{end}" for name in ("accuracy", "pass_at_k") for end in ("", "_low", "_high"))
+Z = 1.96  # half the width of a 95 % interval, in standard errors
 
 
 class Sink(Protocol):
@@ -36,7 +41,8 @@ class Sink(Protocol):
         """One record of metrics.jsonl: name -> number; None where it is not finite."""
 
     def status(self, facts: Mapping[str, Any]) -> None:
-        """What the orchestrator does now, about once a second: base, training, versions, groups, waits."""
+        """What the orchestrator does now, about once a second: base, training, versions, groups, waits,
+        verdicts (how many hold) and health (their sentences)."""
 
 
 class Writer:
@@ -50,6 +56,7 @@ class Writer:
         self.file = self._workdir / "metrics.jsonl"
         self._console = console or Console()
         self._resumed_at: int | None = None
+        self._health = Health()
         self.evaluations: dict[int, dict[str, float]] = {}  # version -> record, of what an earlier process evaluated
         self._lines: PatientFile | None = None
         self._board: _Board | None = None
@@ -92,6 +99,8 @@ class Writer:
             for row in kept
             if _evaluates(row)
         }
+        for row in kept:
+            self._health.follow(row)
         if self.file.is_file():
             state_files.replace(self.file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
 
@@ -107,6 +116,11 @@ class Writer:
         self._console.step(step, scalars, waits)
         for sink in self._others:
             sink.write(step, scalars)
+        started, ended = self._health.follow({"step": step, **scalars, "waits": "; ".join(waits)})
+        for verdict in started:
+            self.note(f"health: {verdict}")
+        for verdict in ended:
+            self.note(f"health: {verdict.name} is over at step {step}")
 
     def phase(self, role: str, text: str) -> None:
         """What this role does now, for the progress line; the role "all" speaks for all of them."""
@@ -118,8 +132,9 @@ class Writer:
     def status(self, facts: Mapping[str, Any]) -> None:
         """The orchestrator's own words for the progress line."""
         self._console.status(facts)
+        verdicts = [str(verdict) for verdict in self._health.verdicts]
         for sink in self._others:
-            sink.status(facts)
+            sink.status({**facts, "verdicts": len(verdicts), "health": verdicts})
 
     def note(self, text: str) -> None:
         self._console.note(text)
@@ -183,3 +198,24 @@ def _scalar(value: Any) -> float | int | None:
         return int(value)
     value = float(value)
     return value if math.isfinite(value) else None
+
+
+def wilson(share: float, trials: float) -> tuple[float, float]:
+    """The interval of a share of `trials` independent trials; of none: 0 to 1."""
+    if trials <= 0:
+        return 0.0, 1.0
+    centre = (share + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
+    half = Z / (1 + Z * Z / trials) * math.sqrt(max(0.0, share * (1 - share)) / trials + Z * Z / (4 * trials * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def of_prompts(shares: Sequence[float], samples: int) -> tuple[float, float]:
+    """The interval of the mean of the prompts' shares, each of `samples` samples, which are alike within a prompt.
+
+    The prompts are the independent trials: their number is the fewest that count, all samples the most.
+    """
+    n = len(shares)
+    share = sum(shares) / n if n else 0.0
+    spread = sum((x - share) ** 2 for x in shares) / max(1, n - 1) / max(1, n)
+    trials = share * (1 - share) / spread if spread else n
+    return wilson(share, min(max(trials, n), n * samples))

@@ -30,6 +30,8 @@ MOVED = {
 RENAMED = {
     "dora_jax.aot_roles": "dora_jax.aot.roles",
     "dora_jax.aot_slices": "dora_jax.aot.slices",
+    "dora_jax.base.intervals": "dora_jax.base.metrics",
+    "dora_jax.base.redaction": "dora_jax.base.config_tree",
     "dora_jax.bench.adapters": "dora_jax.bench.decode",
     "dora_jax.bench.checkpoint": "dora_jax.bench.train_step",
     "dora_jax.bench.device_model": "dora_jax.bench.device",
@@ -53,14 +55,18 @@ RENAMED = {
     "dora_jax.spelling": "dora_jax.base.config_tree",
     "dora_jax.tasks.environment_process": "dora_jax.tasks.environments",
     "dora_jax.tasks.environments.environment_process": "dora_jax.tasks.environments",
+    "dora_jax.tasks.environments.noise": "dora_jax.tasks.environments.environment_worker",
     "dora_jax.tasks.identity": "dora_jax.tasks.source",
     "dora_jax.tasks.program_walls": "dora_jax.tasks.sandbox.bubblewrap",
-    "dora_jax.tasks.trial": "dora_jax.tasks.pool",
+    "dora_jax.tasks.sandbox.render_worker": "dora_jax.tasks.sandbox.render",
     "dora_jax.tasks.token_bridge": "dora_jax.tasks.environments.bridge",
+    "dora_jax.tasks.trial": "dora_jax.tasks.pool",
     "dora_jax.trainer.routing": "dora_jax.trainer.health",
     "dora_jax.update_costs": "dora_jax.costs.update",
 }
-TABLE = RENAMED | {f"{old}.{name}": f"{new}.{name}" for (old, new), names in MOVED.items() for name in names.split()}
+TABLE = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in MOVED.items() for name in names.split()}
+# A module that moved, and was then renamed or merged into another: the table names where it is now.
+TABLE = RENAMED | {old: RENAMED.get(new, new) for old, new in TABLE.items()}
 
 
 class OldPaths:

@@ -131,7 +131,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values["config"])
         helping.show(rest, Config)
-    tree = _saved(rest, spec, purpose) if purpose in READERS else config_files.load_file(spec)
+    tree = _saved(rest, spec, purpose) if purpose in READERS else config_files.load_file(spec, Config)
     overrides = arguments.apply_overrides(tree, rest, flag_values, Config, configs.RENAMED)
     workdir = local(
         flag_values.workdir or str(Path("runs") / config_files.run_name(spec)),

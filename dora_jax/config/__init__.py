@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dora_jax.base import config_tree
 from dora_jax.base.chips import CHIPS
-from dora_jax.base.config_tree import field
-from dora_jax.base.redaction import redact
+from dora_jax.base.config_tree import field, redact
 from dora_jax.config.cluster import ClusterSection
 from dora_jax.config.live import MonitorSection, ServingSection
 from dora_jax.config.task import EnvironmentSection, RewardModelSection, TaskSection

@@ -34,20 +34,21 @@ def config_file(path: str) -> str:
     return str(known[path])
 
 
-def load_file(spec: str, cls: type = Config) -> ml_collections.ConfigDict:
+def load_file(spec: str, cls: type | None = None) -> ml_collections.ConfigDict:
     """get_config(arg) of path.py[:arg], locked; whatever the file raises is reported with its line.
 
-    cls: the dataclass of the configuration, whose fields a sentence may suggest.
+    cls: the dataclass of the configuration, all of whose fields it must have and a sentence may suggest; None: a
+    configuration of any program, for a file that builds on another.
     """
     path, colon, arg = spec.partition(":")
-    module = load_module(path, cls)
+    module = load_module(path, cls or Config)
     try:
         tree = module.get_config(arg) if colon else module.get_config()
     except Exception as error:  # the file is the user's: anything may come out of it
-        raise ConfigError(field_context(config_file(path), error, cls)) from error
+        raise ConfigError(field_context(config_file(path), error, cls or Config)) from error
     if not isinstance(tree, ml_collections.ConfigDict):
         raise ConfigError(f"config: get_config of {path} returned {type(tree).__name__}, not config.defaults()")
-    if absent := [each.name for each in dataclasses.fields(cls) if each.name not in tree]:
+    if cls and (absent := [each.name for each in dataclasses.fields(cls) if each.name not in tree]):
         raise ConfigError(f"config: {path} is a configuration of another program, for it has no {absent[-1]}")
     return tree.lock()
 

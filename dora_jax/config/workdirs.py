@@ -21,7 +21,7 @@ from typing import Any
 
 from dora_jax import config as configs
 from dora_jax.base import state_files
-from dora_jax.base.redaction import redact
+from dora_jax.base.config_tree import redact
 from dora_jax.config import Config, ConfigError
 from dora_jax.version import __version__
 

@@ -1,7 +1,7 @@
 """Experts over the devices of a mesh. The trainer's (`compute`): each device multiplies the tokens of its row of
 devices with its own experts.
 
-Matrices are gathered over the mesh axis `fsdp` and results summed over `tensor`. Over `expert`, DISPATCHES:
+Matrices are gathered over the mesh axis `fsdp` and results summed over `tensor`. Over `expert`, expert_dispatch:
   gather      all tokens go to all devices, and each device keeps the sums of its own: k experts a token on e devices
               send e / k of what an exchange does
   all_to_all  a token goes to the devices that have its experts (`experts` below)
@@ -193,9 +193,6 @@ class _Block:
             return jnp.where(mine_MxS.any(1)[:, None], x_SxNxD[from_M, at_M], into_MxD)
         sizes = sizes_SxT[me], end_SxT[me], sizes_SxT[:, me]
         return jax.lax.ragged_all_to_all(x_NxD, into_MxD, begin_SxT[me], *sizes, axis_name=self._over.axis)
-
-
-DISPATCHES = ("gather", "all_to_all")
 
 
 def compute(kind: str, mesh: Mesh, dispatch: str = "gather") -> moe.Compute:

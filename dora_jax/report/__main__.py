@@ -29,6 +29,8 @@ def main(argv: list[str]) -> int:
     try:
         runs = [load(workdir, name) for workdir, name in zip(workdirs, names, strict=True)]
         for workdir, run in zip(workdirs, runs, strict=True):
+            if {"config.json is not there", "metrics.jsonl is not there"} <= set(run.remarks):
+                raise ConfigError(f"{workdir} holds no run")
             audit(workdir, run)
         out.write_text(page(runs), encoding="utf-8", errors="replace")
     except (OSError, ConfigError) as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dora_jax.base import intervals
+from dora_jax.base import metrics
 from dora_jax.report.load import Row, RunData, configured, number
 from dora_jax.report.markup import rounded
 
@@ -19,8 +19,16 @@ CURVES = (  # title, metrics, what it shows
     ("Rollout idle", ("rollout/idle_share",), "share of the instances' time without work"),
     ("Tokens per second", ("rollout/tokens_per_s", "trainer/tokens_per_s"), "sampled and trained on"),
     ("Length, tokens", ("response/length", "response/length_max"), "of the responses trained on"),
+    ("Truncated", ("response/truncated",), "share of the samples that ended at the length limit"),
+    (
+        "Solved",
+        ("reward/solved_all", "reward/solved_none"),
+        "share of the groups all of whose samples are right, or none",
+    ),
     ("Mismatch", ("mismatch/mean", "mismatch/p99"), "|log-prob of the trainer - of the engine| at the same version"),
     ("Entropy", ("trainer/entropy",), "of the policy over the trained tokens"),
+    ("Effective samples", ("trainer/ess_share",), "by importance weights, of all"),
+    ("KL, nats a token", ("trainer/kl_anchor", "trainer/kl_ref"), "of the policy to the anchor, and to the reference"),
     ("Gradient norm", ("trainer/grad_norm",), "before clipping"),
 )
 
@@ -55,7 +63,7 @@ def _ends(key: str, row: Row, run: RunData) -> tuple[float | None, float | None]
     groups = number(configured(run, "orchestrator.groups_per_step"))
     if key != "reward/mean" or mean is None or std is None or not groups:
         return None, None
-    half = intervals.Z * std / math.sqrt(groups)
+    half = metrics.Z * std / math.sqrt(groups)
     return rounded(mean - half), rounded(mean + half)
 
 
@@ -65,7 +73,7 @@ def accuracy_interval(row: Row) -> tuple[float | None, float | None]:
     share = number(row.get("eval/accuracy"))
     if share is None or (low is not None and high is not None):
         return low, high
-    return intervals.wilson(share, number(row.get("eval/prompts")) or 0)
+    return metrics.wilson(share, number(row.get("eval/prompts")) or 0)
 
 
 def lags(run: RunData) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from dora_jax.base.health import Verdict, verdicts
 from dora_jax.report.load import Row, RunData, configured, number, series, version_of
 from dora_jax.report.markup import figure, percent
 
@@ -70,6 +71,12 @@ def bottleneck(steps: Sequence[Row]) -> str:
     top = causes(settled)[role].most_common(1)
     cause = top[0][0] if top else ("rollouts" if role == "trainer" else "the trainer")
     return f"{summary} The {name} waits mostly for {cause}. {ADVICE.get(cause, '')}".rstrip()
+
+
+def health(data: RunData) -> list[Verdict]:
+    """What holds at the newest step."""
+    rows = sorted([*data.steps, *data.evaluations], key=lambda row: row["step"])
+    return verdicts(rows)
 
 
 def progress(data: RunData) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 
+from dora_jax.base import health
+
 Meaning = tuple[str, str]  # (what it is, with its unit; where it is healthy, "" where nothing is known)
 
 WORDS = {
@@ -184,6 +186,9 @@ def page() -> str:
     fields = "".join(f"| `{name}` | {meaning} |  |\n" for name, meaning in FIELDS.items())
     return (
         f"{head}\n## Words\n\n| word | meaning |\n|---|---|\n{words}\n"
+        "## Verdicts\n\nRules for the known ways in which runs die. What holds at the newest step stands first on the "
+        "page, in `top` and in `/healthz`, and the console prints it where it begins. None is passed on the first "
+        f"{health.SETTLING} steps, and none changes the run.\n\n{health.table()}\n"
         f"## metrics.jsonl, a row a step\n\n| name | meaning | healthy |\n|---|---|---|\n{fields}{_rows(METRICS)}\n"
         "## metrics.jsonl and evaluations/, a row an evaluation\n\n| name | meaning | healthy "
         f"|\n|---|---|---|\n{_rows(EVALUATION)}"

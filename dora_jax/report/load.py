@@ -44,8 +44,6 @@ class RunData:
 def load(workdir: str | Path, name: str) -> RunData:
     """workdir: a folder, or gs://bucket/folder. FileNotFoundError with a sentence where there is no run."""
     read = _bucket(str(workdir)) if "://" in str(workdir) else _folder(Path(workdir))
-    if not any(read(file) is not None for file in ("config.json", "metrics.jsonl")):
-        raise FileNotFoundError(f"{workdir} holds no run")
     data = RunData(name=name)
     by_step: dict[tuple[int, bool], Row] = {}
     for row in _rows(read, "metrics.jsonl", data.remarks, _has_step):
@@ -113,7 +111,10 @@ def _folder(folder: Path) -> Read:
 def _bucket(url: str) -> Read:
     from dora_jax.runtime.journal.object_storage import Objects  # a folder needs none of it
 
-    return Objects(url).get
+    store = Objects(url)
+    if not any(store.get(name) for name in ("config.json", "metrics.jsonl")):
+        raise FileNotFoundError(f"{url} holds no run")
+    return store.get
 
 
 def _has_step(row: Row) -> bool:

@@ -46,7 +46,8 @@ def page(runs: Sequence[RunData]) -> str:
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{escaped(title)}</title><style>{_asset('uPlot.min.css')}{_asset('page.css')}</style></head><body>"
         f"<header><h1>{escaped(title)}</h1></header><main>"
-        f"{_comparison(runs)}<section><h2>Curves</h2><p class=note>A click on a curve opens a sample of that step.</p>"
+        f"<section><h2>Health</h2>{''.join(map(_health, runs))}</section>{_comparison(runs)}"
+        "<section><h2>Curves</h2><p class=note>A click on a curve opens a sample of that step.</p>"
         "<div id=curves class=grid></div>"
         "<noscript><p>The curves and the timeline need JavaScript; all figures are in the "
         f"tables.</p></noscript></section>{body}</main><script type=application/json id=data>{as_json(data)}</script>"
@@ -104,6 +105,15 @@ def _fields(tree: Row, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _fields(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", json.dumps(value)[:200]
+
+
+def _health(run: RunData) -> str:
+    verdicts = findings.health(run)
+    if not verdicts:
+        sentence = "no rule finds anything at its newest step." if run.steps else "no step has ended yet."
+        return f"<p>{escaped(run.name)}: {sentence}</p>"
+    items = "".join(f"<li>{escaped(str(verdict))}.</li>" for verdict in verdicts)
+    return f"<p>{escaped(run.name)}:</p><ul>{items}</ul>"
 
 
 def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:

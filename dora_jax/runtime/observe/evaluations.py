@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dora_jax.base import intervals
+from dora_jax.base.metrics import of_prompts, wilson
 from dora_jax.config import RunError
 from dora_jax.orchestrate.state import State
 from dora_jax.tasks.pool import GroupFailure
@@ -83,7 +83,7 @@ def evaluation(groups: Sequence[ScoredGroup], solved: Solved | None, noisy: bool
     except ValueError as error:
         raise RunError(f"eval.solved: {error}") from error
     shares, some = [float(p.mean()) for p in passed], float(np.mean([p.any() for p in passed]))
-    ends = intervals.of_prompts(shares, len(passed[0])), intervals.wilson(some, len(passed))
+    ends = of_prompts(shares, len(passed[0])), wilson(some, len(passed))
     if noisy and len(groups[0].rewards) > 1:
         for name, first in (("clean", 0), ("noisy", 1)):
             metrics[f"eval/accuracy_{name}"] = float(np.mean([p[first::2].mean() for p in passed]))

@@ -85,6 +85,7 @@ class RunFacts:
     def __init__(self) -> None:
         self._numbers: dict[str, float] = {}
         self._facts: dict[str, float] = {}
+        self._verdicts: list[str] = []
         self._last_beat_s: float | None = None  # when the loop last reported; None: it has not begun
         self.gauges = prometheus.Gauges(lambda: self._facts | self._numbers)
 
@@ -93,6 +94,7 @@ class RunFacts:
 
     def status(self, facts: Mapping[str, Any]) -> None:
         self._last_beat_s = time.monotonic()
+        self._verdicts = list(facts.get("health", ()))
         self._facts = {f"live/{name}": value for name, value in prometheus.flat(facts).items()}
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
@@ -101,7 +103,7 @@ class RunFacts:
         stuck = quiet_s > QUIET_S
         body = {"status": f"the loop has reported nothing for {quiet_s:.0f} s" if stuck else "ok"}
         status = HTTPStatus.SERVICE_UNAVAILABLE if stuck else HTTPStatus.OK
-        return status, body | {"step": self._numbers.get("step", 0)}
+        return status, body | {"step": self._numbers.get("step", 0), "verdicts": self._verdicts}
 
 
 class LivePage(RunFacts):

@@ -30,9 +30,8 @@ import numpy as np
 
 from dora_jax.config import ConfigError, EnvironmentSection
 from dora_jax.tasks import code, sandbox
-from dora_jax.tasks.environment import NO_POLICY, Message, PolicyFacts
+from dora_jax.tasks.environment import NO_POLICY, NOISE, Message, PolicyFacts
 from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
-from dora_jax.tasks.environments.noise import Noise
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
 from dora_jax.tasks.pool import drained
 from dora_jax.tasks.sandbox import calls
@@ -90,7 +89,7 @@ class EnvironmentPool:
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed: collections.Counter[tuple[str, int]] = collections.Counter()
         self._seconds = 0.0
-        noise = {f.name: getattr(section, f"noise_{f.name}") for f in dataclasses.fields(Noise) if f.name != "seed"}
+        noise = {name: getattr(section, f"noise_{name}") for name in (*NOISE, "late_s", "ramp_groups")}
         setup = {
             "name": section.name,
             "params": dict(section.params),

@@ -1,17 +1,30 @@
-"""Stage 1: texts from a user's regular expression or a folder's chat template, with a time limit.
+"""Stage 1: texts from a user's regular expression or a folder's chat template, with a time limit: `Renderer`, and its
+process, `python -m dora_jax.tasks.sandbox.render FD`.
 
 Consumes what a user wrote: expressions and templates that raise, never end, or ask for all memory. They run in a
-process that may be killed (render_worker.py), in the best sandbox of the machine; it starts with the first question.
-Laws: text is a pure function of the request; a failure is one sentence within RENDER_S.
+process that may be killed, in the best sandbox of the machine; it starts with the first question.
+Protocol (calls.py): setup {"extract": expression} or {"template": text, "special": {name: token}}; then
+{"raw"} -> {"text": the first group, or null} or {"messages", "add_generation_prompt", "variables"} -> {"text"}.
+Laws: text is a pure function of the request; a failure is one sentence within RENDER_S; nothing is compiled before the
+first question, which has a deadline; a chat template sees no clock, so that a prompt is a pure function of its row.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import re
+import sys
 import threading
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dora_jax.tasks import sandbox
 from dora_jax.tasks.sandbox import calls
+
+if TYPE_CHECKING:
+    import jinja2
 
 RENDER_S = 10.0  # for one text; they take far below a millisecond
 MEMORY_BYTES = 2**30  # of the process
@@ -35,7 +48,7 @@ class Renderer:
         with self._lock:
             if self._process is None:
                 process = calls.Process(
-                    "dora_jax.tasks.sandbox.render_worker", self._setup, form=sandbox.best(), memory_bytes=MEMORY_BYTES
+                    "dora_jax.tasks.sandbox.render", self._setup, form=sandbox.best(), memory_bytes=MEMORY_BYTES
                 )
                 weakref.finalize(self, process.close)
                 try:
@@ -50,3 +63,72 @@ class Renderer:
             except calls.NoAnswer as error:
                 self._process = None
                 raise NeverEnds(str(error)) from error
+
+
+def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
+    if "extract" in setup:
+
+        def extract(request: calls.Request) -> calls.Request:
+            match = re.search(setup["extract"], request["raw"])
+            return {"text": match.group(1) if match else None}
+
+        return extract
+    import jinja2  # an expression does without
+
+    @functools.cache
+    def template() -> jinja2.Template:
+        try:
+            return _environment().from_string(setup["template"])
+        except jinja2.TemplateError as error:
+            raise calls.Refused(f"does not compile: {error}") from error
+
+    def answer(request: calls.Request) -> calls.Request:
+        names = {"tools": None, "documents": None, **setup["special"], **request["variables"]}
+        try:
+            text = template().render(
+                messages=request["messages"], add_generation_prompt=request["add_generation_prompt"], **names
+            )
+            return {"text": text}
+        except jinja2.TemplateError as error:
+            raise calls.Refused(f"refused the messages: {error}") from error
+        except Exception as error:  # a template divides, adds and calls like any program; always raised again
+            if isinstance(error, calls.Refused):
+                raise
+            raise calls.Refused(f"refused the messages: {type(error).__name__}: {error}") from error
+
+    return answer
+
+
+def _environment() -> jinja2.Environment:
+    """The sandbox and the extras that published templates count on; strftime_now is left out (no clock)."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}...{% endgeneration %} marks the assistant's text for trainers elsewhere; here it is
+        plain."""
+
+        tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # jinja's own filter escapes HTML characters, which would change the prompt
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment
+
+
+if __name__ == "__main__":
+    calls.serve(int(sys.argv[1]), prepare)
