@@ -6,8 +6,6 @@ A *sequence* is one trajectory: a row where `segment_ids` is None, else one segm
 
 Laws: what lies under the mask (even -inf or nan) reaches neither value nor gradient; nothing here averages:
 denominators belong to the whole step and live in `token_weights`.
-
-Sums over trajectories, whether a row is one trajectory or several packed ones. numpy in, numpy out; else jax.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ CLUSTER = (
     "--config.cluster.trainer_hosts=2",
     "--config.cluster.devices_per_host=1",
     "--config.cluster.wire=transfer",
-    "--config.rollout.instances=2",
     "--config.rollout.tensor=1",
     "--config.cluster.heartbeat_timeout_s=60.0",
 )

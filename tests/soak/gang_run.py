@@ -117,6 +117,7 @@ def running(flags: argparse.Namespace, launcher: Sequence[str] = PROCESSES, slic
             f"--config={flags.config}",
             f"--workdir={flags.workdir}",
             *OVERRIDES,
+            f"--config.rollout.instances={flags.gangs - 1}",  # the other gang is the trainer
             *launcher,
             *flags.overrides,
         ],
