@@ -146,7 +146,7 @@ def test_reward_workers_run_programs_from_behind_their_own_sandbox():
 @pytest.mark.slow
 def test_a_reward_of_one_s_own_may_run_programs_if_the_config_says_so(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
-        "from dora_jax.tasks import programs\ndef says(prompt, response, answer): return "
+        "from dora_jax.tasks.sandbox import programs\ndef says(prompt, response, answer): return "
         "float(programs.run(response).stdout)\n"
     )
     monkeypatch.chdir(tmp_path)

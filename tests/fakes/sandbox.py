@@ -16,14 +16,14 @@ PLAIN_ID = 23457  # no process of the machine has it
 SECRET = "hunter2"
 PLAIN_SERVER = """
 import os, socket, sys
-from dora_jax.tasks import program_server, bubblewrap
+from dora_jax.tasks.sandbox import program_server, supervisor
 given = socket.socket(fileno=int(sys.argv[1]))
 given.set_inheritable(False)
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(*[int(sys.argv[2])] * 3)
     os.setresuid(*[int(sys.argv[2])] * 3)
-    bubblewrap.prctl(bubblewrap.PR_SET_DUMPABLE, 1)
+    supervisor.prctl(supervisor.PR_SET_DUMPABLE, 1)
 program_server.serve(given)
 """
 
