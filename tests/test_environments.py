@@ -71,6 +71,27 @@ def test_limits_of_turns_and_tokens_end_an_episode_with_what_it_has():
         pool.close()
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_template_that_rewrites_too_often_ends_the_episode_with_what_it_has(allowed):
+    class Rewriting(Bridge):
+        def observe(self, conversation, tokens, turn, observed):
+            ids, _ = super().observe(conversation, tokens, turn, observed)
+            return ids, len(tokens) - 1
+
+    section = EnvironmentSection(name=FAKE, observation="<{content}>", branches=allowed)
+    pool = EnvironmentPool(section, Rewriting(Letters(), section.observation), seed=0)
+    try:
+        player = Player(pool)
+        for turn in range(allowed):
+            answer = player.ask("a")
+            assert answer.keep == len(player.tokens) - 1, turn
+            player.tokens, player.mask = np.append(player.tokens, answer.token_ids), np.append(player.mask, [False] * 5)
+        assert player.ask("b") == EpisodeEnded(id=player.id, terms={"turns": allowed + 1.0}, finish="length")
+        assert pool.stats()["environment/cut_share"] == 1 and pool.stats()["environment/failed_share"] == 0
+    finally:
+        pool.close()
+
+
 def test_what_was_dropped_or_asked_again_gets_no_answer_of_before(shared):
     player, dropped = Player(shared, SampleId(5, 0)), Player(shared, SampleId(5, 1))
     dropped.say("sleep 0.3")

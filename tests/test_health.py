@@ -46,6 +46,7 @@ def healthy(seed, **sick):
             "mismatch/mean": rng.uniform(0.001, 0.01),
             "groups/failed_share": rng.uniform(0, 0.01),
             "environment/failed_share": rng.uniform(0, 0.01),
+            "environment/cut_share": rng.uniform(0, 0.01),
             "prompts/skipped_share": rng.uniform(0, 0.02),
             "waits": "trainer idle 30%: waiting for rollouts",
         }
@@ -79,6 +80,7 @@ SICK = {
     "numbers that are not finite": {"trainer/loss": always(None)},
     "no instance": {"waits": always("trainer idle 100%: waiting for a rollout instance")},
     "environment failures": {"environment/failed_share": always(0.2)},
+    "episodes cut by the template": {"environment/cut_share": always(0.2)},
     "groups without a score": {"groups/failed_share": always(0.1)},
     "prompts left out": {"prompts/skipped_share": always(0.4)},
     "reward hacking": {"eval/accuracy": lambda step: 0.3 - 0.003 * step},

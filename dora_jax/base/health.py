@@ -113,6 +113,8 @@ RULES = (
          "the console and the timeline name why instances die; fewer rollout.slots need less memory", steps=3),
     Rule("environment failures", "environment/failed_share", "above", 0.05,
          "the console names the causes; slow tools need a higher environment.step_timeout_s"),
+    Rule("episodes cut by the template", "environment/cut_share", "above", 0.05,
+         "a higher environment.branches, or environment.renderer: the chat template rewrites earlier turns"),
     Rule("groups without a score", "groups/failed_share", "above", 0.05,
          "the console names the causes; a slow reward needs a higher task.reward_timeout_s"),
     Rule("prompts left out", "prompts/skipped_share", "above", 0.2,

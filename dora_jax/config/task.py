@@ -74,7 +74,9 @@ class EnvironmentSection:
     renderer: str = field("", "of the package renderers, such as qwen3, for the template chat; empty: the tokenizer's")
     max_turns: int = field(8, "of an episode; the policy's last message is still answered", ge=1)
     turn_tokens: int = field(0, "most tokens that one turn samples; 0: rollout.max_new_tokens, that of all turns", ge=0)
-    branches: int = field(0, "most times that the chat template may rewrite an episode's earlier turns", ge=0)
+    branches: int = field(
+        0, "most times that the chat template may rewrite an episode's earlier turns; one more ends it there", ge=0
+    )
     step_timeout_s: float = field(60.0, "for one answer; later ones fail the group", gt=0)
     episode_timeout_s: float = field(3600.0, "from its beginning until its last answer is asked for", gt=0, tuning=True)
     retries: int = field(2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True)

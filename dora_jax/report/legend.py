@@ -136,6 +136,10 @@ METRICS: dict[str, Meaning] = SHARED | {
     "environment/retries": ("answers that were asked for again", "near 0"),
     "environment/redone": ("episodes that began anew, because their worker was lost", "near 0"),
     "environment/branches": ("episodes that went on from an earlier turn", ""),
+    "environment/cut_share": (
+        "episodes cut short: the chat template would rewrite earlier turns more often than `environment.branches`",
+        "near 0; see `environment.branches`",
+    ),
 }
 EVALUATION: dict[str, Meaning] = {
     "eval/accuracy": ("share of the held-out samples that count as solved, avg@k (`eval.solved`)", "rises"),

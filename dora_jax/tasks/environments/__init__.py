@@ -177,6 +177,7 @@ class EnvironmentPool:
                 "environment/retries": self._counts["retries"],
                 "environment/redone": self._counts["lost"],
                 "environment/branches": self._counts["branches"],
+                "environment/cut_share": self._counts["cut"] / max(1, ended),
             }
             lengths = {f"environment/failed_{kind}_to_{n}": count for (kind, n), count in sorted(self._failed.items())}
             return found | lengths
@@ -252,9 +253,9 @@ class EnvironmentPool:
             return EpisodeFailed(id=id, reason=f"{self._section.name}: an answer has no token", kind="error")
         if keep is not None and episode.messages:
             episode.branches += 1
-            if episode.branches > self._section.branches:
-                reason = f"an episode has over environment.branches = {self._section.branches} earlier branches"
-                return EpisodeFailed(id=id, reason=reason, kind="limit")
+            if episode.branches > self._section.branches:  # ends as at max_turns, with the reward so far
+                self._counts["cut"] += 1
+                return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
         return Observed(id=id, token_ids=ids, keep=keep)
 
     def _replay(self, episode: Episode, observed: Sequence[Sequence[Message]]) -> bool:
