@@ -12,6 +12,7 @@ def get_config(arg=None):
     c = config_files.load_file(f"qwen3:{arg}" if arg else "rows:chat")
     c.steps = 200
     c.task.path, c.task.heldout_path = "runs/gsm8k/train.jsonl", "runs/gsm8k/test.jsonl"
+    c.task.template_kwargs = {"enable_thinking": False}  # Qwen3's thoughts alone are longer than such an answer
     c.task.heldout = c.eval.prompts = 256
     c.trainer.learning_rate = 1e-6
     if not arg:

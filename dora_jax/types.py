@@ -14,12 +14,15 @@ and the tokens between two turns are *observed*. A *branch* is a sequence that a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
+Columns = Mapping[str, Any]  # of a row: name -> what JSON can hold
+NO_COLUMNS: Columns = MappingProxyType({})
 Version = int
 InstanceId = int
 Incarnation = tuple[InstanceId, int]  # one start of an instance, counted up at each
@@ -77,6 +80,7 @@ class Prompt:
     answer: Any  # what the reward compares with; JSON-serialisable
     max_new_tokens: int
     turn_tokens: int = 0  # that one turn of an episode may sample; 0: the sample is one answer
+    row: Columns = field(default_factory=dict)  # of the file that it comes from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +140,7 @@ class ScoredGroup:
     version: Version
     samples: tuple[Sample, ...]
     rewards: np.ndarray  # f32[G]
-    parts: dict[str, np.ndarray]  # name -> f32[G]; the terms whose sum is the reward
+    parts: dict[str, np.ndarray]  # name -> f32[G]; the terms whose sum, by task.reward_weights, is the reward
 
 
 class Estimate(NamedTuple):

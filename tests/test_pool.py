@@ -50,6 +50,12 @@ def test_a_group_comes_back_with_its_rewards_terms_and_version(opened):
     assert result.rewards.dtype == np.float32 and len(result.samples) == 3
 
 
+def test_weights_are_of_the_sum_and_terms_stay_as_they_are(opened):
+    result = scored(opened("short", "terms", reward_weights=(2.0, -0.5)), "4", "no")
+    assert result.parts["right"].tolist() == [1, 0]
+    np.testing.assert_allclose(result.rewards, [2 - 0.5 * 1.1, -0.1], rtol=1e-6)
+
+
 def test_a_reward_sees_the_prompt_the_text_and_any_json_answer(opened):
     answer = {"value": [1, None, "\N{SNOWMAN}"]}
     result = scored(opened("seen"), "a\n\N{SNOWMAN}\ud800", answer=answer)

@@ -19,24 +19,24 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
-    ".": 978,
+    ".": 980,
     "aot": 372,
     "base": 1580,
     "bench": 3725,
     "buffer": 320,
     "cli": 353,
-    "config": 696,
+    "config": 705,
     "costs": 391,
-    "models": 2537,
+    "models": 2538,
     "ops": 598,
     "orchestrate": 2779,
-    "plan": 1154,
+    "plan": 1171,
     "report": 990,
     "rollout": 2925,
-    "runtime": 11527,
+    "runtime": 11539,
     "serving": 1895,
     "sim": 1995,
-    "tasks": 3444,
+    "tasks": 3618,
     "trainer": 2252,
 }
 PIECES = {"functions": 90.2, "lambdas": 5.5}  # in 1,000 lines of code of the wheel

@@ -1,5 +1,6 @@
 """The shipped rewards, how a path becomes a callable, and what counts as a value."""
 
+import functools
 import math
 import time
 
@@ -18,7 +19,7 @@ def refused(*paths):
 
 
 def score(reward, response="", answer="1"):
-    return rewards.score({"mine": reward}, "", response, answer)
+    return rewards.score({"mine": reward}, "", response, answer)[0]
 
 
 # ---------------------------------------------------------------- exact, numeric, regex
@@ -144,7 +145,7 @@ def test_a_scorer_that_fails_on_its_own_answer_is_an_error(monkeypatch):
 def test_other_rewards_see_the_plain_answer_of_an_item():
     sums = item("chain_sum")
     terms = rewards.resolve([tasks.GYM_REWARD, "dora_jax.tasks.rewards.exact"])
-    assert rewards.score(terms, "", sums["answer"], sums) == {"reasoning_gym": 1.0, "exact": 1.0}
+    assert rewards.score(terms, "", sums["answer"], sums)[0] == {"reasoning_gym": 1.0, "exact": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,9 @@ def test_terms_are_named_by_the_last_word_unless_two_share_it(tmp_path, monkeypa
 
 def test_terms_of_all_rewards_come_together():
     both = {"style": lambda p, r, a: {"short": True, "polite": 0.25}, "right": lambda p, r, a: 1}
-    assert rewards.score(both, "p", "r", "a") == {"short": 1.0, "polite": 0.25, "right": 1.0}
+    terms = {"short": 1.0, "polite": 0.25, "right": 1.0}
+    assert rewards.score(both, "p", "r", "a") == (terms, 2.25)
+    assert rewards.score(both, "p", "r", "a", {}, [2.0, -0.5]) == (terms, 2.0)
     with pytest.raises(RewardError, match="two rewards return a term 'right'"):
         rewards.score({"a": lambda p, r, a: {"right": 1}, "right": lambda p, r, a: 1}, "", "", "")
 
@@ -250,3 +253,47 @@ def test_whatever_a_reward_raises_carries_its_name_and_place(error):
 
     with pytest.raises(RewardError, match=rf"reward mine raised {type(error).__name__}: .*\(test_rewards.py:\d+\)"):
         score(mine)
+
+
+ROW = {"level": "hard", "tests": [1, 2], "prompt": "as it stands in the file"}
+
+
+def named(response, level, *, tests, missing=None, prompt):
+    return {f"{response} {level} {tests} {missing} {prompt}": 1.0}
+
+
+class Judge:
+    def __call__(self, prompt, response, answer, level="easy"):
+        return {f"{response} {answer} {level}": 1.0}
+
+
+@pytest.mark.parametrize(
+    "reward, seen",
+    [
+        (named, "r hard [1, 2] None p"),
+        (Judge(), "r a hard"),
+        (functools.partial(Judge(), level="given"), "r a hard"),
+        (lambda p, r, a: {f"{p} {r} {a}": 1.0}, "p r a"),
+        (lambda p, r, a, level, other=0: {f"{p} {r} {a} {level} {other}": 1.0}, "p r a hard 0"),
+        (lambda *given: {" ".join(given): 1.0}, "p r a"),
+        (lambda *given, level: {" ".join(given) + level: 1.0}, "p r ahard"),
+        (lambda **row: {" ".join(sorted(row)): 1.0}, "answer level prompt response tests"),
+        (lambda response, **row: {f"{response} {sorted(row)}": 1.0}, "r ['answer', 'level', 'prompt', 'tests']"),
+    ],
+)
+def test_a_parameter_gets_what_has_its_name(reward, seen):
+    assert list(rewards.score({"mine": reward}, "p", "r", "a", ROW)[0]) == [seen]
+
+
+@pytest.mark.parametrize(
+    "reward, told",
+    [
+        (lambda response, levle: 1.0, "reward mine takes 'levle', and its row has level, tests, prompt, response$"),
+        (lambda prompt, response, answer: 1.0, "takes 'answer', .* .task.answer_column names the column"),
+        (lambda p, r, a: 1.0, "takes 'answer', .* .task.answer_column names the column"),
+    ],
+)
+def test_a_parameter_that_nothing_fills_is_named(reward, told):
+    with pytest.raises(RewardError, match=told):
+        rewards.score({"mine": reward}, "p", "r", None, ROW)
+    assert rewards.score({"mine": lambda response, level: 1.0}, "p", "r", None, ROW)[1] == 1.0

@@ -20,10 +20,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def opened(path, folder, *, heldout=20, seed=0, limit=100, supervised=False, exclude=frozenset(), **section):
+def opened(
+    path, folder, *, heldout=20, seed=0, limit=100, supervised=False, exclude=frozenset(), tokenizer=None, **section
+):
     return tasks.open_task(
         TaskSection(name="rows", path=str(path), **section),
-        Letters(),
+        tokenizer or Letters(),
         seed=seed,
         max_prompt_tokens=limit,
         max_new_tokens=8,
@@ -100,6 +102,77 @@ def test_each_kind_of_bad_row_is_named(folder, row, reason):
     assert reason in json.loads((folder / "run" / "quarantine.jsonl").read_text())["reason"]
 
 
+def prompts_of(task, n=3):
+    return sorted((p.text, p.answer) for p in map(task.prompt_at, range(n)))
+
+
+def test_csv_and_json_hold_rows_too(folder):
+    (folder / "a.csv").write_text('\ufeffprompt,answer\n"1, 2",3\n\nb,4\nshort\nc,5,long\nd,6\n', encoding="utf-8")
+    task = opened(folder / "a.csv", folder, heldout=1, max_bad_rows_share=0.5)
+    assert {row.question for row in task.source.heldout} | {p for p, _ in prompts_of(task)} == {"1, 2", "b", "d"}
+    bad = [json.loads(line) for line in (folder / "run" / "quarantine.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["row"]) for row in bad] == [(5, "short,None"), (6, "c,5,['long']")]
+    rows = [{"prompt": name, "answer": 1} for name in "abcd"]
+    (folder / "list.json").write_text(json.dumps(rows, indent=1))
+    (folder / "lines.json").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    of_list, of_lines = (opened(folder / name, folder, heldout=1) for name in ("list.json", "lines.json"))
+    assert prompts_of(of_list) == prompts_of(of_lines) != []
+
+
+def test_columns_of_any_name_may_be_prompt_and_answer_nested_ones_too(folder):
+    rows = [{"question": f"{i}?", "gold": {"value": i}, "level": "easy", "day": float("nan")} for i in range(9)]
+    path = write(folder / "rows.jsonl", rows)
+    task = opened(path, folder, heldout=3, prompt_column="question", answer_column="gold.value")
+    prompt = task.prompt_at(0)
+    assert prompt.text == f"{prompt.answer}?"
+    assert dict(prompt.row) == {"question": prompt.text, "gold": {"value": prompt.answer}, "level": "easy"}
+    told = "9 of 9 rows .* prompt is missing; the row has question, gold, level, day .task.prompt_column"
+    with pytest.raises(ValueError, match=told):
+        opened(path, folder, heldout=3)
+    with pytest.raises(ValueError, match="line 1: answr is missing"):
+        opened(path, folder, heldout=3, prompt_column="question", answer_column="answr")
+    assert opened(path, folder, heldout=3, prompt_column="question").prompt_at(0).answer is None  # no row has one
+
+
+def test_shards_of_a_split_are_read_together_and_several_splits_are_named(folder):
+    for split, shards in (("train", 2), ("test", 1)):
+        for i in range(shards):
+            name = f"{split}-{i:05}-of-{shards:05}.jsonl"
+            write(folder / name, sums(5, start=5 * i + 20 * (split == "test")))
+    task = opened(folder / "train", folder, heldout=2)
+    assert {p.answer for p in map(task.prompt_at, range(8))} <= {str(2 * i) for i in range(10)}
+    assert len(task.heldout_uids | {task.prompt_at(g).uid for g in range(8)}) == 10
+    with pytest.raises(ValueError, match="may mean .*/test, .*/train; name one of them"):
+        opened(folder, folder, heldout=2)
+    with pytest.raises(ValueError, match="may mean .*/test, .*/train; name one of them"):
+        opened(folder / "t", folder, heldout=2)
+
+
+def test_a_system_message_and_variables_reach_the_chat_template(folder):
+    talk = [{"role": "system", "content": "own"}, {"role": "user", "content": "d"}]
+    rows = [*({"prompt": name, "answer": 1} for name in "abc"), {"prompt": talk, "answer": 1}]
+    chat = {"template": "chat", "system": "Be brief.", "template_kwargs": {"think": False}}
+    task = opened(write(folder / "rows.jsonl", rows), folder, heldout=1, tokenizer=Chatty(), **chat)
+    prompts = {task.prompt_at(g).text for g in (-1, 0, 1, 2)}
+    said = {f"think=False <system>Be brief.<user>{name}<assistant>" for name in "abc"}
+    assert prompts == said | {"think=False <system>own<user>d<assistant>"}
+    assert task.messages_at(-1)[0]["role"] == "system"
+    ends = {"prompt": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}], "answer": 1}
+    opened(
+        write(folder / "rows.jsonl", [*rows, ends]),
+        folder,
+        heldout=1,
+        max_bad_rows_share=0.5,
+        **chat | {"template_kwargs": {}},
+    )
+    assert "ends with a message of the assistant" in (folder / "run" / "quarantine.jsonl").read_text()
+
+
+class Chatty(Letters):
+    def chat(self, messages, **variables):
+        return " ".join(f"{name}={value} " for name, value in variables.items()) + super().chat(messages)
+
+
 def test_bytes_that_are_no_utf8_are_a_bad_row(folder):
     path = folder / "rows.jsonl"
     path.write_bytes(
@@ -113,13 +186,17 @@ def test_files_beyond_reading_stop_with_a_sentence(folder):
     whole = write(folder / "rows.jsonl", sums(50))
     cut = folder / "cut.jsonl"
     cut.write_bytes(Path(whole).read_bytes()[:-9])
-    (folder / "rows.csv").write_text("a")
+    (folder / "rows.tsv").write_text("a")
+    (folder / "list.json").write_text('[{"prompt": "a"')
+    (folder / "quote.csv").write_text('prompt,answer\n"a" b,1\n')
     (folder / "empty.jsonl").write_text("")
     (folder / "zip.jsonl").write_bytes(random.Random(0).randbytes(5000) + b"\n")
     for path, sentence in [
         (cut, "cut.jsonl is truncated: its last line, 50"),
-        ("absent.jsonl", "is not a file"),
-        (folder / "rows.csv", "neither .jsonl nor .parquet"),
+        ("absent.jsonl", "absent.jsonl is neither a file of rows nor a folder of them"),
+        (folder / "rows.tsv", "none of .jsonl, .json, .csv, .parquet"),
+        (folder / "list.json", "list.json is not whole JSON"),
+        (folder / "quote.csv", "quote.csv is not a CSV file"),
         (folder / "empty.jsonl", "has no rows"),
         (folder / "zip.jsonl", "rows of .* are bad"),
     ]:

@@ -1,4 +1,5 @@
-"""The rewards on one real row before anything is compiled, what counts as solved, and prompts that are too long."""
+"""Rewards and environments on one real row before anything is compiled, what counts as solved, and prompts that are too
+long."""
 
 import dataclasses
 import os
@@ -9,11 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora_jax.config import ConfigError, TaskSection
+from dora_jax.config import ConfigError, EnvironmentSection, TaskSection
 from dora_jax.tasks import solved
+from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.pool import ScorerPool, try_rewards
 from dora_jax.tasks.solved import Solved
 from dora_jax.types import Prompt, ScoredGroup
+from tests.fakes.episode_player import Letters, prompt_of
 from tests.fakes.tasks import SUMS, opened
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,8 +34,27 @@ def hangs(prompt, response, answer): time.sleep(60)
 def inf(prompt, response, answer): return float("inf")
 def huge(prompt, response, answer): return 1e300
 def unless_empty(prompt, response, answer): return float(response.split()[-1] == answer)
+def colour(response, answer, colour): return {"seen " + colour: 1.0}
 def uneven(prompt, response, answer): return {"right": 1.0} if response else {"empty": 0.0}
+
+class Room:
+    terms, replays = ("right",), True
+    async def reset(self, prompt): self.colour = prompt.row["colour"]; return []
+    async def step(self, message): return [], True, {"right": float(message["content"] == "7")}
+    async def close(self): open("closed", "a").write(self.colour + " ")
+
+class NoReset(Room):
+    async def reset(self, prompt): return prompt.answer["x"]
+class NoStep(Room):
+    async def step(self, message): return [], True, {"right": 1.0 / len(message["content"].split())}
+class OddTerm(Room):
+    async def step(self, message): return [], True, {"wrong": 1.0}
+class NoMessage(Room):
+    async def step(self, message): return ["ok"], False, {}
+class Slow(Room):
+    async def reset(self, prompt): await __import__("asyncio").sleep(60)
 """
+EPISODES = EnvironmentSection(observation="<{content}>", retries=0, step_timeout_s=0.5)
 
 
 @pytest.fixture
@@ -44,7 +67,14 @@ def folder(tmp_path, monkeypatch):
 def tried(*names, **section):
     section = TaskSection(rewards=tuple(f"mine.{name}" for name in names), reward_retries=0, **section)
     prompt = Prompt(
-        group_id=0, task="t", uid="u", text="3 + 4 =", token_ids=np.zeros(1, np.int32), answer="7", max_new_tokens=9
+        group_id=0,
+        task="t",
+        uid="u",
+        text="3 + 4 =",
+        token_ids=np.zeros(1, np.int32),
+        answer="7",
+        max_new_tokens=9,
+        row={"colour": "red"},
     )
     pool = ScorerPool(section, lambda ids: "".join(map(chr, ids)))
     try:
@@ -54,7 +84,7 @@ def tried(*names, **section):
 
 
 def test_a_reward_that_scores_its_row_tells_the_terms(folder):
-    assert tried("terse") == ("right", "short")
+    assert tried("terse") == ("right", "short") and tried("colour") == ("seen red",)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +115,52 @@ def test_a_reward_that_hangs_is_refused_after_its_deadline(folder):
         tried("hangs", reward_timeout_s=0.3)
 
 
-def test_it_comes_before_the_warm_start(folder):
+def played(name):
+    pool = EnvironmentPool(
+        dataclasses.replace(EPISODES, name=f"mine.{name}"), Bridge(Letters(), EPISODES.observation), seed=0
+    )
+    prompt = dataclasses.replace(prompt_of(text="3 + 4 ="), row={"colour": "red"})
+    try:
+        pool.wait_ready()
+        return pool.try_episodes(prompt, Letters().encode), pool.stats()["environment/turns"], pool.waiting
+    finally:
+        pool.close()
+
+
+def test_an_environment_plays_two_episodes_of_its_row_that_leave_no_trace_in_the_metrics(folder):
+    assert played("Room") == (("right",), 0, 0)
+    assert (folder / "closed").read_text() == "red red "
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        (
+            "NoReset",
+            "raised TypeError: string indices must be integers, .* with the message '7' to the prompt '3 . 4 ='",
+        ),
+        ("NoStep", "raised ZeroDivisionError: .*, tried with the message ' '"),
+        ("OddTerm", "the reward term 'wrong' is 1.0; terms are right, tried"),
+        ("NoMessage", "its messages: "),
+        ("Slow", "no answer within environment.step_timeout_s = 0.5 s, tried"),
+    ],
+)
+def test_an_environment_that_cannot_play_is_refused_with_what_it_was_told(folder, name, told):
+    with pytest.raises(ConfigError, match=f"^environment.name: mine.{name} {told}"):
+        played(name)
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--config.task.rewards=('mine.none',)"], "task.rewards: reward none returned None"),
+        (
+            ["--config.environment.name=mine.NoReset"],
+            "environment.name: mine.NoReset raised TypeError: string indices must be integers",
+        ),
+    ],
+)
+def test_it_comes_before_the_warm_start(folder, flags, told):
     """From the command line: exit code 2, and nothing was made."""
     done = subprocess.run(
         [
@@ -94,7 +169,7 @@ def test_it_comes_before_the_warm_start(folder):
             "dora_jax.train",
             f"--config={ROOT}/configs/quickstart.py:tiny",
             "--workdir=run",
-            "--config.task.rewards=('mine.none',)",
+            *flags,
             "--config.sft.out=base",
             "--config.model.path=base",
         ],
@@ -104,7 +179,7 @@ def test_it_comes_before_the_warm_start(folder):
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "error: task.rewards: reward none returned None" in done.stderr and "Traceback" not in done.stderr
+    assert f"error: {told}" in done.stderr and "Traceback" not in done.stderr
     assert "\\x" not in done.stderr  # the response is text, although there is no tokenizer yet
     assert not (folder / "base").exists() and "step" not in done.stdout
 

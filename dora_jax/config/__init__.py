@@ -232,7 +232,7 @@ class SftSection:
     """Supervised warm start; `python -m dora_jax.sft` reads this section and writes a Hugging Face folder."""
 
     out: str = field("", "folder to write; the main job makes it first when it equals model.path and is missing")
-    rows: str = field("", "jsonl or parquet with prompt and answer (or completion); empty: the task's worked solutions")
+    rows: str = field("", "rows as of task.path, with an answer or a completion; empty: the task's worked solutions")
     init: str = field("", "Hugging Face folder to start from; empty: a new model of the sizes below")
     examples: int = field(4096, ge=1)
     slip_rate: float = field(0.0, "share of worked solutions that carry one arithmetic slip", ge=0, le=1)

@@ -12,10 +12,12 @@ from dora_jax.base.config_tree import field
 class TaskPart:
     """One of several tasks; templates and rewards are those of the section."""
 
-    name: str = field("", "as in the section, and so the next four")
+    name: str = field("", "as in the section, and so the next six")
     params: dict[str, Any] = field({})
     path: str = ""
     heldout_path: str = ""
+    prompt_column: str = ""
+    answer_column: str = ""
     extract: str = ""
     weight: int = field(1, "prompts of it in each turn through the mix", ge=1)
     limit: float = field(1.0, "most outstanding groups, in units of its share of inflight; all 1: no limits", gt=0)
@@ -25,15 +27,22 @@ class TaskPart:
 class TaskSection:
     name: str = field("", '"reasoning_gym:<dataset>" or "rows"')
     params: dict[str, Any] = field({}, "handed to the reasoning-gym dataset")
-    path: str = field("", "rows: a .jsonl or .parquet file")
+    path: str = field("", "rows: a .jsonl, .json, .csv or .parquet file")
     heldout_path: str = field("", "rows: held-out file; empty: a share of `path` by uid")
+    prompt_column: str = field(
+        "", "rows: column of the prompt, text or messages; a.b: field b of column a; empty: prompt"
+    )
+    answer_column: str = field("", "rows: column of what rewards compare with; empty: answer")
     mix: dict[str, TaskPart] = field({}, "several tasks in place of `name`, each named")
     lead: float = field(0.0, "mix with limits: steps of prompts by which a task may be ahead; 0: any number", ge=0)
     adaptive: bool = field(False, "mix: tasks with many filtered groups get up to 4 times their share of the load")
     heldout: int = field(256, "distinct held-out prompts; in a mix an equal part of each task's", ge=1)
     template: str = field("{prompt}", 'text around {prompt}; "chat" applies the tokenizer\'s chat template')
+    template_kwargs: dict[str, Any] = field({}, "chat: variables of the template, such as enable_thinking of Qwen3")
+    system: str = field("", "chat: system message in front of prompts that have none")
     extract: str = field("", "regex; its first group in the question replaces the question")
     rewards: tuple[str, ...] = field(("dora_jax.tasks.rewards.exact",), "import paths; values add up")
+    reward_weights: tuple[float, ...] = field((), "of each of rewards in their sum; empty: 1")
     answer_pattern: str = field("", "regex; its first group in the response is what rewards see")
     reward_workers: int = field(1, "processes", ge=1)
     reward_timeout_s: float = field(10.0, "for one sample", gt=0)

@@ -47,6 +47,7 @@ class Tokenizer:
         path: Path,
     ):
         self._backend = backend
+        self.template = template or ""  # of its chats; empty: it has none
         setup = {"template": template, "special": special}  # special: {"eos_token": "<|im_end|>", ...}
         self._chat = render.Renderer(f"the chat template of {path}", setup) if template is not None else None
         added = sorted((token.content for token in backend.get_added_tokens_decoder().values()), key=len, reverse=True)

@@ -169,11 +169,14 @@ def _task(config: Config) -> Problems:
     task = config.task
     sources: dict[str, Any] = _parts(task) or {"task": task}
     for where, part in sources.items():
-        kind, _, dataset = part.name.partition(":")
-        if part.name != "rows" and not (kind == "reasoning_gym" and dataset):
-            yield f'{where}.name: {part.name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
-        if part.name == "rows" and not part.path:
-            yield f'{where}.path: empty; the task "rows" reads a .jsonl or .parquet file'
+        name = part.name
+        kind, _, dataset = name.partition(":")
+        if name != "rows" and not (kind == "reasoning_gym" and dataset):
+            yield f'{where}.name: {name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
+        if name == "rows" and not part.path:
+            yield f'{where}.path: empty; the task "rows" reads a .jsonl, .json, .csv or .parquet file'
+        if name != "rows" and (part.prompt_column or part.answer_column):
+            yield f"{where}.prompt_column: {name} has no columns; leave it and answer_column empty"
         yield from _pattern(f"{where}.extract", part.extract)
     if task.adaptive and not (task.mix and config.orchestrator.filter_zero_variance):
         yield (
@@ -190,6 +193,20 @@ def _task(config: Config) -> Problems:
         yield f"task.mix: its weights add up to {total}: a turn through it has at most {MOST_WEIGHT} prompts"
     if task.template != "chat" and "{prompt}" not in task.template:
         yield f'task.template: {task.template!r} is neither "chat" nor a text with {{prompt}} in it'
+    if task.template != "chat":
+        for field in ("system", "template_kwargs"):
+            if getattr(task, field):
+                yield f'task.{field}: it belongs to a chat template; set task.template = "chat"'
+    for name in ("messages", "add_generation_prompt"):
+        if name in task.template_kwargs:
+            yield f"task.template_kwargs: {name} is not free to choose: the run decides it"
+    if task.reward_weights and (config.environment.name or config.serving.train):
+        yield "task.reward_weights: they weigh the rewards of whole answers, not of turns; leave it empty"
+    elif len(task.reward_weights) not in (0, len(task.rewards)):
+        yield (
+            f"task.reward_weights: {len(task.reward_weights)} weights for the {len(task.rewards)} of task.rewards: "
+            "name one for each, or none"
+        )
     yield from environment.problems(config)
     yield from config_live.problems(config)
     if not (task.rewards or config.reward_model.path or config.environment.name):

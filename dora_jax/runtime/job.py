@@ -201,17 +201,16 @@ def opened(config: Config, workdir: Path, writer: Writer) -> RunContext:
 
 
 def _try_early(config: Config, workdir: Path) -> None:
-    """Tries the rewards on one row before the warm start, which takes minutes and makes the tokenizer of the run."""
+    """Tries rewards or environment on one row before the warm start, which takes minutes and makes the tokenizer of the
+    run."""
     section = dataclasses.replace(config.task, reward_workers=1)
-    if config.environment.name:
-        bridge = Bridge(warm_start_data.tokenizer_of(config.sft), config.environment.observation)
-        with contextlib.closing(EnvironmentPool(config.environment, bridge, config.seed)) as environments:
-            environments.wait_ready()
-    if not section.rewards or config.environment.name or config.serving.train:
+    if not (section.rewards or config.environment.name) or config.serving.train:
         return
     tokenizer = warm_start_data.tokenizer_of(config.sft)
-    pool = ScorerPool(section, tokenizer.decode)
-    try:
+    with contextlib.ExitStack() as undo:
+        pool = None
+        if not config.environment.name:
+            pool = undo.enter_context(contextlib.closing(ScorerPool(section, tokenizer.decode)))
         with field_context("task"):
             task = tasks.open_task(
                 section,
@@ -222,9 +221,15 @@ def _try_early(config: Config, workdir: Path) -> None:
                 heldout=section.heldout,
                 quarantine_path=workdir / "quarantine.jsonl",
             )
-        try_rewards(pool, task.survey()[0], tokenizer.encode)
-    finally:
-        pool.close()
+        prompt = task.survey()[0]
+        if pool:
+            try_rewards(pool, prompt, tokenizer.encode)
+            return
+        observation = "" if section.template == "chat" else config.environment.observation
+        bridge = Bridge(tokenizer, observation, task.messages_at, section.template_kwargs)
+        environments = EnvironmentPool(dataclasses.replace(config.environment, workers=1), bridge, config.seed)
+        undo.enter_context(contextlib.closing(environments)).wait_ready()
+        environments.try_episodes(prompt, tokenizer.encode)
 
 
 def _train(

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,6 +95,9 @@ class RunContext:
                 undo.callback(pool.close)
             self.task = self._task()
             prompt, self.remarks = self.task.survey()
+            for name in config.task.template_kwargs:
+                if not re.search(rf"\b{re.escape(name)}\b", self.tokenizer.template):
+                    self.remarks.append(f"task.template_kwargs: the chat template of the model has no variable {name}")
             terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
             self.sessions = self._sessions(pool) if pool and config.serving.train else None
             self.environments: Environments | None = self.sessions
@@ -101,9 +105,10 @@ class RunContext:
                 # in processes that start in the background
                 section = self.config.environment
                 observation = "" if self.config.task.template == "chat" else section.observation
-                bridge: Bridge | RendererBridge = Bridge(self.tokenizer, observation, self.task.messages_at)
+                variables, at = config.task.template_kwargs, self.task.messages_at
+                bridge: Bridge | RendererBridge = Bridge(self.tokenizer, observation, at, variables)
                 if section.renderer:
-                    bridge = RendererBridge(self.tokenizer, section.renderer, self.task.messages_at)
+                    bridge = RendererBridge(self.tokenizer, section.renderer, at, variables)
                 rollout = self.config.rollout
                 policy = PolicyFacts(
                     path=str(self.tokenizer.path.resolve()),
@@ -115,7 +120,8 @@ class RunContext:
                 )
                 self.environments = environments = EnvironmentPool(section, bridge, self.config.seed, policy)
                 undo.callback(environments.close)
-                terms = environments.wait_ready()
+                environments.wait_ready()
+                terms = environments.try_episodes(prompt, self.tokenizer.encode)
             with field_context("eval.solved"):
                 self.solved = solved.among(config.eval.solved, terms)
             if not self.sessions and self.task.n_heldout < config.eval.prompts:

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from dora_jax.types import Columns
+
 NOISE = ("failed", "truncated", "late", "irrelevant")  # environment.noise_*
 Message = dict[str, Any]  # role, content, and whatever else a chat template knows
 
@@ -40,6 +42,7 @@ class EpisodePrompt:
     answer: Any  # JSON-serialisable
     seed: int  # the same for every sample of a group
     task: str = ""  # of a mix: its entry's name; else as the source of the prompt names it
+    row: Columns = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

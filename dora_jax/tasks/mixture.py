@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from dora_jax.config.task import TaskPart
     from dora_jax.tasks.source import Source, TaskRow
 
-OWN = ("name", "params", "path", "heldout_path", "extract")  # fields of a section that each entry has for itself
+OWN = (
+    "name",
+    "params",
+    "path",
+    "heldout_path",
+    "prompt_column",
+    "answer_column",
+    "extract",
+)  # fields of a section that each entry has for itself
 
 
 def cycle_of(mix: Mapping[str, TaskPart]) -> tuple[str, ...]:

@@ -92,7 +92,8 @@ class ScorerPool:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
-        setup = {"rewards": list(section.rewards), "answer_pattern": section.answer_pattern}
+        weights = list(section.reward_weights)
+        setup = {"rewards": list(section.rewards), "weights": weights, "answer_pattern": section.answer_pattern}
         form = sandbox.WEAK
         if section.reward_sandbox != sandbox.WEAK:
             try:
@@ -195,7 +196,8 @@ class ScorerPool:
     ) -> ScoredGroup | GroupFailure:
         lengths = tuple(len(sample.out_ids) for sample in samples)
         try:
-            terms = [self._score_sample(process, prompt, sample) for sample in samples]
+            scores = [self._score_sample(process, prompt, sample) for sample in samples]
+            terms = [of_sample for of_sample, _ in scores]
             # Rows of terms -> {name: f32[G]}.
             names = list(terms[0])
             for row in terms:
@@ -208,37 +210,39 @@ class ScorerPool:
             return GroupFailure(
                 group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind, response=error.response
             )
-        rewards = np.stack(list(parts.values())).sum(0, dtype=np.float32)
+        rewards = np.array([reward for _, reward in scores], np.float32)
         return ScoredGroup(
             group_id=prompt.group_id, version=samples[0].version, samples=samples, rewards=rewards, parts=parts
         )
 
-    def _score_sample(self, process: calls.Process, prompt: Prompt, sample: Sample) -> dict[str, float]:
-        """The sample's terms; raises NoScore with the last reason after all retries."""
+    def _score_sample(self, process: calls.Process, prompt: Prompt, sample: Sample) -> tuple[dict[str, float], float]:
+        """The sample's terms and its reward; raises NoScore with the last reason after all retries."""
         if sample.finish == "error":
             raise NoScore(f"sample {tuple(sample.id)} ended in an error", "a sample ended in an error")
-        request = {"prompt": prompt.text, "response": self._decode(sample.out_ids), "answer": prompt.answer}
+        response = self._decode(sample.out_ids)
+        request = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "row": dict(prompt.row)}
         attempts = 1 + self._section.reward_retries
         for attempt in range(1, attempts + 1):
             try:
                 # What the worker checks already (rewards.py), checked again: a worker may lie.
                 reply = process.ask(request, self._section.reward_timeout_s, self._who)
-                parts = reply.get("parts")
+                parts, reward = reply.get("parts"), reply.get("reward")
                 values = parts.values() if isinstance(parts, dict) else ()
                 if (
                     not isinstance(parts, dict)
                     or not values
-                    or not all(isinstance(value, float) and math.isfinite(value) for value in values)
+                    or not isinstance(reward, float)
+                    or not all(isinstance(value, float) and math.isfinite(value) for value in [*values, reward])
                 ):
                     raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")
-                return parts
+                return parts, reward
             except NoAnswer as error:
                 if self._closed:
                     raise NoScore(str(error)) from error
                 self._start(process)  # fresh for the next attempt, and for the next group
                 if attempt == attempts:
                     message = f"{error} ({len(sample.out_ids)} tokens, sample {tuple(sample.id)}, {attempts} attempts)"
-                    raise NoScore(message, error.kind, request["response"]) from error
+                    raise NoScore(message, error.kind, response) from error
                 with self._lock:
                     self._counts["retries"] += 1
         raise AssertionError("unreachable")
@@ -262,7 +266,7 @@ def try_rewards(pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequen
     The row is tried with two responses, its own answer and the empty text, because a policy writes anything; both are
     scored as samples are: decoded, in a worker process, with its deadline and its retries."""
     pool.wait_ready()
-    answer, samples = str(plain(prompt.answer)), []
+    answer, samples = "" if prompt.answer is None else str(plain(prompt.answer)), []
     for index, text in enumerate((answer, "")):
         ids = np.asarray(encode(text), np.int32)
         sample = Sample(

@@ -43,7 +43,8 @@ class Wording:
     def __init__(self, section: TaskSection, tokenizer: Tokenizer):
         self._extract = section.extract
         self._extractor = Renderer(f"task.extract {section.extract!r}", {"extract": section.extract})
-        self._template = section.template
+        self._template, self._system = section.template, section.system
+        self._variables = dict(section.template_kwargs)
         self.tokenizer = tokenizer
 
     def question(self, raw: Question) -> Question:
@@ -65,11 +66,17 @@ class Wording:
             raise ValueError(f"task.extract {self._extract!r} does not match the prompt {shorten(raw)!r}")
         return text
 
+    def messages(self, question: Question) -> list[dict[str, str]]:
+        """The question as messages, before a chat template; a system message of its own stays the only one."""
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        if self._system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system})
+        return messages
+
     def text(self, question: Question) -> str:
         if self._template == "chat":
-            messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
             try:
-                return self.tokenizer.chat(messages)
+                return self.tokenizer.chat(self.messages(question), **self._variables)
             except ValueError as error:
                 raise ConfigError(f"task.template: {error}, on the prompt {shorten(str(question))!r}") from error
         return self._template.replace("{prompt}", str(question))  # not str.format: templates hold other braces
@@ -110,6 +117,7 @@ class Task:
             token_ids=np.asarray(ids, dtype=np.int32),
             answer=row.answer,
             max_new_tokens=self._max_new_tokens,
+            row=row.columns,
         )
 
     def survey(self) -> tuple[Prompt, list[str]]:
@@ -142,9 +150,8 @@ class Task:
         return prompts[0], remarks
 
     def messages_at(self, group_id: GroupId) -> list[dict[str, str]]:
-        """The question as messages, before a chat template."""
-        question = self._row(group_id).question
-        return [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        """See Wording.messages."""
+        return self._wording.messages(self._row(group_id).question)
 
     def worked_prompt(self, i: int, *, slip_rate: float = 0.0) -> tuple[str, Any, bool]:
         """(prompt text, answer, whether its dialogue slips) number i of the warm start."""

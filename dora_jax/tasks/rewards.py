@@ -6,6 +6,9 @@ the working directory is on sys.path. Yours in my_rewards.py, with --config.task
     def short(prompt: str, response: str, answer) -> float:
         return 1.0 if str(answer) in response and len(response) < 80 else 0.0
 
+One with a parameter `response` is called by keyword: prompt, response, answer and the columns of the row, those that
+it names, or all of them where it takes **row. Any other gets the first three by position.
+
 Laws: no response makes a shipped reward raise: it scores 0.0; an answer that a reward cannot use, or a value that is
 no finite number within +-MAX_REWARD, is an error and never a score. With task.answer_pattern a reward sees the first
 group of the pattern's first match in the response, and "" where it does not match.
@@ -15,18 +18,20 @@ reasoning-gym item and not the plain answer.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import os
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from dora_jax.base import callables
+from dora_jax.types import NO_COLUMNS, Columns
 
-Reward = Callable[[str, str, Any], float | Mapping[str, float]]
+Reward = Callable[..., float | Mapping[str, float]]
 
 RELATIVE_TOLERANCE = 1e-6  # of numbers that are not equal as fractions: 0.333333 is 1/3
 MAX_NUMBER_CHARS = 200  # longer ones are no answer, and arithmetic on them takes forever
@@ -172,12 +177,27 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
         raise RewardError(f"task.rewards: {error}") from error
 
 
-def score(rewards: Mapping[str, Reward], prompt: str, response: str, answer: Any) -> dict[str, float]:
-    """The terms of every reward by name; their sum is the reward. Raises RewardError only."""
+def score(
+    rewards: Mapping[str, Reward],
+    prompt: str,
+    response: str,
+    answer: Any,
+    row: Columns = NO_COLUMNS,
+    weights: Sequence[float] = (),
+) -> tuple[dict[str, float], float]:
+    """(the terms of every reward by name, their weighted sum: the reward). Raises RewardError only.
+
+    answer: None where the row has none. row: its columns. weights: of each reward; empty: 1.
+    """
     parts: dict[str, float] = {}
-    for name, reward in rewards.items():
+    total = 0.0
+    for (name, reward), weight in zip(rewards.items(), weights or [1.0] * len(rewards), strict=True):
         try:
-            value = reward(prompt, response, answer if getattr(reward, "takes_item", False) else plain(answer))
+            given = {"prompt": prompt, "response": response}
+            if answer is not None:
+                given["answer"] = answer if getattr(reward, "takes_item", False) else plain(answer)
+            positional, keywords = _arguments(reward, name, {**row, **given})
+            value = reward(*positional, **keywords)
         except RewardError:
             raise
         except BaseException as error:  # sys.exit included; always raised again, with the reward's name
@@ -192,7 +212,31 @@ def score(rewards: Mapping[str, Reward], prompt: str, response: str, answer: Any
             if term in parts:
                 raise RewardError(f"two rewards return a term {term!r}; the second is {name}")
             parts[str(term)] = _finite(number, name, term)
-    return parts
+            total += weight * parts[str(term)]
+    return parts, total
+
+
+def _arguments(reward: Reward, name: str, given: Columns) -> tuple[list[object], Columns]:
+    """What a reward is called with, of what there is; RewardError names a parameter that nothing fills."""
+    try:
+        parameters = list(inspect.signature(reward).parameters.values())
+    except (TypeError, ValueError):  # of a function of a compiled module
+        parameters = []
+    by_keyword = any(p.name == "response" for p in parameters)
+    if parameters and all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
+        by_keyword = True
+    first = [] if by_keyword else ["prompt", "response", "answer"]
+    rest = [p for i, p in enumerate(parameters) if i >= len(first) or p.kind is p.KEYWORD_ONLY]
+    rest = [p for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    wanted = [p.name for p in rest if p.name in given or p.default is p.empty]
+    if lacking := [each for each in (*first, *wanted) if each not in given]:
+        raise RewardError(
+            f"reward {name} takes {lacking[0]!r}, and its row has {', '.join(map(str, given))}"
+            + (" (task.answer_column names the column of the answer)" if lacking[0] == "answer" else "")
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        wanted = [each for each in given if each not in first]
+    return [given[each] for each in first], {each: given[each] for each in wanted}
 
 
 def _finite(number: Any, name: str, term: Any) -> float:

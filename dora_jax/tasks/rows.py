@@ -1,7 +1,8 @@
-"""Stage 1, source of prompts: your own rows, from a .jsonl or .parquet file.
+"""Stage 1, source of prompts: your own rows, from a .jsonl, .json, .csv or .parquet file, or shards of one.
 
-A row: `prompt` (text, or messages with role and content), `answer` (anything JSON), optionally `task`, `id` and
-`completion` (a teacher's solution, for the warm start); other fields are ignored.
+A row: `prompt` (text, or messages with role and content) and `answer` (anything JSON), which task.prompt_column and
+task.answer_column rename; optionally `task`, `id` and `completion` (a teacher's solution, for the warm start). Rewards
+may name any column. An answer is missing in all rows of a file, or a row without one is bad.
 Laws:
   a bad row goes to the quarantine file with its line number and the reason, and the run goes on; above
   task.max_bad_rows_share, and for a file that is truncated or is not what its name says, it stops with a sentence.
@@ -12,9 +13,13 @@ Laws:
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import glob
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +28,10 @@ from typing import Any
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.source import TaskRow, identity_hash, shorten, uid_of
+from dora_jax.types import Columns
 
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+SHARD = re.compile(r"-\d+-of-\d+$")  # behind the name of a split: train-00000-of-00002.parquet
 FEISTEL_ROUNDS = 4  # of a keyed permutation: enough to look random
 
 _log = logging.getLogger(__name__)
@@ -53,9 +61,7 @@ class RowsSource:
         self.name = section.path
         self.bad: list[BadRow] = []
         files = [section.path, *([section.heldout_path] if section.heldout_path and heldout else [])]
-        read = [
-            self._read(Path(path), section.max_bad_rows_share, wording, supervised, quarantine_path) for path in files
-        ]
+        read = [self._read(Path(path), section, wording, supervised, quarantine_path) for path in files]
         distinct: dict[str, TaskRow] = {}  # the first row of each uid
         for row in read[-1]:
             if row.uid not in exclude:
@@ -85,18 +91,20 @@ class RowsSource:
         return self._training[permuted(position, n, stream, seed, epoch)]
 
     def _read(
-        self, path: Path, max_bad_share: float, wording: Wording, supervised: bool, quarantine_path: Path
+        self, path: Path, section: TaskSection, wording: Wording, supervised: bool, quarantine_path: Path
     ) -> list[TaskRow]:
-        good, bad, total = [], [], 0
-        for line, raw in read_rows(path):
-            total += 1
+        good, bad, max_bad_share = [], [], section.max_bad_rows_share
+        rows = [(file, *row) for file in files_of(path) for row in read_rows(file)]
+        total, name = len(rows), section.answer_column or "answer"
+        answered = any(isinstance(raw, dict) and column(raw, name) is not None for _, _, raw in rows)
+        for file, line, raw in rows:
             try:
-                good.append(_row(raw, wording, supervised, path.stem))
+                good.append(_row(raw, section, wording, supervised, path.stem, answered))
             except ConfigError:
                 raise  # not this row's fault alone
             except ValueError as error:
                 text = raw if isinstance(raw, str) else json.dumps(raw, default=str)
-                bad.append(BadRow(file=str(path), line=line, reason=str(error), row=shorten(text, 200)))
+                bad.append(BadRow(file=str(file), line=line, reason=str(error), row=shorten(text, 200)))
         self.bad += bad
         # The file of the bad rows always describes the newest reading: it is absent where nothing is bad.
         if self.bad:
@@ -133,10 +141,54 @@ def permuted(position: int, n: int, *identity: str | int) -> int:
 # ---------------------------------------------------------------- files
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files whose rows a path means: itself, or the shards of one split under a folder or behind a common name,
+    data/train for data/train-00000-of-00002.parquet. ValueError names what there is to choose from."""
+    if path.is_file():
+        return [path]
+    inside = path.rglob("*") if path.is_dir() else path.parent.glob(f"{glob.escape(path.name)}*")
+    files = sorted(file for file in inside if file.suffix in ENDINGS and not file.name.startswith("."))
+    if not files:
+        raise ValueError(f"{path} is neither a file of rows nor a folder of them ({', '.join(ENDINGS)})")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(str(file.with_name(SHARD.sub("", file.stem))), []).append(file)
+    if len(splits) > 1 and str(path) not in splits:
+        raise ValueError(f"{path} may mean {', '.join(list(splits)[:8])}; name one of them")
+    return splits.get(str(path), files)
+
+
+def column(raw: Columns, name: str) -> object:
+    """The value of a column; a dotted name that is none itself goes into nested ones. None: there is none."""
+    if name in raw:
+        return raw[name]
+    first, _, rest = name.partition(".")
+    return column(raw[first], rest) if rest and isinstance(raw.get(first), Mapping) else None
+
+
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number, parsed row, or the text of one that is no JSON); ValueError for a file beyond reading."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
+    if path.suffix == ".csv":
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.DictReader(file, strict=True)
+                for row in reader:
+                    whole = None not in row and None not in row.values()
+                    yield reader.line_num, row if whole else ",".join(map(str, row.values()))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
+        return
+    if path.suffix == ".json":
+        with path.open("rb") as file:
+            is_list = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        if is_list:  # else it is .jsonl by another name, as many a hub has it
+            try:
+                yield from enumerate(json.loads(path.read_text(encoding="utf-8-sig")), 1)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path} is not whole JSON in UTF-8: {error}") from error
+            return
     if path.suffix == ".parquet":
         import pyarrow.parquet  # other rows do without
 
@@ -146,8 +198,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} is not a whole parquet file: {error}") from error
         return
-    if path.suffix != ".jsonl":
-        raise ValueError(f"{path} is neither .jsonl nor .parquet")
+    if path.suffix not in ENDINGS:
+        raise ValueError(f"{path} is none of {', '.join(ENDINGS)}")
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
             if not raw.strip():
@@ -163,38 +215,55 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield line, text
 
 
-def _row(raw: Any, wording: Wording, supervised: bool, default_task: str) -> TaskRow:
-    """ValueError names what is wrong with the row."""
+def _row(
+    raw: Any, section: TaskSection, wording: Wording, supervised: bool, default_task: str, answered: bool
+) -> TaskRow:
+    """answered: rows of its file have an answer. ValueError names what is wrong with the row."""
     if isinstance(raw, str):
-        raise ValueError("not a JSON object in UTF-8")
+        raise ValueError("not a JSON object in UTF-8")  # of a .csv: more or fewer values than its first line
     if not isinstance(raw, dict):
         raise ValueError(f"a {type(raw).__name__}, not an object")
-    answer, completion, task = raw.get("answer"), raw.get("completion"), raw.get("task")
+    name, answer_name = section.prompt_column or "prompt", section.answer_column or "answer"
+    answer, completion, task = column(raw, answer_name), raw.get("completion"), raw.get("task")
     if completion is not None and not (isinstance(completion, str) and completion):
         raise ValueError("completion is not a text")
-    if answer is None and not (supervised and completion is not None):
-        raise ValueError("answer is missing" + (" (and so is completion)" if supervised else ""))
+    required = answered or supervised or bool(section.answer_column)
+    if answer is None and required and not (supervised and completion is not None):
+        raise ValueError(f"{answer_name} is missing" + (" (and so is completion)" if supervised else ""))
     try:
         json.dumps(answer, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"answer cannot be written as JSON: {error}") from error
+        raise ValueError(f"{answer_name} cannot be written as JSON: {error}") from error
+    columns = {}
+    for key in raw.keys() - {"prompt", "answer"}:
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # no reward can have a date, or bytes
+            json.dumps(raw[key], allow_nan=False)
+            columns[key] = raw[key]
     if task is not None and not isinstance(task, str):
         raise ValueError("task is not a text")
     if not isinstance(raw.get("id"), (str, int, type(None))):
         raise ValueError("id is neither a text nor a whole number")
-    prompt = raw.get("prompt")
+    prompt = column(raw, name)
     if prompt is None:
-        raise ValueError("prompt is missing")
+        known = ", ".join(map(str, raw)) or "no column"
+        raise ValueError(f"{name} is missing; the row has {known} (task.prompt_column names the prompt's)")
     if isinstance(prompt, str) and not prompt.strip():
-        raise ValueError("prompt is empty")
+        raise ValueError(f"{name} is empty")
     if not isinstance(prompt, str):
         if not isinstance(prompt, list) or not prompt:
-            raise ValueError("prompt is neither a text nor a list of messages")
+            raise ValueError(f"{name} is neither a text nor a list of messages")
         for message in prompt:
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise ValueError("a message of prompt lacks a text role or content")
+                raise ValueError(f"a message of {name} lacks a text role or content")
+        if prompt[-1]["role"] == "assistant":
+            raise ValueError(f"{name} ends with a message of the assistant, so that nothing is left to answer")
         prompt = [{"role": message["role"], "content": message["content"]} for message in prompt]
     question = wording.question(prompt)
     return TaskRow(
-        uid=uid_of(question), task=task or default_task, question=question, answer=answer, solution=completion
+        uid=uid_of(question),
+        task=task or default_task,
+        question=question,
+        answer=answer,
+        solution=completion,
+        columns=columns,
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from dora_jax.types import Columns
 
 Question = str | list[dict[str, str]]  # text, or messages with role and content
 
@@ -49,6 +51,7 @@ class TaskRow:
     solution: str | None = None  # what a teacher wrote (rows: `completion`)
     entry: dict[str, Any] | None = None  # reasoning-gym's own, for worked solutions
     part: str = ""  # of a mix: the name of its entry
+    columns: Columns = field(default_factory=dict)
 
 
 class Source(Protocol):

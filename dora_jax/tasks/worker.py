@@ -1,7 +1,7 @@
 """Stage 3, one reward worker: `python -m dora_jax.tasks.worker FD`, started and killed by pool.py.
 
-Protocol (calls.py): setup {"rewards", "answer_pattern"}; then {"prompt", "response", "answer"} -> {"parts": {name:
-number}}. Laws: imports neither JAX nor the models; ends when its caller does.
+Protocol (calls.py): setup {"rewards", "weights", "answer_pattern"}; then {"prompt", "response", "answer", "row"} ->
+{"parts": {name: number}, "reward": number}. Laws: imports neither JAX nor the models; ends when its caller does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
             match = pattern.search(response)
             response = (match.group(1) or "") if match else ""
         try:
-            return {"parts": rewards.score(terms, request["prompt"], response, request["answer"])}
+            of_terms, total = rewards.score(
+                terms, request["prompt"], response, request["answer"], request["row"], setup["weights"]
+            )
+            return {"parts": of_terms, "reward": total}
         except rewards.RewardError as error:
             raise calls.Refused(str(error), error.kind) from error
 

@@ -24,6 +24,7 @@ from dora_jax.config import Config, SftSection
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.tasks.environments import dialogues
 from dora_jax.tasks.environments.dialogues import Dialogue
+from dora_jax.types import Columns
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TOKENIZER_SIZE = 512  # 256 bytes, two special tokens, merges for the task's words; a small head is a fast one
@@ -83,10 +84,12 @@ class _Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
+    encode_text = encode
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         return bytes(map(int, ids)).decode(errors="replace")
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def chat(self, messages: Sequence[Columns], **variables: object) -> str:
         raise ValueError(
             "the tokenizer that the warm start makes has no chat template; sft.init names a model that has one"
         )

@@ -23,7 +23,7 @@ import multiprocessing.connection
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,10 @@ from dora_jax.tasks import code, sandbox
 from dora_jax.tasks.environment import NO_POLICY, NOISE, Message, PolicyFacts
 from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
-from dora_jax.tasks.pool import drained
+from dora_jax.tasks.pool import TRIAL_POLL_S, drained
+from dora_jax.tasks.rewards import plain
 from dora_jax.tasks.sandbox import calls
-from dora_jax.tasks.source import identity_hash
+from dora_jax.tasks.source import identity_hash, shorten
 from dora_jax.types import (
     EpisodeEnded,
     EpisodeFailed,
@@ -110,6 +111,44 @@ class EnvironmentPool:
         if first.speaks_tokens:
             self._bridge = TokenBridge(self._stop_ids)
         return first.terms
+
+    def try_episodes(self, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:
+        """Begins two episodes of a real row before anything is compiled, and answers with the row's answer and with
+        nothing, because a policy writes anything. Returns the reward terms; ConfigError names the one that failed.
+        Of an environment of token ids nothing is tried while there is no policy."""
+        answer, ended = "" if prompt.answer is None else str(plain(prompt.answer)), list(self._stop_ids[:1])
+        tried = () if self._workers[0].speaks_tokens and not ended else (answer, "")
+        for index, text in enumerate(tried):
+            text = text if text or ended else " "  # a turn has a token
+            id, turn = SampleId(prompt.group_id, index), np.array([*encode(text), *ended], np.int32)
+            self.open(id, prompt)
+            answered = self._tried()
+            if isinstance(answered, Observed):
+                before = prompt.token_ids[: answered.keep]
+                tokens = np.concatenate([before, answered.token_ids, turn])
+                mask = np.arange(len(tokens) - len(before)) >= len(answered.token_ids)
+                so_far = EpisodeSoFar(
+                    id=id, version=0, tokens=tokens, mask=mask, logprobs=np.zeros(len(mask), np.float32), room=2**31
+                )
+                self.turn(prompt, so_far)
+                answered = self._tried()
+            self.drop(id)
+            if isinstance(answered, EpisodeFailed | EpisodeLost):
+                reason = answered.reason.removeprefix(f"{self._section.name}: ")
+                raise ConfigError(
+                    f"environment.name: {self._section.name} {reason}, tried with the message {shorten(text)!r} to the "
+                    f"prompt {shorten(prompt.text)!r}"
+                )
+        with self._lock:  # what it measures is of the run alone
+            self._counts.clear()
+            self._failed.clear()
+            self._seconds = 0.0
+        return self._workers[0].terms
+
+    def _tried(self) -> Answer:
+        while not (answers := self.poll()):
+            time.sleep(TRIAL_POLL_S)
+        return answers[0]
 
     def open(self, id: SampleId, prompt: Prompt) -> None:
         """Asks what follows the prompt before the first turn: Observed, perhaps of no tokens."""
@@ -208,7 +247,13 @@ class EnvironmentPool:
         episode.number, episode.asked_s = self._numbers, time.monotonic()
         prompt = episode.prompt
         seed = identity_hash("environment", self._seed, issued_first_as(prompt.group_id))
-        begin = {"task": prompt.task, "text": prompt.text, "answer": prompt.answer, "seed": seed}
+        begin = {
+            "task": prompt.task,
+            "text": prompt.text,
+            "answer": prompt.answer,
+            "seed": seed,
+            "row": dict(prompt.row),
+        }
         question = {"id": id, "number": episode.number, "prompt": begin, "messages": episode.messages}
         self._of(id).outgoing.put(question | {"again": episode.conversation is None})
 

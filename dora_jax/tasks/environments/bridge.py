@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dora_jax.tasks.environment import Message
-from dora_jax.types import GroupId, Prompt, Version
+from dora_jax.types import NO_COLUMNS, Columns, GroupId, Prompt, Version
 
 if TYPE_CHECKING:
     from dora_jax.models.tokenizer import Tokenizer
@@ -33,12 +33,17 @@ class Conversation:
 
 
 class Bridge:
-    """observation: what stands around a message, "{content}" in it; empty: the tokenizer's chat template says."""
+    """observation: what stands around a message, "{content}" in it; empty: the tokenizer's chat template says, with
+    these variables."""
 
     def __init__(
-        self, tokenizer: Tokenizer, observation: str, messages_at: Callable[[GroupId], list[Message]] = lambda _: []
+        self,
+        tokenizer: Tokenizer,
+        observation: str,
+        messages_at: Callable[[GroupId], list[Message]] = lambda _: [],
+        variables: Columns = NO_COLUMNS,
     ):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._variables = tokenizer, dict(variables)
         self._around = observation.split("{content}") if observation else None
         self._messages_at = messages_at
 
@@ -89,7 +94,7 @@ class Bridge:
                 contents.append(message["content"])
                 message = {**message, "content": SLOT.format(len(contents) - 1)}
             slotted.append(message)
-        return self._tokenizer.chat([*messages, *slotted]), contents
+        return self._tokenizer.chat([*messages, *slotted], **self._variables), contents
 
     def _encoded(self, text: str, contents: Sequence[str]) -> np.ndarray:
         ids: list[int] = []

@@ -70,7 +70,9 @@ class OneAnswer:
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
         try:
-            found = score(self._rewards, self._prompt.text, message["content"], self._prompt.answer)
+            found, _ = score(
+                self._rewards, self._prompt.text, message["content"], self._prompt.answer, self._prompt.row
+            )
         except RewardError as error:
             raise EnvironmentError(str(error)) from error
         return [], True, found

@@ -16,7 +16,7 @@ import numpy as np
 from dora_jax.config import ConfigError
 from dora_jax.tasks.environment import Message
 from dora_jax.tasks.environments.bridge import Conversation, shared_length
-from dora_jax.types import GroupId, Prompt
+from dora_jax.types import NO_COLUMNS, Columns, GroupId, Prompt
 
 if TYPE_CHECKING:
     from dora_jax.models.tokenizer import Tokenizer
@@ -25,9 +25,16 @@ JOINT = "\ue002"  # stands inside what looks like a control token, and is never 
 
 
 class RendererBridge:
-    """name: of a renderer, "qwen3" for one. ConfigError: the package or the name is missing."""
+    """name: of a renderer, "qwen3" for one. variables: of its chat template. ConfigError: the package, the name or a
+    variable is missing."""
 
-    def __init__(self, tokenizer: Tokenizer, name: str, messages_at: Callable[[GroupId], list[Message]]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        name: str,
+        messages_at: Callable[[GroupId], list[Message]],
+        variables: Columns = NO_COLUMNS,
+    ):
         try:
             import renderers
         except ImportError as error:
@@ -41,8 +48,10 @@ class RendererBridge:
                 known[field.default] = each
         if name not in known:
             raise ConfigError(f"environment.renderer: {name!r} is none of: {', '.join(sorted(known))}")
+        if unknown := sorted(variables.keys() - known[name].model_fields.keys()):
+            raise ConfigError(f"task.template_kwargs: the renderer {name} has no variable {unknown[0]}")
         self._tokenizer = tokenizer
-        self._renderer = renderers.create_renderer(_Encoder(tokenizer), known[name]())
+        self._renderer = renderers.create_renderer(_Encoder(tokenizer), known[name](**variables))
         self._messages_at = messages_at
 
     def begin(self, prompt: Prompt) -> Conversation:
