@@ -14,19 +14,20 @@ The algorithm is DORA (arXiv 2604.26256): each trajectory by exactly one version
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from dora_jax.base import old_paths
 from dora_jax.version import __version__
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from dora_jax.api import Configuration, Prompts, Reward, RunResult
+    from dora_jax.report.load import Row
     from dora_jax.runtime.policy import Policy
 
-__all__ = ["__version__", "fit", "load_policy"]
+__all__ = ["__version__", "fit", "load_policy", "samples"]
 
 old_paths.install()
 
@@ -65,3 +66,26 @@ def load_policy(workdir: str | os.PathLike[str], step: int | None = None) -> Pol
     from dora_jax import api
 
     return api.load_policy(workdir, step)
+
+
+def samples(
+    workdir: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    task: str | None = None,
+    kind: str | None = None,
+    contains: str | None = None,
+) -> list[Row]:
+    """What the policy wrote in the run of `workdir` (a folder, or gs://bucket/folder), a row a sample, the oldest step
+    first, as far as `monitor.samples_bytes` reaches back.
+
+    step: of this step alone, of held-out samples of this version. task: the name of a task of a mix. kind: trained,
+    filtered (its group taught nothing), failed (it has no reward; `reason` tells why) or heldout. contains: in the
+    prompt or in the answer. A row has step, kind, task, group, version (that sampled it), prompt, expected, index,
+    reward, terms, tokens, finish, mean_logprob and text, a held-out one also solved.
+
+    FileNotFoundError: there is no such workdir.
+    """
+    from dora_jax.report import load
+
+    return load.samples(os.fspath(workdir), step=step, task=task, kind=kind, contains=contains)

@@ -24,7 +24,7 @@ from dora_jax.base import callables
 from dora_jax.cli import flags
 from dora_jax.config import Config, field_context
 from dora_jax.config import files as config_files
-from dora_jax.report.load import Row, load, number
+from dora_jax.report.load import Row, load, number, samples
 
 if TYPE_CHECKING:
     from dora_jax.runtime.policy import Policy
@@ -65,6 +65,12 @@ class RunResult:
         """The policy of a checkpoint; None: of the newest that verifies."""
         return load_policy(self.workdir, step)
 
+    def samples(
+        self, *, step: int | None = None, task: str | None = None, kind: str | None = None, contains: str | None = None
+    ) -> list[Row]:
+        """What the policy wrote in this run; see `dora_jax.samples`."""
+        return samples(self.workdir, step=step, task=task, kind=kind, contains=contains)
+
 
 def fit(
     config: Configuration,
@@ -95,7 +101,7 @@ def fit(
 
     with live.opened(asked.config) as endpoint:
         code, folder = train(asked.config, asked.workdir, endpoint=endpoint), asked.workdir
-    history = load(folder, folder.name)
+    history = load(folder, folder.name, texts=False)
     return RunResult(
         exit_code=code,
         workdir=asked_workdir,

@@ -85,14 +85,14 @@ def main(argv: list[str]) -> int:
     period_s = BUCKET_PERIOD_S if "://" in workdir else PERIOD_S
     try:
         console = Console()
-        first = picture(load(workdir, Path(workdir).name), time.time())
+        first = picture(load(workdir, Path(workdir).name, texts=False), time.time())
         if flags.FLAGS.once:
             console.print(first)
             return 0
         with Live(first, console=console, refresh_per_second=2) as live:
             while True:
                 time.sleep(period_s)
-                live.update(picture(load(workdir, Path(workdir).name), time.time()))
+                live.update(picture(load(workdir, Path(workdir).name, texts=False), time.time()))
     except (OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -73,7 +73,8 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
     )
     group = ScoredGroup(group_id=0, version=0, samples=(sample,), rewards=np.zeros(1, np.float32), parts={})
     instance = types.SimpleNamespace(wait_s=0.0)
-    writer = types.SimpleNamespace(note=print, phase=lambda *_: None, write=lambda *_, **__: None, evaluations={})
+    writer = types.SimpleNamespace(note=print, phase=lambda *_: None, write=lambda *_, **__: None)
+    writer.evaluations, writer.resumed_at = {}, None
     brain = types.SimpleNamespace(
         summary=lambda: {"versions": {}, "moves": 0, "reloads": 0, "lends": {}, "drafts": {}},
         waiting=dict,
@@ -85,7 +86,7 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
         orchestrator=brain,
         instances=[instance],
         decode=lambda ids: "",
-        prompt_of=lambda id: types.SimpleNamespace(text="", answer=""),
+        prompt_of=lambda id: types.SimpleNamespace(text="", answer="", task=""),
         solved=None,
         steps=9,
         max_failed_share=1.0,
@@ -96,5 +97,5 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
         instance.wait_s = beat_s
         log.record(StepDone(version=step + 1, groups=(group,), metrics={}, wait_s=0.0, step_s=0.1))
         shares.append(log.metrics["rollout/idle_share"])
-    log.samples.close()
+    log.close()
     assert shares == [1.0, 1.0, 1.0, 0.0]

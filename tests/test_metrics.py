@@ -6,13 +6,14 @@ import math
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 
 from dora_jax.base.console import Console, step_line
 from dora_jax.base.metrics import Writer
-from tests.fakes.sinks import lines, quiet, scalars
+from tests.fakes.sinks import lines, quiet, scalars, texts
 
 
 class Clock:
@@ -102,6 +103,26 @@ def test_tensorboard_holds_the_same_scalars(tmp_path):
     with Writer(tmp_path, quiet()) as writer:
         writer.write(3, {"reward/mean": 0.25, "bad": math.nan})
     assert list(scalars(tmp_path / "tensorboard")) == [(3, "reward/mean", 0.25)]
+
+
+def test_samples_are_text_in_tensorboard_and_rows_in_the_other_sinks(tmp_path):
+    told, group = [], {"group": 3, "prompt": "a | b\n<b>", "expected": "2"}
+    group["samples"] = [{"reward": 1.0, "text": "x" * 5000, "tokens": 9}, {"reward": 0.0, "text": "no", "tokens": 1}]
+    sink = types.SimpleNamespace(write=lambda *_: None, samples=lambda *row: told.append(row))
+    with Writer(tmp_path, quiet(), [sink]) as writer:
+        writer.write(3, {"reward/mean": 0.25})
+        for kind in ("heldout", "trained"):
+            writer.samples(4, kind, [group])
+        writer.samples(4, "heldout", [])
+    assert [(step, kind, [row["text"][:2] for row in rows]) for step, kind, rows in told] == [
+        (4, "heldout", ["xx"]),
+        (4, "trained", ["xx", "no"]),
+    ]
+    assert told[0][2][0].keys() == {"group", "prompt", "expected", "reward", "text"}
+    (_, _), (_, text) = texts(tmp_path / "tensorboard")
+    lines = text.splitlines()
+    assert lines[0] == "| group | prompt | expected | reward | text |" and len(lines) == 4 and len(lines[2]) < 4100
+    assert lines[3] == "| 3 | a &#124; b<br>&lt;b&gt; | 2 | 0.0 | no |"
 
 
 # ---------------------------------------------------------------- console

@@ -107,3 +107,12 @@ def test_a_sink_that_is_none_is_refused(tmp_path):
         monitoring.UserSink("tests.fakes.plugins.Line", None, tmp_path)
     with pytest.raises(ConfigError, match=r"monitor.sinks: .*Writes has no status, close"):
         monitoring.UserSink(f"{OWN}.Writes", None, tmp_path)
+
+
+def test_a_sink_gets_samples_where_it_has_a_method_for_them(tmp_path, capsys):
+    for name in ("Lines", "Reads"):
+        sink = monitoring.UserSink(f"{OWN}.{name}", None, tmp_path)
+        sink.samples(3, "heldout", [{"text": "4"}])
+        sink.close()
+    (line,) = (tmp_path / "own.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 3, "kind": "heldout", "rows": [{"text": "4"}]} and not capsys.readouterr().err

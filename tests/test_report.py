@@ -110,10 +110,11 @@ def test_not_a_number_in_the_metrics_is_a_gap(tmp_path):
 def test_a_group_that_was_issued_again_is_named_by_its_first_number(tmp_path):
     sample = {"reward": 1.0, "text": "7", "tokens": 1, "finish": "stop"}
     samples = [
-        {"step": 1, "group": id, "version": 0, "prompt": "3 + 4", "samples": [sample]} for id in (39, 100_000_040)
+        {"step": step, "group": id, "version": 0, "prompt": "3 + 4", "samples": [sample]}
+        for step, id in enumerate((39, 100_000_040), 1)
     ]
     read = Text(page([load(run_of(tmp_path / "a", samples=samples), "a")])).text
-    assert "step 1, group 39, version 0" in read and "step 1, group 40 (issued again), version 0" in read
+    assert "step 1, group 39, version 0" in read and "step 2, group 40 (issued again), version 0" in read
 
 
 def test_ten_thousand_samples_stay_below_two_megabytes(tmp_path):
@@ -156,8 +157,55 @@ def test_several_runs_are_compared_and_their_differences_named(tmp_path):
     assert [(line["label"], line["run"]) for line in lines] == [("a reward/mean", 0), ("b reward/mean", 1)]
 
 
+def heldout(step, *answers):
+    """Held-out groups of two samples each: (prompt, the first answer, whether it is solved)."""
+    return [
+        {"step": step, "kind": "heldout", "group": -1 - i, "version": step, "prompt": prompt, "expected": "4",
+         "samples": [{"index": 0, "reward": float(solved), "text": text, "solved": solved}, {"text": "second", "solved": True}]}
+        for i, (prompt, text, solved) in enumerate(answers)
+    ]  # fmt: skip
+
+
+def stored(folder, name, rows):
+    (folder / "samples").mkdir(exist_ok=True)
+    write(folder / "samples", name, rows)
+
+
+def test_the_page_opens_with_held_out_prompts_before_and_after(tmp_path):
+    folder = run_of(tmp_path / "a")
+    before = [(f"2 + {i} =", f"first {i}", i < 2) for i in range(30)]
+    after = [(prompt, text.replace("first", "last"), i != 1) for i, (prompt, text, _) in enumerate(before)]
+    between = [(prompt, "between", False) for prompt, _, _ in before]
+    stored(folder, "00000000.jsonl", heldout(0, *before) + heldout(2, *between))
+    stored(folder, "00000009.jsonl", heldout(4, *reversed(after)) + [{"step": 3, "kind": "filtered", "samples": []}])
+    (folder / "config.json").write_text(json.dumps({"monitor": {"samples_bytes": 2**30}}))
+    text = page([load(folder, "a")])
+    read = Text(text).text
+    assert "Solved: 1 before and after, 28 only after, 1 only before, 0 neither." in read
+    assert "before: version 0; reward 1, solved" in read and "after: version 4; reward 0last 1" in read
+    pairs = re.findall(r"<pre dir=auto class=sample>(first|last|between|second) ?(\d*)</pre>", text)
+    assert pairs == [(when, str(i)) for i in range(24) for when in ("first", "last")], (
+        "in their order, and side by side"
+    )
+    assert "30 prompts" in read and "21 more prompts" in read
+    assert "Groups in the workdir: 1 filtered, 90 held-out" in read and "of a budget of 1,024 MiB" in read
+    places = [text.index(f"<h2>{name}") for name in ("Held-out", "Health", "Timeline", "Curves", "Summary")]
+    assert text.index("class='verdict well'") < places[0] and places == sorted(places)
+
+
+def test_one_evaluation_alone_and_none_are_said_so(tmp_path):
+    folder = run_of(tmp_path / "a")
+    assert "a: the workdir has no answer to a held-out prompt." in Text(page([load(folder, "a")])).text
+    stored(folder, "0.jsonl", heldout(0, ("2 + 2 =", "4", True)))
+    read = Text(page([load(folder, "a")])).text
+    assert "version 0 (the only one evaluated); reward 1, solved" in read and "Solved:" not in read
+
+
 def test_a_workdir_in_a_bucket_reads_as_a_folder_does(tmp_path):
     run_of(tmp_path / "a")
+    stored(tmp_path / "a", "00000000.jsonl", heldout(0, ("2 + 2 =", "4", True)))
+    stored(tmp_path / "a", "00000001.jsonl", [{"step": 1, "samples": [{"text": "of a step", "reward": 1.0}]}])
+    assert "of a step" in page([load(tmp_path / "a", "a")])
     assert page([load(f"file://{tmp_path}/a", "a")]) == page([load(tmp_path / "a", "a")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="empty holds no run"):

@@ -1,14 +1,15 @@
-"""The samples to read: which they are, and what the trainer made of their tokens."""
+"""What the policy wrote: all of it is kept and found again, and what the trainer made of the tokens of a few."""
 
 import dataclasses
 import json
 import types
 
 import numpy as np
+import pytest
 
 from dora_jax.buffer import layout, pack
-from dora_jax.report.load import load
-from dora_jax.runtime.common.sample_log import SampleLog, TokenViews
+from dora_jax.report.load import load, samples
+from dora_jax.runtime.common.sample_log import SampleLog, TokenViews, files
 from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes import trainer_cases as cases
@@ -51,42 +52,62 @@ def packer(groups, base):
     return pack.pack_step([groups], shape, objective)
 
 
-def test_samples_keep_within_their_budget_the_oldest_going_first(tmp_path):
-    prompt, budget = types.SimpleNamespace(text="1 + 1 =", answer=2), 20_000
+PROMPT = types.SimpleNamespace(text="1 + 1 =", answer=2, task="sums")
 
-    def run(steps):
-        log = SampleLog(tmp_path, print, lambda ids: "x" * 200, lambda id: prompt, None, log_bytes=budget)
+
+def spelt(ids):
+    return "".join(f"<{i}>" for i in ids)
+
+
+def stored(folder, views=None, decode=spelt, said=None, **budgets):
+    return SampleLog(
+        folder, print if said is None else said.append, decode, lambda id: PROMPT, views and views.take, **budgets
+    )
+
+
+def bytes_in(folder, name):
+    return sum(file.stat().st_size for file in folder.glob(name))
+
+
+def test_all_groups_are_kept_within_their_budget_the_oldest_going_first(tmp_path):
+    budget = 400_000
+
+    def run(steps, **more):
+        log = stored(tmp_path, decode=lambda ids: "x" * 200, log_bytes=20_000, samples_bytes=budget, **more)
         for step in steps:
             log.write(step, GROUPS)
         log.close()
 
     run(range(1, 200))
-    with (tmp_path / "samples.jsonl").open("ab") as file:
+    assert len(files(tmp_path / "samples")) > 20 and budget * 0.9 < bytes_in(tmp_path, "samples/*") <= budget
+    assert bytes_in(tmp_path, "trajectories*") <= 20_000
+    with files(tmp_path / "samples")[-1].open("ab") as file:
         file.write(b'{"step": 19')  # a kill
     run(range(200, 203))
-    for first, second in (("samples.1.jsonl", "samples.jsonl"), ("trajectories.1.txt", "trajectories.txt")):
-        sizes = [(tmp_path / name).stat().st_size for name in (first, second)]
-        assert sum(sizes) <= budget and sizes[0] > budget / 2 - 1000
-    data = load(tmp_path, "a")
-    steps = [row["step"] for row in data.samples]
-    assert steps == list(range(steps[0], 203)) and len(steps) > 10, "no row is glued to the one that was cut short"
-    assert any("samples.jsonl has reached its budget (monitor.log_bytes)" in remark for remark in data.remarks)
+    rows = samples(tmp_path)
+    steps = sorted({row["step"] for row in rows})
+    assert steps == list(range(steps[0], 203)) and len(rows) == 9 * len(steps), "no row is glued to the one cut short"
+    run(range(151, 153), resumed_at=150)
+    assert [row["step"] for row in samples(tmp_path)][-1] == 152 and len(samples(tmp_path, step=151)) == 9
+    text = b"".join(file.read_bytes() for file in files(tmp_path / "samples"))
+    assert text.count(b'{"step": 151,') == 3 and b'{"step": 160,' not in text
 
 
 def rows_of(folder, views, version):
-    prompt = types.SimpleNamespace(text="1 + 1 =", answer=2)
-    log = SampleLog(folder, print, lambda ids: "".join(f"<{i}>" for i in ids), lambda id: prompt, views.take)
+    log = stored(folder, views)
     log.write(version, GROUPS)
     log.close()
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in files(folder / "samples")[0].read_text().splitlines()]
 
 
-def test_the_best_and_the_worst_sample_of_the_most_mixed_group_are_written_with_their_tokens(tmp_path):
+def test_a_step_keeps_all_of_its_groups_and_of_two_samples_the_tokens(tmp_path):
     views = TokenViews(Echo(), 5, packer)
     views.pack(GROUPS, 4)
-    (row,) = rows_of(tmp_path, views, 5)
-    assert (row["group"], [s["index"] for s in row["samples"]]) == (1, [1, 0])
-    best, worst = (sample["by_token"] for sample in row["samples"])
+    rows = rows_of(tmp_path, views, 5)
+    assert [(row["kind"], row["group"], len(row["samples"])) for row in rows] == [("trained", i, 3) for i in range(3)]
+    worst, best, _ = rows[1]["samples"]
+    assert [[s["index"] for s in row["samples"] if "by_token" in s] for row in rows] == [[], [0, 1], []]
+    best, worst = best["by_token"], worst["by_token"]
     assert best["text"] == ["<10>", "<21>", "<31>"]
     assert best["advantage"] == [0.5, None, 0.5] and worst["advantage"] == [-0.5, None, -0.5], "none where observed"
     assert best["logprob"] == [-0.5, -0.25, -1.0]
@@ -94,11 +115,70 @@ def test_the_best_and_the_worst_sample_of_the_most_mixed_group_are_written_with_
     assert (tmp_path / "trajectories.txt").read_text().startswith("=== step 5  group 1")
 
 
+def test_rows_are_found_by_step_task_kind_and_text(tmp_path):
+    log = stored(tmp_path)
+    log.keep(0, "heldout", scored(-1, [1, 0]), solved=np.array([True, False]))
+    log.write(1, GROUPS)
+    log.keep(2, "filtered", scored(7, [1, 1]))
+    log.keep(2, "failed", scored(8, [np.nan, np.nan]), reason="it took too long")
+    log.write(2, GROUPS[:1])
+    log.close()
+    assert [row["solved"] for row in samples(tmp_path, kind="heldout")] == [True, False]
+    failed = samples(tmp_path, kind="failed")
+    assert [(row["reward"], row["reason"], row["group"]) for row in failed] == [(None, "it took too long", 8)] * 2
+    assert {row["kind"] for row in samples(tmp_path, step=2)} == {"filtered", "failed", "trained"}
+    assert len(samples(tmp_path)) == 2 + 9 + 2 + 2 + 3 == len(samples(tmp_path, task="sums"))
+    assert samples(tmp_path, task="games") == [] == samples(tmp_path, contains="<99>")
+    (row,) = samples(tmp_path, step=1, contains="<21><31>")
+    assert (row["index"], row["reward"], row["text"], row["expected"]) == (1, 1.0, "<10><21><31>", "2")
+    with pytest.raises(ValueError, match="kind = 'evaluated' is none of trained"):
+        samples(tmp_path, kind="evaluated")
+
+
+def test_a_workdir_of_one_group_a_step_is_read_too_and_damage_is_left_out(tmp_path):
+    old = {
+        "step": 1,
+        "group": 3,
+        "version": 0,
+        "prompt": "p",
+        "expected": "2",
+        "samples": [{"index": 4, "text": "old"}],
+    }
+    (tmp_path / "samples.jsonl").write_text(json.dumps(old) + "\n{\n" + json.dumps(old | {"step": 2}) + "\n")
+    log = stored(tmp_path, resumed_at=1)
+    log.write(2, [scored(3, [0, 1])])
+    log.close()
+    with files(tmp_path / "samples")[0].open("ab") as file:
+        file.write(b'\xff\n{"step": 2, "kind": "other", "samples": []}\n{"step": 2, "samples": 7}\n[')
+    assert [(row["step"], row["text"]) for row in samples(tmp_path)][:2] == [(1, "old"), (2, "old")]
+    data = load(tmp_path, "a")
+    assert [len(row["samples"]) for row in data.rollouts.steps] == [1, 2] and data.rollouts.damaged == 3
+    assert "3 lines of samples hold no row and are left out" in data.remarks
+
+
+def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path):
+    said = []
+    (tmp_path / "samples").write_text("a file of the user's")
+    log = stored(tmp_path, said=said)
+    log.write(1, GROUPS)
+    log.close()
+    assert "is no folder; it is moved aside" in said[0] and len(samples(tmp_path)) == 9
+
+    def broken(ids):
+        raise RuntimeError("no such id")
+
+    log = stored(tmp_path, decode=broken, said=said)
+    for step in (2, 3):
+        log.write(step, GROUPS)
+    log.close()
+    assert len(said) == 2 and said[1].endswith("lacks samples: RuntimeError: no such id")
+
+
 def test_other_steps_have_no_look_and_are_written_all_the_same(tmp_path):
     trainer = Echo()
     views = TokenViews(trainer, 5, packer)
     views.pack(GROUPS, 3)
-    (row,) = rows_of(tmp_path, views, 4)
+    row = rows_of(tmp_path, views, 4)[1]
     assert trainer.asked == 0 and "by_token" not in row["samples"][0] and row["samples"][0]["tokens"] == 3
 
 

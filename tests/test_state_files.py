@@ -271,6 +271,8 @@ ROWS = {
     "evaluations/metrics.jsonl": [row for row in metrics_of(6) if "eval/prompts" in row],
     "timeline.jsonl": [{"t": 5.0, "start": True}, {"t": 6.0, "up": 0, "slots": 4}, {"t": 7.0, "busy": {"0": {"1": 3}}},
                        {"t": 8.0, "train": 1}, {"t": 8.5, "moves": [[0, 0, 1]]}, {"t": 9.0, "published": 2}],
+    "samples/00000000.jsonl": [{"step": n, "kind": "heldout", "group": -1, "version": n, "prompt": "p", "expected": "2",
+                                "samples": [{"index": 0, "reward": 1.0, "solved": True, "text": "a"}]} for n in (0, 1)],
     "samples.jsonl": [{"step": 1, "group": 3, "version": 0, "prompt": "p", "expected": "2", "samples": [{"reward": 1.0,
                        "text": "a", "by_token": {"text": ["a"], "advantage": [0.5], "gap": [0.1]}}]}],
 }  # fmt: skip
@@ -280,7 +282,8 @@ OBJECTS = {"config.json": {"steps": 6, "orchestrator": {"groups_per_step": 4}}, 
 
 @pytest.mark.parametrize("name", [*ROWS, *OBJECTS])
 def test_report_and_top_show_what_is_left(tmp_path, name):
-    (tmp_path / "evaluations").mkdir()
+    for folder in ("evaluations", "samples"):
+        (tmp_path / folder).mkdir()
     for file, rows in ROWS.items():
         (tmp_path / file).write_bytes(text_of(rows))
     for file, value in OBJECTS.items():

@@ -12,6 +12,7 @@ with the number of trials that the spread of the prompts' means amounts to (the 
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import numbers
@@ -33,6 +34,11 @@ SHARES = tuple(f"eval/{name}{end}" for name in ("accuracy", "pass_at_k") for end
 Z = 1.96  # half the width of a 95 % interval, in standard errors
 
 
+SampleRow = Mapping[str, Any]  # group, prompt, expected, reward and text
+COLUMNS = ("group", "prompt", "expected", "reward", "text")  # of tables of samples
+MAX_TEXT = 4000  # characters of a cell
+
+
 class Sink(Protocol):
     """Receives a run's metrics while it goes on: the Prometheus page, Weights & Biases, or a class of the user's that
     `monitor.sinks` names, which is called with (config, workdir). Its owner closes it (`close()`)."""
@@ -43,6 +49,10 @@ class Sink(Protocol):
     def status(self, facts: Mapping[str, Any]) -> None:
         """What the orchestrator does now, about once a second: base, training, versions, groups, waits,
         verdicts (how many hold) and health (their sentences)."""
+
+    def samples(self, step: int, kind: str, rows: Sequence[SampleRow]) -> None:
+        """Texts to read. heldout: of the version `step`, one row a prompt; trained: of the step's most mixed group, the
+        best and the worst. A class of the user's may do without this method."""
 
 
 class Writer:
@@ -55,7 +65,7 @@ class Writer:
         self._workdir.mkdir(parents=True, exist_ok=True)
         self.file = self._workdir / "metrics.jsonl"
         self._console = console or Console()
-        self._resumed_at: int | None = None
+        self.resumed_at: int | None = None
         self._health = Health()
         self.evaluations: dict[int, dict[str, float]] = {}  # version -> record, of what an earlier process evaluated
         self._lines: PatientFile | None = None
@@ -79,7 +89,7 @@ class Writer:
         """
         if self._lines:
             raise RuntimeError("Writer.resume must come before the first write")
-        self._resumed_at = step
+        self.resumed_at = step
         data = self.file.read_bytes() if self.file.is_file() else b""
         lines, found = data.split(b"\n"), state_files.read_lines(data, is_record)
         last = max((n for n, row in found.rows if row["step"] <= step and not _evaluates(row)), default=0)
@@ -108,7 +118,7 @@ class Writer:
         """One record in every sink; waits: phrases that say what waited for what, the longest wait first."""
         scalars = {name: _scalar(value) for name, value in metrics.items()}
         if self._lines is None or self._board is None:
-            self._board = _Board(self._workdir / "tensorboard", self._resumed_at, self.note)
+            self._board = _Board(self._workdir / "tensorboard", self.resumed_at, self.note)
             self._lines = PatientFile(self.file, self.note, lines=True)
         words = {"waits": "; ".join(waits)} if waits else {}
         self._lines.write(json.dumps({"step": step, **scalars, **words}, allow_nan=False).encode() + b"\n")
@@ -121,6 +131,26 @@ class Writer:
             self.note(f"health: {verdict}")
         for verdict in ended:
             self.note(f"health: {verdict.name} is over at step {step}")
+
+    def samples(self, step: int, kind: str, groups: Sequence[SampleRow]) -> None:
+        """Rows of groups (runtime.common.sample_log) to the sinks that show text: of held-out ones the first sample of
+        each, of others all."""
+        rows: list[SampleRow] = []
+        for group in groups:
+            for sample in group["samples"][: 1 if kind == "heldout" else None]:
+                row = {**group, **sample}
+                rows.append({name: row[name] for name in COLUMNS})
+        if not rows:
+            return
+        if self._board:
+            # a pipe, a line break and a mark of HTML would end a cell of Markdown
+            cells = [[html.escape(f"{row[name]!s:.{MAX_TEXT}}").replace("|", "&#124;") for name in COLUMNS]
+                     for row in rows]  # fmt: skip
+            lines = [" | ".join(cell.replace("\n", "<br>") for cell in line) for line in cells]
+            head = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
+            self._board.text(step, f"samples/{kind}", head + "".join(f"| {line} |\n" for line in lines))
+        for sink in self._others:
+            sink.samples(step, kind, rows)
 
     def phase(self, role: str, text: str) -> None:
         """What this role does now, for the progress line; the role "all" speaks for all of them."""
@@ -150,10 +180,11 @@ class _Board:
     that then holds up the run."""
 
     def __init__(self, folder: Path, resumed_at: int | None, notify: Callable[[str], None]):
-        from tensorboardX import record_writer  # half a second that a dry run need not pay
+        from tensorboardX import record_writer, summary  # half a second that a dry run need not pay
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._crc, self._events, self._summaries = record_writer.masked_crc32c, event_pb2, summary_pb2
+        self._text = summary.text
         folder.mkdir(parents=True, exist_ok=True)
         self.file = PatientFile(folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}", notify)
         self._add(file_version="brain.Event:2")
@@ -165,6 +196,9 @@ class _Board:
         summary = self._summaries.Summary
         values = [summary.Value(tag=name, simple_value=number) for name, number in scalars.items()]
         self._add(step=step, summary=summary(value=values))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        self._add(step=step, summary=self._text(name, markdown))
 
     def _add(self, **fields: Any) -> None:
         data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()

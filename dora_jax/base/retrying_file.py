@@ -19,7 +19,7 @@ RETRY_PERIOD_S = 1.0
 
 
 def earlier(path: Path) -> Path:
-    """Return the name of the file that holds what a full one held: samples.jsonl -> samples.1.jsonl."""
+    """Return the name of the file that holds what a full one held: timeline.jsonl -> timeline.1.jsonl."""
     return path.with_stem(f"{path.stem}.1")
 
 
@@ -62,6 +62,11 @@ class PatientFile:
         if self._tried_s is not None and time.monotonic() - self._tried_s < RETRY_PERIOD_S:
             return
         self._try()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a record waits for space."""
+        return bool(self._waiting)
 
     def close(self) -> None:
         """Closes the file; records that are not written yet are lost."""

@@ -1,7 +1,7 @@
 """Files of a workdir beside journal and checkpoints: state, one JSON object a file, and logs, one JSON object a line.
 
     config.json  controller.json  instances.json  checkpoints/base.json     state: a format number and a checksum
-    metrics.jsonl  samples.jsonl  timeline.jsonl  evaluations/...           logs: plain rows, so that anything reads
+    metrics.jsonl  samples/...  timeline.jsonl  evaluations/...             logs: plain rows, so that anything reads
                    them
 
 Consumes and produces bytes; standard library only. Laws: a state file is replaced as a whole, and damage to it is found

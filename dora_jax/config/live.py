@@ -18,10 +18,10 @@ class MonitorSection:
     wandb: str = field("", "Weights & Biases project that gets each record of metrics.jsonl (extra wandb); empty: none")
     sinks: tuple[str, ...] = field((), "import paths of your own metric sinks (dora_jax.base.metrics.Sink)")
     log_bytes: int = field(
-        2**27,
-        "samples.jsonl, trajectories.txt, timeline.jsonl, trace.json, each: the oldest go; 0: no limit",
-        ge=0,
-        tuning=True,
+        2**27, "trajectories.txt, timeline.jsonl, trace.json, each: the oldest go; 0: no limit", ge=0, tuning=True
+    )
+    samples_bytes: int = field(
+        2**30, "samples/, every group with its answers: the oldest steps go; 0: no limit", ge=0, tuning=True
     )
 
 

@@ -11,32 +11,33 @@ from dora_jax.report.load import Row, RunData, configured, number
 from dora_jax.report.markup import rounded
 
 SHOWN_POINTS = 2000  # of a curve
-CURVES = (  # title, metrics, what it shows
+CURVES = (  # title, metrics, what it shows; the first MAIN are in sight
     ("Reward", ("reward/mean",), "mean over the step's batch; its 95 % interval counts a group as one observation"),
     ("Held-out accuracy", ("eval/accuracy",), "share of held-out samples that count as solved, with its 95 % interval"),
-    ("Lag", ("lag/mean", "lag/max"), "staleness in versions of the groups trained on"),
-    ("Step time, s", ("time/step_s", "trainer/wait_s"), "whole step, and of it the trainer's wait"),
-    ("Rollout idle", ("rollout/idle_share",), "share of the instances' time without work"),
-    ("Tokens per second", ("rollout/tokens_per_s", "trainer/tokens_per_s"), "sampled and trained on"),
-    ("Length, tokens", ("response/length", "response/length_max"), "of the responses trained on"),
-    ("Truncated", ("response/truncated",), "share of the samples that ended at the length limit"),
     (
         "Solved",
         ("reward/solved_all", "reward/solved_none"),
         "share of the groups all of whose samples are right, or none",
     ),
-    ("Mismatch", ("mismatch/mean", "mismatch/p99"), "|log-prob of the trainer - of the engine| at the same version"),
+    ("Length, tokens", ("response/length", "response/length_max"), "of the responses trained on"),
+    ("Truncated", ("response/truncated",), "share of the samples that ended at the length limit"),
     ("Entropy", ("trainer/entropy",), "of the policy over the trained tokens"),
-    ("Effective samples", ("trainer/ess_share",), "by importance weights, of all"),
     ("KL, nats a token", ("trainer/kl_anchor", "trainer/kl_ref"), "of the policy to the anchor, and to the reference"),
+    ("Effective samples", ("trainer/ess_share",), "by importance weights, of all"),
+    ("Step time, s", ("time/step_s", "trainer/wait_s"), "whole step, and of it the trainer's wait"),
+    ("Lag", ("lag/mean", "lag/max"), "staleness in versions of the groups trained on"),
+    ("Rollout idle", ("rollout/idle_share",), "share of the instances' time without work"),
+    ("Tokens per second", ("rollout/tokens_per_s", "trainer/tokens_per_s"), "sampled and trained on"),
+    ("Mismatch", ("mismatch/mean", "mismatch/p99"), "|log-prob of the trainer - of the engine| at the same version"),
     ("Gradient norm", ("trainer/grad_norm",), "before clipping"),
 )
+MAIN = 9
 
 
 def curves(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """For each plot the union of the runs' steps, and a line a run and metric."""
     plots = []
-    for title, keys, note in CURVES:
+    for place, (title, keys, note) in enumerate(CURVES):
         rows = [run.evaluations if key.startswith("eval/") else run.steps for run in runs for key in keys]
         steps = sorted({row["step"] for chosen in rows for row in chosen})
         steps = steps[:: len(steps) // SHOWN_POINTS + 1]
@@ -51,7 +52,7 @@ def curves(runs: Sequence[RunData]) -> list[dict[str, Any]]:
                 label = key if len(runs) == 1 else f"{run.name} {key}"
                 values = [rounded(by_step.get(step, {}).get(key)) for step in steps]
                 lines.append({"label": label, "run": i, "values": values} | band)
-        plots.append({"title": title, "note": note, "steps": steps, "lines": lines})
+        plots.append({"title": title, "note": note, "steps": steps, "lines": lines, "more": place >= MAIN})
     return plots
 
 

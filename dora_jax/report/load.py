@@ -1,9 +1,16 @@
-"""Files of a workdir, a folder or in a bucket, -> `RunData`. A line that holds no row is counted and left out: a run
-may be writing it now, or it is damaged."""
+"""Files of a workdir, a folder or in a bucket, -> `RunData` for the page, and rows of samples for programs.
+
+A line that holds no row is counted and left out: a run may be writing it now, or it is damaged. Samples are what
+runtime/common/sample_log.py writes, or an older run wrote, of one group a step. Law: what stands there twice, since a
+step was made again, counts once, as it was last.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,23 +22,50 @@ from dora_jax.base.retrying_file import earlier
 from dora_jax.config import workdirs
 from dora_jax.types import InstanceId, Version
 
+OLD_SAMPLES = "samples.jsonl"  # of runs that wrote one group a step
+SAMPLES = ("samples", "evaluations/samples")  # folders; the second is that of dora_jax.evaluate
+STEP = re.compile(rb'\{"step": (\d+),')  # begins a row of samples
+KINDS = ("trained", "filtered", "failed", "heldout")
+LONGEST = 10_000  # characters of a text that the page may need
 OWN_EVALUATIONS = "evaluations/metrics.jsonl"  # of dora_jax.evaluate, which go before those of the run
 MOST_S = 1e11  # Unix times are below it
 MOST = 2**53  # whole numbers are below it: a reader in JavaScript has no others
 Row = dict[str, Any]
-Read = Callable[[str], bytes | None]  # a file of the workdir by its name; None: it is not there
 Valid = Callable[[Row], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of a workdir, a folder or in a bucket."""
+
+    read: Callable[[str], bytes | None]  # by name; None: it is not there
+    under: Callable[[str], list[str]]  # the names in a folder of it
+
+
+@dataclass(kw_only=True)
+class Rollouts:
+    """What a page shows of them.
+
+    steps: of each step, the row of the group whose rewards spread most, or whose tokens were looked at, with its best
+    and its worst sample. heldout: the first and the last evaluated version with their rows.
+    """
+
+    steps: list[Row] = field(default_factory=list)
+    heldout: dict[int, list[Row]] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)  # by kind
+    size_bytes: int = 0
+    damaged: int = 0  # lines
 
 
 @dataclass(kw_only=True)
 class RunData:
-    """steps, evaluations: rows of metrics.jsonl, the last of each step; samples: rows of samples.jsonl."""
+    """steps, evaluations: rows of metrics.jsonl, the last of each step."""
 
     name: str
     steps: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
     timeline: list[Row] = field(default_factory=list)
-    samples: list[Row] = field(default_factory=list)
+    rollouts: Rollouts = field(default_factory=Rollouts)
     instances: dict[InstanceId, dict[str, float]] = field(default_factory=dict)
     lengths: dict[str, dict[int, int]] = field(default_factory=dict)  # generated, trained: bucket -> samples
     config: Row = field(default_factory=dict)
@@ -41,10 +75,28 @@ class RunData:
     remarks: list[str] = field(default_factory=list)  # what could not be read
 
 
-def load(workdir: str | Path, name: str) -> RunData:
+def opened(workdir: str | Path) -> Files:
     """workdir: a folder, or gs://bucket/folder. FileNotFoundError with a sentence where there is no run."""
-    read = _bucket(str(workdir)) if "://" in str(workdir) else _folder(Path(workdir))
-    data = RunData(name=name)
+    if "://" in str(workdir):
+        from dora_jax.runtime.journal.object_storage import Objects  # a folder needs none of it
+
+        store = Objects(str(workdir))
+        if not any(store.get(name) for name in ("config.json", "metrics.jsonl")):
+            raise FileNotFoundError(f"{workdir} holds no run")
+        return Files(read=store.get, under=store.keys)
+    folder = Path(workdir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: --workdir takes the workdir of a run, or several with commas")
+    return Files(
+        read=lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None,
+        under=lambda name: [str(file.relative_to(folder)) for file in (folder / name).glob("*")],
+    )
+
+
+def load(workdir: str | Path, name: str, texts: bool = True) -> RunData:
+    """See `opened`. texts: what the policy wrote is read too, which may be much."""
+    files = opened(workdir)
+    read, data = files.read, RunData(name=name)
     by_step: dict[tuple[int, bool], Row] = {}
     for row in _rows(read, "metrics.jsonl", data.remarks, _has_step):
         by_step[row["step"], any(key.startswith("eval/") for key in row)] = row  # a resumed run writes some steps again
@@ -54,7 +106,10 @@ def load(workdir: str | Path, name: str) -> RunData:
         evaluations |= {row["step"]: row for row in _rows(read, OWN_EVALUATIONS, data.remarks, _has_step)}
     data.evaluations = [row for _, row in sorted(evaluations.items())]
     data.timeline = list(_both(read, "timeline.jsonl", data.remarks, _has_time))
-    data.samples = list(_both(read, "samples.jsonl", data.remarks))
+    if texts:
+        data.rollouts = collect(files)
+        if data.rollouts.damaged:
+            data.remarks.append(f"{data.rollouts.damaged} lines of samples hold no row and are left out")
     data.config = _object(read, "config.json", data.remarks)
     data.overrides = _object(read, "overrides.json", data.remarks)
     summary = _object(read, "instances.json", data.remarks)
@@ -67,6 +122,51 @@ def load(workdir: str | Path, name: str) -> RunData:
             pairs = ((version_of(bucket), version_of(n)) for bucket, n in counts.items())
             data.lengths[kind] = {bucket: n for bucket, n in pairs if bucket is not None and n is not None}
     return data
+
+
+def samples(
+    workdir: str | Path, *, step: int | None = None, task: str | None = None, kind: str | None = None,
+    contains: str | None = None,
+) -> list[Row]:  # fmt: skip
+    """Samples of a run, the oldest step first. See `dora_jax.samples`."""
+    if kind not in (None, *KINDS):
+        raise ValueError(f"kind = {kind!r} is none of {', '.join(KINDS)}")
+    rows: dict[tuple[str, int, str, str], Row] = {}
+    for group in _groups(opened(workdir), Rollouts(), step):
+        if (kind is not None and group["kind"] != kind) or (task is not None and group["task"] != task):
+            continue
+        for sample in group["samples"]:
+            if contains is None or contains in str(sample.get("text")) or contains in str(group.get("prompt")):
+                row = {name: value for name, value in group.items() if name != "samples"} | sample
+                rows[group["kind"], group["step"], str(group.get("group")), str(sample.get("index"))] = row
+    return sorted(rows.values(), key=operator.itemgetter("step"))
+
+
+def collect(files: Files) -> Rollouts:
+    """One pass over all rows; of the texts no more is held than a page may show."""
+    result, by_step = Rollouts(), dict[int, Row]()
+    evaluated: dict[int, dict[str, Row]] = {}
+    counted: dict[str, set[tuple[int, str]]] = {}
+    for group in _groups(files, result, None):
+        kind, step, shown = group["kind"], group["step"], group["samples"]
+        counted.setdefault(kind, set()).add((step, str(group.get("group"))))
+        if kind == "heldout":
+            evaluated.setdefault(step, {})[str(group.get("group"))] = _shortened(group, shown)
+            for version in sorted(evaluated)[1:-1]:
+                del evaluated[version]
+        elif kind == "trained" and shown:
+            best, worst = (which(shown, key=lambda sample: number(sample.get("reward")) or 0.0) for which in (max, min))
+            looked = [sample for sample in shown if "by_token" in sample]
+            chosen = _shortened(group, looked or ([best] if best is worst else [best, worst]))
+            rewards = [number(sample.get("reward")) or 0.0 for sample in shown]
+            chosen["rank"] = (bool(looked), statistics.pstdev(rewards) if max(map(abs, rewards)) < 1e100 else 0.0)
+            before = by_step.get(step)
+            if before is None or before["rank"] <= chosen["rank"]:
+                by_step[step] = chosen
+    result.groups = {kind: len(counted[kind]) for kind in KINDS if kind in counted}
+    result.steps = [row for _, row in sorted(by_step.items())]
+    result.heldout = {version: list(rows.values()) for version, rows in sorted(evaluated.items())}
+    return result
 
 
 def configured(data: RunData, name: str) -> Any:
@@ -93,32 +193,21 @@ def series(rows: list[Row], key: str) -> list[float | None]:
 def version_of(text: Any) -> Version | None:
     """A version, an instance or a count; None for anything else."""
     try:
-        found = int(text)
+        value = int(text)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if abs(found) < MOST else None
+    return value if abs(value) < MOST else None
 
 
 # ---------------------------------------------------------------- private
 
 
-def _folder(folder: Path) -> Read:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: --workdir takes the workdir of a run, or several with commas")
-    return lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None
-
-
-def _bucket(url: str) -> Read:
-    from dora_jax.runtime.journal.object_storage import Objects  # a folder needs none of it
-
-    store = Objects(url)
-    if not any(store.get(name) for name in ("config.json", "metrics.jsonl")):
-        raise FileNotFoundError(f"{url} holds no run")
-    return store.get
-
-
 def _has_step(row: Row) -> bool:
     return type(row.get("step")) is int and 0 <= row["step"] < MOST
+
+
+def _has_samples(row: Row) -> bool:
+    return _has_step(row) and "samples" in row
 
 
 def _has_time(row: Row) -> bool:
@@ -126,7 +215,7 @@ def _has_time(row: Row) -> bool:
     return time_s is not None and 0 <= time_s < MOST_S
 
 
-def _both(read: Read, name: str, remarks: list[str], *valid: Valid) -> Iterator[Row]:
+def _both(read: Callable[[str], bytes | None], name: str, remarks: list[str], *valid: Valid) -> Iterator[Row]:
     """The rows of a log that has a budget, the older ones first."""
     if read(before := str(earlier(Path(name)))) is not None:
         yield from _rows(read, before, remarks, *valid)
@@ -134,7 +223,7 @@ def _both(read: Read, name: str, remarks: list[str], *valid: Valid) -> Iterator[
     yield from _rows(read, name, remarks, *valid)
 
 
-def _rows(read: Read, name: str, remarks: list[str], *valid: Valid) -> Iterator[Row]:
+def _rows(read: Callable[[str], bytes | None], name: str, remarks: list[str], *valid: Valid) -> Iterator[Row]:
     content = read(name)
     if content is None:
         remarks.append(f"{name} is not there")
@@ -145,7 +234,7 @@ def _rows(read: Read, name: str, remarks: list[str], *valid: Valid) -> Iterator[
         remarks.append(f"{name}: {refused} lines hold no row and are left out")
 
 
-def _object(read: Read, name: str, remarks: list[str]) -> Row:
+def _object(read: Callable[[str], bytes | None], name: str, remarks: list[str]) -> Row:
     content = read(name)
     if content is None:
         remarks.append(f"{name} is not there")
@@ -155,3 +244,40 @@ def _object(read: Read, name: str, remarks: list[str]) -> Row:
     except state_files.StateError as error:
         remarks.append(f"{error}; it is left out")
         return {}
+
+
+def _groups(files: Files, seen: Rollouts, step: int | None) -> Iterator[Row]:
+    """Rows of groups with their fields in order, oldest first; what was read is added up in `seen`."""
+    stored = [
+        [name for name in files.under(folder) if name.endswith(".jsonl") and Path(name).stem.isdigit()]
+        for folder in SAMPLES
+    ]
+    names = [str(earlier(Path(OLD_SAMPLES))), OLD_SAMPLES]
+    for each in stored:
+        names += sorted(each, key=_first_step)
+    for name in names:
+        content = files.read(name)
+        if content is None:
+            continue
+        seen.size_bytes += len(content)
+        lines = content.split(b"\n") if step is not None else [content]
+        for line in lines:
+            match = STEP.match(line)
+            if step is not None and match is not None and int(match[1]) != step:
+                continue
+            read = state_files.read_lines(line, _has_samples)
+            seen.damaged += len(read.damaged) + bool(read.torn and step is None)
+            for _, row in read.rows:
+                whole = row["samples"] if isinstance(row["samples"], list) else []
+                kind = row.get("kind", "trained")
+                if kind in KINDS and step in (None, row["step"]):
+                    yield {"kind": kind, "task": "", **row, "samples": [s for s in whole if isinstance(s, dict)]}
+
+
+def _first_step(name: str) -> int:
+    return int(Path(name).stem)
+
+
+def _shortened(group: Row, chosen: list[Row]) -> Row:
+    samples = [{**sample, "text": str(sample.get("text", ""))[:LONGEST]} for sample in chosen]
+    return {**group, "prompt": str(group.get("prompt", ""))[:LONGEST], "samples": samples}

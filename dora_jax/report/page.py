@@ -24,7 +24,7 @@ SHOWN_DIFFERENCES = 100  # fields in which runs differ
 
 def page(runs: Sequence[RunData]) -> str:
     pictures = [timeline.bars(run.timeline) for run in runs]
-    read = [samples.section(run.samples, number) for number, run in enumerate(runs)]
+    read = [samples.section(run.rollouts, number) for number, run in enumerate(runs)]
     body = "".join(
         _run(run, picture, html, number=i)
         for i, (run, picture, (html, _)) in enumerate(zip(runs, pictures, read, strict=True))
@@ -45,12 +45,17 @@ def page(runs: Sequence[RunData]) -> str:
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{escaped(title)}</title><style>{_asset('uPlot.min.css')}{_asset('page.css')}</style></head><body>"
-        f"<header><h1>{escaped(title)}</h1></header><main>"
-        f"<section><h2>Health</h2>{''.join(map(_health, runs))}</section>{_comparison(runs)}"
+        f"<header><h1>{escaped(title)}</h1>{''.join(map(_verdict, runs))}</header><main>"
+        "<section><h2>Held-out prompts, before and after training</h2>"
+        f"{''.join(map(samples.before_and_after, runs))}</section>"
+        f"<section id=health><h2>Health</h2>{''.join(map(_health, runs))}</section>"
+        f"<section><h2>Timeline</h2>{''.join(map(_timeline, runs, pictures, range(len(runs))))}</section>"
         "<section><h2>Curves</h2><p class=note>A click on a curve opens a sample of that step.</p>"
         "<div id=curves class=grid></div>"
+        "<details id=more><summary>more curves</summary><div class=grid></div></details>"
         "<noscript><p>The curves and the timeline need JavaScript; all figures are in the "
-        f"tables.</p></noscript></section>{body}</main><script type=application/json id=data>{as_json(data)}</script>"
+        f"tables.</p></noscript></section>{_comparison(runs)}{body}</main>"
+        f"<script type=application/json id=data>{as_json(data)}</script>"
         f"<script>{_asset('uPlot.iife.min.js')}</script><script>{_asset('page.js')}</script></body></html>"
     )
 
@@ -107,6 +112,15 @@ def _fields(tree: Row, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{name}", json.dumps(value)[:200]
 
 
+def _verdict(run: RunData) -> str:
+    """The verdict in a line, above everything."""
+    names = [verdict.name for verdict in findings.health(run)]
+    if not run.steps:
+        return f"<p class=verdict>{escaped(run.name)}: no step has ended yet.</p>"
+    line = f"<a href=#health>{escaped(', '.join(names))}</a>" if names else "healthy"
+    return f"<p class='verdict {'sick' if names else 'well'}'>{escaped(run.name)}: {line}</p>"
+
+
 def _health(run: RunData) -> str:
     verdicts = findings.health(run)
     if not verdicts:
@@ -116,12 +130,22 @@ def _health(run: RunData) -> str:
     return f"<p>{escaped(run.name)}:</p><ul>{items}</ul>"
 
 
+def _timeline(run: RunData, picture: Row, number: int) -> str:
+    thinned = picture["count"] - len(picture["instances"])
+    note = f"<p>{thinned} of {picture['count']} instances are left out of the picture.</p>" if thinned else ""
+    return (
+        f"<p>{escaped(run.name)}: {escaped(findings.progress(run))} {escaped(findings.bottleneck(run.steps))}</p>"
+        f"<canvas class=timeline data-run={number}></canvas><p class=tip></p>{note}<p class=note>One row an instance, "
+        "coloured by version; height is the share of its slots in use. Grey is idle, hatched a load of weights, black "
+        "a dead instance; lines are moves of running samples, dashed lines restarts. Point at a bar for its version or "
+        "for what the idle role waits for; scroll to zoom, drag to shift, double-click for all of it.</p>"
+    )
+
+
 def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
     bias = findings.length_bias(run.lengths)
     bad, suspects = findings.suspicious(run), findings.quarantines(run)
     sentences = [
-        findings.progress(run),
-        findings.bottleneck(run.steps),
         *([bias[2]] if bias else []),
         *([run.audit] if run.audit else []),
         *(f"{remark}." for remark in run.remarks),
@@ -131,19 +155,13 @@ def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
     bad |= {
         i: "; ".join([*([bad[i]] if i in bad else []), f"quarantined {len(each)} x"]) for i, each in suspects.items()
     }
-    thinned = picture["count"] - len(picture["instances"])
-    note = f"<p>{thinned} of {picture['count']} instances are left out of the picture.</p>" if thinned else ""
     return (
         f"<section><h2>{escaped(run.name)}</h2>{''.join(f'<p>{escaped(s)}</p>' for s in sentences)}"
-        f"<h3>Timeline</h3><p class=note>One row an instance, coloured by version; height is the share of its slots in "
-        "use. Grey is idle, hatched a load of weights, black a dead instance; lines are moves of running samples, "
-        "dashed lines restarts. Point at a bar for its version or for what the idle role waits for; scroll to zoom, "
-        f"drag to shift, double-click for all of it.</p><canvas class=timeline data-run={number}></canvas><p "
-        f"class=tip></p>{note}<h3>Lag by step</h3><canvas class=lags data-run={number}></canvas>"
+        f"<h3>Lag by step</h3><canvas class=lags data-run={number}></canvas>"
         f"<h3>Ledger</h3>{table(('what', 'count'), findings.ledger(run))}"
         f"<h3>Evaluations</h3>{_evaluations(run.evaluations)}"
         f"<h3>Instances</h3>{_instances(run, picture, bad)}"
-        f"<h3>Samples</h3>{read}"
+        f"<h3>Samples</h3>{samples.stored(run)}{read}"
         f"<h3>Configuration</h3><details><summary>{len(run.overrides)} overrides</summary>"
         f"<pre>{escaped(json.dumps(run.overrides, indent=1))}</pre></details>"
         "<details><summary>all "

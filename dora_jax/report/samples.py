@@ -1,27 +1,85 @@
-"""Rows of samples.jsonl -> the part of the page where a person reads them, and the token data that page.js colours.
+"""What the policy wrote -> the parts of the page where a person reads it, and the token data that page.js colours.
 
 The text stands in the page; what each token got is data, of TOKEN_VIEWS samples at most, so that the page stays small.
+Held-out prompts are shown in their order, each with its first sample: nothing is picked by what it looks like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from dora_jax.report import markup
-from dora_jax.report.load import Row, number
+from dora_jax.report.load import Rollouts, Row, RunData, configured, number
 from dora_jax.types import RENEWAL, issued_first_as
 
 SHOWN_SAMPLES = 400  # groups; more are thinned out evenly
 SHOWN_CHARACTERS = 4000  # of a text
 TOKEN_VIEWS = 60  # samples with their tokens one by one
 COLUMNS = ("text", "advantage", "gap")
+PAIRS, MORE_PAIRS = 3, 21  # held-out prompts, in sight and behind a fold
+PAIR_CHARACTERS = 1200  # of a text of those
 
 Tokens = list[list[Any]]  # of a sample: a column each of COLUMNS
 
 
-def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
+def before_and_after(data: RunData) -> str:
+    """Held-out prompts with the answers of the first and of the last evaluated version side by side: HTML."""
+    versions = list(data.rollouts.heldout.items())
+    if not versions:
+        return f"<p>{markup.escaped(data.name)}: the workdir has no answer to a held-out prompt.</p>"
+    first = {_question(row): row for row in versions[0][1] if _samples(row)}
+    last = {_question(row): row for row in versions[-1][1] if _samples(row)}
+    both = [question for question in first if question in last]
+    head, counts = [f"version {version}" for version, _ in versions], ""
+    if len(versions) == 1:
+        head = [f"{head[0]} (the only one evaluated)"]
+    else:
+        head = [f"before: {head[0]}", f"after: {head[-1]}"]
+        ends = [(_samples(first[q])[0].get("solved"), _samples(last[q])[0].get("solved")) for q in both]
+        if ends and all(isinstance(end, bool) for pair in ends for end in pair):
+            after, lost = ends.count((False, True)), ends.count((True, False))
+            counts = (
+                f" Solved: {ends.count((True, True)):,} before and after, {after:,} only after, {lost:,} only before, "
+                f"{ends.count((False, False)):,} neither."
+            )
+    pairs = []
+    for question in both[: PAIRS + MORE_PAIRS]:
+        cells = ""
+        for title, rows in zip(head, (first, last), strict=False):
+            sample = _samples(rows[question])[0]
+            solved = ", solved" if sample.get("solved") is True else ""
+            caption = f"{title}; reward {markup.figure(sample.get('reward'))}{solved}"
+            cells += f"<div><p class=note>{caption}</p>{_text(sample.get('text'), PAIR_CHARACTERS)}</div>"
+        row = first[question]
+        pairs.append(
+            f"<div class=pair>{_text(row.get('prompt'), PAIR_CHARACTERS)}<p class=note>expected: "
+            f"{markup.isolated(str(row.get('expected'))[:200])}</p><div class=two>{cells}</div></div>"
+        )
+    fold = f"<details><summary>{len(pairs) - PAIRS} more prompts</summary>{''.join(pairs[PAIRS:])}</details>"
+    return (
+        f"<p>{markup.escaped(data.name)}: the first sample of each of {len(both):,} prompts, which are not trained on."
+        f"{counts}</p>{''.join(pairs[:PAIRS])}{fold if len(pairs) > PAIRS else ''}"
+    )
+
+
+def stored(data: RunData) -> str:
+    """How much of what the policy wrote the workdir holds, and may hold: HTML."""
+    texts = data.rollouts
+    if not texts.groups:
+        return ""
+    kinds = ", ".join(f"{count:,} {'held-out' if kind == 'heldout' else kind}" for kind, count in texts.groups.items())
+    budget = number(configured(data, "monitor.samples_bytes"))
+    limit = f" of a budget of {budget / 2**20:,.0f} MiB (monitor.samples_bytes)" if budget else ""
+    return (
+        f"<p>Groups in the workdir: {kinds}; {texts.size_bytes / 2**20:,.1f} MiB{limit}. "
+        "<code>dora_jax.samples(WORKDIR, step=...)</code> gives all of their samples; below are the best and the worst "
+        "of each step's most mixed group.</p>"
+    )
+
+
+def section(texts: Rollouts, run: int) -> tuple[str, list[Tokens]]:
     """(HTML, the tokens to which it refers by their place in the list)."""
+    rows = texts.steps
     # Evenly; rows with tokens one by one go first to their places.
     if len(rows) <= SHOWN_SAMPLES:
         shown = rows
@@ -39,7 +97,7 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
     every = max(1, sum(tokens is not None for tokens in found) // TOKEN_VIEWS)
     views: list[Tokens] = []
     seen = 0
-    parts = []
+    items = []
     for row in shown:
         answers = ""
         for sample in _samples(row):
@@ -56,12 +114,12 @@ def section(rows: Sequence[Row], run: int) -> tuple[str, list[Tokens]]:
         if isinstance(group, int) and group >= RENEWAL:
             group = f"{issued_first_as(group)} (issued again)"
         step, group, version = map(markup.isolated, (row.get("step"), group, row.get("version")))
-        parts.append(
+        items.append(
             f"<details data-run={run} data-step='{markup.escaped(row.get('step'))}'><summary>step {step}, group "
             f"{group}, version {version}: rewards {rewards}</summary>{_text(row.get('prompt'))}<p class=note>expected: "
             f"{markup.isolated(str(row.get('expected'))[:200])}</p>{answers}</details>"
         )
-    return "".join(parts) or "<p>No sample is recorded.</p>", views
+    return "".join(items) or "<p>No sample is recorded.</p>", views
 
 
 # ---------------------------------------------------------------- private
@@ -104,7 +162,11 @@ def _caption(sample: Row, tokens: Tokens | None) -> str:
     return caption
 
 
-def _text(value: Any) -> str:
+def _question(row: Row) -> tuple[str, str]:
+    return str(row.get("prompt")), str(row.get("expected"))
+
+
+def _text(value: Any, most: int = SHOWN_CHARACTERS) -> str:
     text = str(value if value is not None else "")
-    more = f" [... {len(text) - SHOWN_CHARACTERS:,} characters]" if len(text) > SHOWN_CHARACTERS else ""
-    return f"<pre dir=auto class=sample>{markup.escaped(text[:SHOWN_CHARACTERS] + more)}</pre>"
+    more = f" [... {len(text) - most:,} characters]" if len(text) > most else ""
+    return f"<pre dir=auto class=sample>{markup.escaped(text[:most] + more)}</pre>"

@@ -349,6 +349,8 @@ class Coordinator:
             a is not b for a, b in zip(scored.samples, group.submitted, strict=True)
         ):
             return  # of samples of which one has begun again since
+        if isinstance(scored, GroupFailure):
+            scored = dataclasses.replace(scored, samples=group.submitted)
         self._tell(scored)
         if isinstance(scored, GroupFailure):
             del self._samples.groups[group_id]

@@ -2,6 +2,7 @@
 
     WORKDIR/evaluations/STEP.json       the record of one checkpoint
     WORKDIR/evaluations/metrics.jsonl   the same records, in the order in which they were made; tensorboard/ likewise
+    WORKDIR/evaluations/samples/        what the policy wrote, as in a run's own samples/
 
 Consumes a workdir, a folder or in a bucket; writes below `evaluations` only, so that it may run beside the run that
 writes the rest. A run of no steps: no trainer, the same engines.
@@ -22,6 +23,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.plan import devices
 from dora_jax.runtime.assembly import checkpoint_weights
 from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.common import sample_log
 from dora_jax.runtime.common.shutdown import Guard
 from dora_jax.runtime.job import of_this_machine, opened, pick, run_stages
 from dora_jax.runtime.journal.object_storage import Objects
@@ -101,8 +103,8 @@ def evaluate_one(config: Config, workdir: Path, version: Version) -> None:
     text = json.dumps({"step": version, **log.evaluations[version]})
     state_files.replace(folder / f"{version}.json", text.encode() + b"\n")
     if url := url_of(workdir):
-        for name in (f"{version}.json", "metrics.jsonl"):
-            Objects(url).put(f"{FOLDER}/{name}", (folder / name).read_bytes())
+        for file in (folder / f"{version}.json", folder / "metrics.jsonl", *sample_log.files(folder / "samples")):
+            Objects(url).put(f"{FOLDER}/{file.relative_to(folder)}", file.read_bytes())
     print(text, flush=True)
 
 
@@ -127,4 +129,5 @@ def _pull(workdir: Path) -> None:
         store = Objects(url)
         (workdir / FOLDER).mkdir(exist_ok=True)
         for key in store.keys(FOLDER):
+            (workdir / key).parent.mkdir(parents=True, exist_ok=True)
             (workdir / key).write_bytes(store.get(key) or b"")

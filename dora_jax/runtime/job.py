@@ -309,6 +309,7 @@ def run_stages(
         noisy=any(getattr(config.environment, f"noise_{kind}") for kind in NOISE),
         views=backing.side.views if backing else None,
         log_bytes=config.monitor.log_bytes,
+        samples_bytes=config.monitor.samples_bytes,
     )
     timeline = Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes)
     limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
@@ -368,6 +369,6 @@ def _ending(
         if stopped:
             backend.close()  # a gang that is gone lets go of the threads that wait for its answers
         world.close(guard.patience_s if stopped else STAGE_END_S)
-        log.samples.close()
+        log.close()
         if recorder:
             recorder.close()

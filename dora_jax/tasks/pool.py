@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -56,6 +57,7 @@ class GroupFailure:
     lengths: tuple[int, ...]  # tokens of each response
     kind: str = ""  # what failures from one cause share; empty: the reason
     response: str = ""  # the text that has no score, where it is one response's fault
+    samples: tuple[Sample, ...] = dataclasses.field(default=(), compare=False)  # as the coordinator adds them
 
 
 def drained(results: queue.SimpleQueue[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ GARBAGE: tuple[bytes, ...] = (
     b'{"step": [3]}',
 )
 GARBAGE += (b'{"step": 1e999}', b'{"step": NaN}', b"\xff\xfe\x00garbage", b"\x00" * 64, b'{"step": true}', b"1" * 5000)
-LINES = ("metrics.jsonl", "samples.jsonl", "timeline.jsonl")
+LINES = ("metrics.jsonl", "samples/*.jsonl", "timeline.jsonl")
 TEXTS = ("config.json", "overrides.json", "instances.json", "trace.json", "evaluations/*")
 REST = (*LINES[1:], *TEXTS, "trajectories.txt", "tensorboard/*", "journal/lock")
 

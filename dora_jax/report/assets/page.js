@@ -17,7 +17,7 @@ function curve(spec) {
   box.className = 'plot'; note.className = 'note';
   title.textContent = spec.title; note.textContent = spec.note;
   box.append(title, note);
-  document.getElementById('curves').append(box);
+  document.querySelector(spec.more ? '#more .grid' : '#curves').append(box);
   const series = [{label: 'step'}], values = [spec.steps], bands = [];
   const several = data.runs.length > 1, met = data.runs.map(() => 0);
   lines.forEach((line, n) => {  // of several runs each has a colour, and its second metric is dashed
@@ -37,6 +37,9 @@ function curve(spec) {
   const plot = new uPlot({width: Math.max(200, box.clientWidth - 16), height: 190, series, bands, scales: {x: {time: false, range: (u, low, high) => low === high ? [low - 1, high + 1] : [low, high]}, y: {range}},
                           axes: [axis(), {...axis(), size: 62, values: (u, ticks) => ticks.map(short)}], legend: {show: true}}, values, box);
   plot.root.querySelectorAll('.u-series').forEach((row, i) => { if (/ (low|high)$/.test(series[i].label)) row.hidden = true; });
+  const newest = () => plot.setLegend({idx: spec.steps.length - 1});  // where no point is pointed at
+  newest();
+  plot.over.addEventListener('mouseleave', () => setTimeout(newest));
   plot.over.addEventListener('click', () => {
     const i = plot.cursor.idx;
     if (i === null || i === undefined) return;
@@ -202,7 +205,10 @@ function lags(element, spec) {
   if (n) { pen.fillText('step ' + spec.steps[0], LEFT, height - 9); pen.textAlign = 'right'; pen.fillText('step ' + spec.steps[n - 1], width - 2, height - 9); }
 }
 
-data.curves.forEach(curve);
+data.curves.filter(spec => !spec.more).forEach(curve);
+const more = document.getElementById('more'), folded = data.curves.filter(spec => spec.more && spec.lines.some(line => line.values.some(v => v !== null)));
+if (!folded.length) more.hidden = true;
+more.addEventListener('toggle', () => { folded.splice(0).forEach(curve); redraw(); });  // a plot is as wide as its place, which is there once it is open
 const timelines = [...document.querySelectorAll('canvas.timeline')].map(e => new Timeline(e, data.timelines[e.dataset.run]));
 const drawLags = () => document.querySelectorAll('canvas.lags').forEach(e => lags(e, data.lags[e.dataset.run]));
 drawLags();

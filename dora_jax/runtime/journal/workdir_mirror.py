@@ -47,7 +47,8 @@ from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY
 
 MARK = ".store"  # a file in the scratch folder: the URL of the workdir
-LOGS = ("tensorboard", "logs")  # folders whose files are copied too
+SAMPLES = "samples/"  # a folder whose oldest files a run deletes
+LOGS = ("tensorboard", "logs", SAMPLES)  # folders whose files are copied too
 CONFIG = ("config.json", "overrides.json")
 LOGS_PERIOD_S = 30.0  # each copy of a log is whole
 
@@ -225,8 +226,10 @@ class _Copy:
     def pull_files(self) -> None:
         for key in self._store.keys():
             if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG):
-                (self._dir / key).parent.mkdir(exist_ok=True)
+                (self._dir / key).parent.mkdir(parents=True, exist_ok=True)
                 (self._dir / key).write_bytes(self._get(key))
+                if key.startswith(SAMPLES):
+                    self._pushed[key] = 0, 0
 
     # ------------------------------------------------------------ to the store
 
@@ -259,10 +262,15 @@ class _Copy:
         logs = [path for folder in LOGS for path in (self._dir / folder).glob("*")]
         files = [self._dir / name for name in names] or [*self._dir.glob("[!.]*.*"), *logs]
         for path in filter(Path.is_file, files):
-            stat, name = path.stat(), str(path.relative_to(self._dir))
-            if self._pushed.get(name) != (stat.st_size, stat.st_mtime_ns):
-                self._put(name, path.read_bytes())
-                self._pushed[name] = stat.st_size, stat.st_mtime_ns
+            name = str(path.relative_to(self._dir))
+            with contextlib.suppress(FileNotFoundError):  # a file that the run has deleted meanwhile
+                stat = path.stat()
+                if self._pushed.get(name) != (stat.st_size, stat.st_mtime_ns):
+                    self._put(name, path.read_bytes())
+                    self._pushed[name] = stat.st_size, stat.st_mtime_ns
+        for name in [name for name in self._pushed if name.startswith(SAMPLES) and not (self._dir / name).exists()]:
+            self._store.drop(name)
+            del self._pushed[name]
 
     # ------------------------------------------------------------ private
 

@@ -25,7 +25,7 @@ from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.observe.evaluations import Evaluations, reward_metrics, sampled_tokens
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.tasks.solved import Solved
+from dora_jax.tasks.solved import TOTAL, Solved
 from dora_jax.tasks.source import shorten
 from dora_jax.types import GroupId, Prompt, SampleId, ScoredGroup, Version, is_eval, is_training
 
@@ -182,8 +182,9 @@ class RunLog:
         environments: Environments | None = None,
         noisy: bool = False,
         log_bytes: int = 0,
+        samples_bytes: int = 0,
     ):
-        """noisy: every second held-out sample meets noise. log_bytes: budget of each file of samples; 0: none."""
+        """noisy: every second held-out sample meets noise. log_bytes, samples_bytes: budgets, see `SampleLog`."""
         # records of versions that an earlier process of this run has evaluated; those to come are added
         self.evaluations: dict[Version, Mapping[str, float]] = dict(writer.evaluations)
         self.metrics: dict[str, float] = {}
@@ -191,7 +192,18 @@ class RunLog:
         self._orchestrator = orchestrator
         self._instances = instances
         self._steps = steps
-        self.samples = SampleLog(workdir, writer.note, decode, prompt_of, views, log_bytes)
+        self.samples = SampleLog(
+            workdir,
+            writer.note,
+            decode,
+            prompt_of,
+            views,
+            log_bytes=log_bytes,
+            samples_bytes=samples_bytes,
+            resumed_at=writer.resumed_at,
+        )
+        self._solved = solved
+        self._scored: dict[GroupId, ScoredGroup] = {}  # whose GroupScored has not been seen
         self._overlap = VersionOverlap()
         self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note, noisy)
@@ -218,10 +230,23 @@ class RunLog:
                     self._moved.discard(sample.id)
                     self._moved_finished += 1
             case ScoredGroup() if is_eval(record.group_id):
+                if record.group_id in self._orchestrator.state.groups:  # else an earlier process has written it
+                    rule = self._solved
+                    named = rule is not None and rule.term in (*record.parts, TOTAL)
+                    solved = rule.of(record) if rule and named else None
+                    self.samples.keep(record.version, "heldout", record, solved=solved)
                 self._evaluating.scored(record)
             case ScoredGroup():
                 self._unscored.scored += 1
+                self._scored[record.group_id] = record
             case GroupFailure():
+                if record.samples:
+                    rewards = np.full(len(record.samples), np.nan, np.float32)
+                    version = record.samples[0].version
+                    group = ScoredGroup(
+                        group_id=record.group_id, version=version, samples=record.samples, rewards=rewards, parts={}
+                    )
+                    self.samples.keep(self._orchestrator.state.ledger.base + 1, "failed", group, reason=record.reason)
                 if is_eval(record.group_id):
                     self._evaluating.failed(record)
                 self._unscored.failed(record)
@@ -236,22 +261,39 @@ class RunLog:
             self._step_s = time.monotonic()
         self._overlap(event)
         self._idle(event)
-        if isinstance(event, ev.SampleMoved):
-            self._moved.add(event.id)
-        elif isinstance(event, ev.TimePassed):
-            self._writer.status(self._orchestrator.summary())
+        match event:
+            case ev.SampleMoved():
+                self._moved.add(event.id)
+            case ev.GroupScored(group_id=group_id, trainable=trainable):
+                scored = self._scored.pop(group_id, None)
+                if scored is not None and not trainable:
+                    self.samples.keep(self._orchestrator.state.ledger.base + 1, "filtered", scored)
+            case ev.TimePassed():
+                self._writer.status(self._orchestrator.summary())
+                self._show()
         for command in commands:
             if isinstance(command, ev.Train):
                 self._writer.phase("trainer", f"training version {command.base_version + 1}")
             elif isinstance(command, ev.Quarantine):
                 self._writer.note(quarantined(command))
 
+    def close(self) -> None:
+        """Wait until all samples are written."""
+        self.samples.close()
+        self._show()
+
     # ------------------------------------------------------------ private
+
+    def _show(self) -> None:
+        """Give sinks the samples that are ready for them."""
+        while not self.samples.tables.empty():
+            self._writer.samples(*self.samples.tables.get())
 
     def _evaluated(self, version: Version, metrics: dict[str, float]) -> None:
         metrics["time/run_s"] = time.monotonic() - self._began_s
         self.evaluations[version] = metrics
         self._writer.write(version, metrics)
+        self.samples.evaluated(version)
 
     def _step_done(self, done: StepDone) -> None:
         now = time.monotonic()

@@ -1,9 +1,9 @@
 """What a run tells other programs while it goes on, where the configuration asks for it.
 
     monitor.port    GET /metrics (Prometheus) and /healthz on 127.0.0.1
-    monitor.wandb   each record of metrics.jsonl to a project of Weights & Biases; WANDB_MODE=offline keeps it in
-                    WORKDIR/wandb
-    monitor.sinks   each record, and what goes on now, to classes of the user's (metrics.Sink)
+    monitor.wandb   each record of metrics.jsonl, and tables of samples, to a project of Weights & Biases;
+                    WANDB_MODE=offline keeps it in WORKDIR/wandb
+    monitor.sinks   each record, what goes on now, and samples, to classes of the user's (metrics.Sink)
 
 Consumes the records and the live facts that metrics.Writer is given; decides nothing. Law: what listens here never
 stops the run: a page that nobody reads costs nothing, no request changes anything, and connections hold a bounded
@@ -21,7 +21,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from prometheus_client import CollectorRegistry
 
 from dora_jax import config
 from dora_jax.base import callables, prometheus, state_files
-from dora_jax.base.metrics import Sink
+from dora_jax.base.metrics import COLUMNS, MAX_TEXT, SampleRow, Sink
 from dora_jax.config import Config, ConfigError
 from dora_jax.runtime.common.listener import hang_up
 
@@ -40,6 +40,7 @@ CONNECTIONS = 16  # at a time, a thread each; where one more comes, the oldest e
 ANSWER_S = 10.0  # for a connection to send its request and take the answer, however slowly its bytes come
 WANDB_ID = r"[^/\\#?%:\s]{1,128}"  # what Weights & Biases takes for the name of a run
 CALLS = ("write", "status", "close")  # of a sink
+SAMPLES = "samples"  # a call that a class of the user's may lack
 QUIET_S = 60.0  # the loop speaks each second; after so long without a word it is stuck
 
 
@@ -62,14 +63,16 @@ class UserSink:
 
     def __init__(self, path: str, settings: Config, workdir: Path):
         self._path = path
-        self.write, self.status, self.close = (functools.partial(self._call, name) for name in CALLS)
+        self.write, self.status, self.close, self.samples = (
+            functools.partial(self._call, name) for name in (*CALLS, SAMPLES)
+        )
         with config.field_context("monitor.sinks"):
             self._sink: Any = callables.imported(path)(settings, workdir)
         if missing := [name for name in CALLS if not hasattr(self._sink, name)]:
             raise ConfigError(f"monitor.sinks: {path} has no {', '.join(missing)} (dora_jax.base.metrics.Sink)")
 
     def _call(self, name: str, *args: Any) -> None:
-        if self._sink is None:
+        if self._sink is None or (name == SAMPLES and not hasattr(self._sink, name)):
             return
         try:
             getattr(self._sink, name)(*args)
@@ -96,6 +99,9 @@ class RunFacts:
         self._last_beat_s = time.monotonic()
         self._verdicts = list(facts.get("health", ()))
         self._facts = {f"live/{name}": value for name, value in prometheus.flat(facts).items()}
+
+    def samples(self, step: int, kind: str, rows: Sequence[SampleRow]) -> None:
+        """Gauges hold no text."""
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """What /healthz answers."""
@@ -227,10 +233,15 @@ class WandbRun:
             raise ConfigError(f"monitor.wandb: {' '.join(str(error).split())}") from error
         # A run that resumes counts from its checkpoint again, and wandb's own counter never goes back.
         self._run.define_metric("*", step_metric="step")
-        self.close = self._run.finish
+        self.close, self._table = self._run.finish, wandb.Table
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         self._run.log({"step": step} | {name: value for name, value in scalars.items() if value is not None})
 
     def status(self, facts: Mapping[str, Any]) -> None:
-        """Only what is in metrics.jsonl is exported."""
+        """Not exported."""
+
+    def samples(self, step: int, kind: str, rows: Sequence[SampleRow]) -> None:
+        table = self._table(columns=list(COLUMNS), data=[[f"{row[name]!s:.{MAX_TEXT}}" for name in COLUMNS]
+                                                         for row in rows])  # fmt: skip
+        self._run.log({"step": step, f"samples/{kind}": table})
