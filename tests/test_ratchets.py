@@ -19,9 +19,9 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
-    ".": 980,
+    ".": 995,
     "aot": 372,
-    "base": 1580,
+    "base": 1607,
     "bench": 3725,
     "buffer": 320,
     "cli": 353,
@@ -31,12 +31,12 @@ CODE = {
     "ops": 598,
     "orchestrate": 2779,
     "plan": 1171,
-    "report": 990,
+    "report": 1156,
     "rollout": 2925,
-    "runtime": 11539,
+    "runtime": 11718,
     "serving": 1895,
     "sim": 1995,
-    "tasks": 3618,
+    "tasks": 3620,
     "trainer": 2252,
 }
 PIECES = {"functions": 90.2, "lambdas": 5.5}  # in 1,000 lines of code of the wheel

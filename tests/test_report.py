@@ -168,7 +168,7 @@ def heldout(step, *answers):
 
 def stored(folder, name, rows):
     (folder / "samples").mkdir(exist_ok=True)
-    write(folder / "samples", name, rows)
+    write(folder / "samples", name, rows[::-1])
 
 
 def test_the_page_opens_with_held_out_prompts_before_and_after(tmp_path):
@@ -177,7 +177,8 @@ def test_the_page_opens_with_held_out_prompts_before_and_after(tmp_path):
     after = [(prompt, text.replace("first", "last"), i != 1) for i, (prompt, text, _) in enumerate(before)]
     between = [(prompt, "between", False) for prompt, _, _ in before]
     stored(folder, "00000000.jsonl", heldout(0, *before) + heldout(2, *between))
-    stored(folder, "00000009.jsonl", heldout(4, *reversed(after)) + [{"step": 3, "kind": "filtered", "samples": []}])
+    others = heldout(4, *after) + heldout(4, ("of another turn", "a", True))
+    stored(folder, "00000009.jsonl", others + [{"step": 3, "kind": "filtered", "samples": []}])
     (folder / "config.json").write_text(json.dumps({"monitor": {"samples_bytes": 2**30}}))
     text = page([load(folder, "a")])
     read = Text(text).text
@@ -198,7 +199,11 @@ def test_one_evaluation_alone_and_none_are_said_so(tmp_path):
     assert "a: the workdir has no answer to a held-out prompt." in Text(page([load(folder, "a")])).text
     stored(folder, "0.jsonl", heldout(0, ("2 + 2 =", "4", True)))
     read = Text(page([load(folder, "a")])).text
-    assert "version 0 (the only one evaluated); reward 1, solved" in read and "Solved:" not in read
+    assert (
+        "each prompt was evaluated once, 1 in all" in read
+        and "version 0; reward 1, solved" in read
+        and "Solved:" not in read
+    )
 
 
 def test_a_workdir_in_a_bucket_reads_as_a_folder_does(tmp_path):

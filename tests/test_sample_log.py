@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import types
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from dora_jax.buffer import layout, pack
 from dora_jax.report.load import load, samples
 from dora_jax.runtime.common.sample_log import SampleLog, TokenViews, files
+from dora_jax.runtime.journal import workdir_mirror
 from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes import trainer_cases as cases
@@ -154,6 +156,26 @@ def test_a_workdir_of_one_group_a_step_is_read_too_and_damage_is_left_out(tmp_pa
     data = load(tmp_path, "a")
     assert [len(row["samples"]) for row in data.rollouts.steps] == [1, 2] and data.rollouts.damaged == 3
     assert "3 lines of samples hold no row and are left out" in data.remarks
+
+
+def test_a_bucket_holds_the_files_that_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir_mirror.tempfile, "gettempdir", lambda: str(tmp_path / "scratch"))
+    url, names = f"file://{tmp_path}/bucket", ["00000000.jsonl", "00000005.jsonl"]
+    folder = workdir_mirror.attach(url, "train")
+    (folder / "config.json").write_text("{}")
+    with workdir_mirror.mirrored(folder, print, steps=False):
+        (folder / "samples").mkdir()
+        for name in names:
+            (folder / "samples" / name).write_text(
+                json.dumps({"step": int(name[:8]), "samples": [{"text": "a"}]}) + "\n"
+            )
+    assert [row["step"] for row in samples(url)] == [0, 5]
+    shutil.rmtree(folder)
+    folder = workdir_mirror.attach(url, "train")
+    with workdir_mirror.mirrored(folder, print, steps=False):
+        assert [file.name for file in files(folder / "samples")] == names, "a machine that goes on has them all"
+        (folder / "samples" / names[0]).unlink()
+    assert [row["step"] for row in samples(url)] == [5]
 
 
 def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path):

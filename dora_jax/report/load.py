@@ -47,11 +47,11 @@ class Rollouts:
     """What a page shows of them.
 
     steps: of each step, the row of the group whose rewards spread most, or whose tokens were looked at, with its best
-    and its worst sample. heldout: the first and the last evaluated version with their rows.
+    and its worst sample. heldout: of each prompt, its rows of the first and of the last version it was evaluated at.
     """
 
     steps: list[Row] = field(default_factory=list)
-    heldout: dict[int, list[Row]] = field(default_factory=dict)
+    heldout: list[tuple[Row, Row]] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)  # by kind
     size_bytes: int = 0
     damaged: int = 0  # lines
@@ -145,15 +145,16 @@ def samples(
 def collect(files: Files) -> Rollouts:
     """One pass over all rows; of the texts no more is held than a page may show."""
     result, by_step = Rollouts(), dict[int, Row]()
-    evaluated: dict[int, dict[str, Row]] = {}
+    evaluated: dict[tuple[str, str], tuple[Row, Row]] = {}
     counted: dict[str, set[tuple[int, str]]] = {}
     for group in _groups(files, result, None):
         kind, step, shown = group["kind"], group["step"], group["samples"]
         counted.setdefault(kind, set()).add((step, str(group.get("group"))))
-        if kind == "heldout":
-            evaluated.setdefault(step, {})[str(group.get("group"))] = _shortened(group, shown)
-            for version in sorted(evaluated)[1:-1]:
-                del evaluated[version]
+        if kind == "heldout" and shown:
+            row = _shortened(group, shown)
+            question = row["prompt"], str(row.get("expected"))
+            first, last = evaluated.get(question, (row, row))
+            evaluated[question] = row if step <= first["step"] else first, row if step >= last["step"] else last
         elif kind == "trained" and shown:
             best, worst = (which(shown, key=lambda sample: number(sample.get("reward")) or 0.0) for which in (max, min))
             looked = [sample for sample in shown if "by_token" in sample]
@@ -165,7 +166,7 @@ def collect(files: Files) -> Rollouts:
                 by_step[step] = chosen
     result.groups = {kind: len(counted[kind]) for kind in KINDS if kind in counted}
     result.steps = [row for _, row in sorted(by_step.items())]
-    result.heldout = {version: list(rows.values()) for version, rows in sorted(evaluated.items())}
+    result.heldout = sorted(evaluated.values(), key=_place)
     return result
 
 
@@ -276,6 +277,11 @@ def _groups(files: Files, seen: Rollouts, step: int | None) -> Iterator[Row]:
 
 def _first_step(name: str) -> int:
     return int(Path(name).stem)
+
+
+def _place(pair: tuple[Row, Row]) -> tuple[int, int]:
+    """Sort held-out prompts by the version that first answered them, then as the task has them."""
+    return pair[0]["step"], -(version_of(pair[0].get("group")) or 0)
 
 
 def _shortened(group: Row, chosen: list[Row]) -> Row:

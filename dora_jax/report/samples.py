@@ -1,4 +1,4 @@
-"""What the policy wrote -> the parts of the page where a person reads it, and the token data that page.js colours.
+"""What the policy wrote -> the sections of the page where a person reads it, and the token data that page.js colours.
 
 The text stands in the page; what each token got is data, of TOKEN_VIEWS samples at most, so that the page stays small.
 Held-out prompts are shown in their order, each with its first sample: nothing is picked by what it looks like.
@@ -23,43 +23,35 @@ Tokens = list[list[Any]]  # of a sample: a column each of COLUMNS
 
 
 def before_and_after(data: RunData) -> str:
-    """Held-out prompts with the answers of the first and of the last evaluated version side by side: HTML."""
-    versions = list(data.rollouts.heldout.items())
-    if not versions:
-        return f"<p>{markup.escaped(data.name)}: the workdir has no answer to a held-out prompt.</p>"
-    first = {_question(row): row for row in versions[0][1] if _samples(row)}
-    last = {_question(row): row for row in versions[-1][1] if _samples(row)}
-    both = [question for question in first if question in last]
-    head, counts = [f"version {version}" for version, _ in versions], ""
-    if len(versions) == 1:
-        head = [f"{head[0]} (the only one evaluated)"]
+    """Held-out prompts with their answers of the first and of the last version evaluated side by side: HTML."""
+    pairs = [pair for pair in data.rollouts.heldout if pair[0]["step"] < pair[1]["step"]]
+    name, once = markup.escaped(data.name), data.rollouts.heldout and not pairs
+    if once:
+        pairs = data.rollouts.heldout
+        sentence = f"each prompt was evaluated once, {len(pairs):,} in all (eval.every; eval.prompts, task.heldout)."
+    elif not pairs:
+        return f"<p>{name}: the workdir has no answer to a held-out prompt.</p>"
     else:
-        head = [f"before: {head[0]}", f"after: {head[-1]}"]
-        ends = [(_samples(first[q])[0].get("solved"), _samples(last[q])[0].get("solved")) for q in both]
-        if ends and all(isinstance(end, bool) for pair in ends for end in pair):
-            after, lost = ends.count((False, True)), ends.count((True, False))
-            counts = (
-                f" Solved: {ends.count((True, True)):,} before and after, {after:,} only after, {lost:,} only before, "
-                f"{ends.count((False, False)):,} neither."
-            )
-    pairs = []
-    for question in both[: PAIRS + MORE_PAIRS]:
+        sentence = f"the first sample of each of {len(pairs):,} prompts, which are not trained on."
+        ends = [tuple(_samples(row)[0].get("solved") for row in pair) for pair in pairs]
+        if all(isinstance(end, bool) for pair in ends for end in pair):
+            both, after, before, neither = map(ends.count, ((True, True), (False, True), (True, False), (False, False)))
+            sentence += f" Solved: {both:,} before and after, {after:,} only after, {before:,} only before, "
+            sentence += f"{neither:,} neither."
+    shown = []
+    for pair in pairs[: PAIRS + MORE_PAIRS]:
         cells = ""
-        for title, rows in zip(head, (first, last), strict=False):
-            sample = _samples(rows[question])[0]
+        for title, row in zip(("",) if once else ("before: ", "after: "), pair, strict=False):
+            sample = _samples(row)[0]
             solved = ", solved" if sample.get("solved") is True else ""
-            caption = f"{title}; reward {markup.figure(sample.get('reward'))}{solved}"
+            caption = f"{title}version {row['step']}; reward {markup.figure(sample.get('reward'))}{solved}"
             cells += f"<div><p class=note>{caption}</p>{_text(sample.get('text'), PAIR_CHARACTERS)}</div>"
-        row = first[question]
-        pairs.append(
-            f"<div class=pair>{_text(row.get('prompt'), PAIR_CHARACTERS)}<p class=note>expected: "
-            f"{markup.isolated(str(row.get('expected'))[:200])}</p><div class=two>{cells}</div></div>"
+        shown.append(
+            f"<div class=pair>{_text(pair[0]['prompt'], PAIR_CHARACTERS)}<p class=note>expected: "
+            f"{markup.isolated(str(pair[0].get('expected'))[:200])}</p><div class=two>{cells}</div></div>"
         )
-    fold = f"<details><summary>{len(pairs) - PAIRS} more prompts</summary>{''.join(pairs[PAIRS:])}</details>"
-    return (
-        f"<p>{markup.escaped(data.name)}: the first sample of each of {len(both):,} prompts, which are not trained on."
-        f"{counts}</p>{''.join(pairs[:PAIRS])}{fold if len(pairs) > PAIRS else ''}"
-    )
+    fold = f"<details><summary>{len(shown) - PAIRS} more prompts</summary>{''.join(shown[PAIRS:])}</details>"
+    return f"<p>{name}: {sentence}</p>{''.join(shown[:PAIRS])}{fold if len(shown) > PAIRS else ''}"
 
 
 def stored(data: RunData) -> str:
@@ -160,10 +152,6 @@ def _caption(sample: Row, tokens: Tokens | None) -> str:
         caption += f"; largest gap trainer - engine {markup.figure(gap[most])} at token {most} "
         caption += f"({markup.isolated(repr(text[most])[:40])})"
     return caption
-
-
-def _question(row: Row) -> tuple[str, str]:
-    return str(row.get("prompt")), str(row.get("expected"))
 
 
 def _text(value: Any, most: int = SHOWN_CHARACTERS) -> str:

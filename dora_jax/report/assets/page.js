@@ -38,7 +38,7 @@ function curve(spec) {
                           axes: [axis(), {...axis(), size: 62, values: (u, ticks) => ticks.map(short)}], legend: {show: true}}, values, box);
   plot.root.querySelectorAll('.u-series').forEach((row, i) => { if (/ (low|high)$/.test(series[i].label)) row.hidden = true; });
   const newest = () => plot.setLegend({idx: spec.steps.length - 1});  // where no point is pointed at
-  newest();
+  setTimeout(newest);
   plot.over.addEventListener('mouseleave', () => setTimeout(newest));
   plot.over.addEventListener('click', () => {
     const i = plot.cursor.idx;

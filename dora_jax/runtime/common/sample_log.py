@@ -288,7 +288,8 @@ class SampleLog:
             rows.append({"step": step, "kind": kind, "group": group.group_id, "task": prompt.task,
                          "version": group.version, "prompt": prompt.text, "expected": str(prompt.answer),
                          **({"reason": reason} if reason else {}), "samples": samples})  # fmt: skip
-        self._append(step, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+        lines = [json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for row in rows]
+        self._append(step, b"".join(lines))
         if kind == "heldout" and len(held := self._heldout.setdefault(step, [])) < TABLE_ROWS:
             held.extend(rows)
         if kind != "trained":
