@@ -45,9 +45,11 @@ def fit(
     config: a config file as of --config ("configs/x.py:arg"), what its get_config returns, a `Config`, or the fields
     that differ from configs/rows.py: {"steps": 20, "trainer.learning_rate": 1e-6}. workdir: runs/NAME of the config
     file or of the script where it is None. The other arguments go over the configuration. model: a Hugging Face folder.
-    prompts: rows {"prompt": ..., "answer": ...} or texts, the path of a file of rows, or "reasoning_gym:DATASET".
-    reward: one or several callables (prompt, response, answer) -> float | {term: float}, or their import paths. Worker
-    processes import the file that defines it; where that file is the script itself, they run it down to this call.
+    prompts: rows {"prompt": ..., "answer": ...} or texts, a table of them (datasets, pandas, polars, pyarrow), the path
+    of a file of rows, or "reasoning_gym:DATASET"; task.prompt_column and task.answer_column rename the two.
+    reward: one or several callables (prompt, response, answer) -> float | {term: float}, or their import paths; a
+    parameter of another name gets that column of the row. Worker processes import the file that defines it; where that
+    file is the script itself, they run it down to this call.
 
     Raises ConfigError for wrong input and RunError for a run that cannot go on. On the main thread Ctrl-C and SIGTERM
     stop the run, whose exit_code is then 42; any other thread may call it too. The process is the caller's and never

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +22,7 @@ import numpy as np
 from dora_jax import config as configs
 from dora_jax.base import callables
 from dora_jax.cli import flags
-from dora_jax.config import Config, field_context
+from dora_jax.config import Config, ConfigError, field_context
 from dora_jax.config import files as config_files
 from dora_jax.report.load import Row, load, number, samples
 
@@ -34,8 +34,8 @@ GYM = "reasoning_gym:"
 HELDOUT_SHARE = 4  # of rows given as objects, one in so many is held out, and at most what the configuration says
 
 Configuration: TypeAlias = Config | Mapping[str, Any] | ml_collections.ConfigDict | str | None
-Prompts: TypeAlias = str | os.PathLike[str] | Sequence[Mapping[str, Any] | str]
-Reward: TypeAlias = Callable[[str, str, Any], float | Mapping[str, float]] | str
+Prompts: TypeAlias = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str]  # a table of rows too
+Reward: TypeAlias = Callable[..., float | Mapping[str, float]] | str
 Series: TypeAlias = dict[str, np.ndarray]
 
 
@@ -128,6 +128,11 @@ def _tree(config: Configuration) -> dict[str, Any]:
         return dataclasses.asdict(config)
     if isinstance(config, ml_collections.ConfigDict):
         return config.copy_and_resolve_references().to_dict()
+    if not isinstance(config, str | Mapping | None):
+        raise ConfigError(
+            f"config: {config!r:.80} is a {type(config).__name__}, no configuration: give the name of a config file, "
+            "fields as a dict, or what a config file returns"
+        )
     tree: dict[str, Any] = config_files.load_file(config if isinstance(config, str) else BASE).to_dict()
     if isinstance(config, Mapping):
         _merge(tree, config)
@@ -163,12 +168,23 @@ def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_hel
     if isinstance(prompts, str | os.PathLike):
         task["path"] = os.fspath(prompts)
         return
-    rows = [{"prompt": row, "answer": ""} if isinstance(row, str) else row for row in prompts]
+    prompt_name, answer_name = task["prompt_column"] or "prompt", task["answer_column"] or "answer"
     with field_context("prompts"):
+        if isinstance(prompts, Mapping):  # a datasets.DatasetDict too
+            raise ValueError(
+                f"a {type(prompts).__name__} of {', '.join(map(str, prompts))} is no list of rows; give the rows of "
+                "one, or a list with a dict for each row"
+            )
+        rows = []
+        for i, row in enumerate(_listed(prompts)):
+            row = {prompt_name: row, answer_name: ""} if isinstance(row, str) else row
+            if not isinstance(row, Mapping):
+                raise ValueError(f"row {i} is a {type(row).__name__}, neither a text nor a dict of columns")
+            rows.append(row)
         # The file of these rows, named by their content. ValueError: a row is no JSON.
         folder = flags.local(workdir, "train")
         try:
-            text = "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows)
+            text = "".join(json.dumps(dict(row), allow_nan=False, default=_plain) + "\n" for row in rows)
         except (TypeError, ValueError) as error:
             raise ValueError(f"a row cannot be written as JSON: {error}") from error
         if not text:
@@ -185,6 +201,26 @@ def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_hel
     if not keep_heldout:
         task["heldout"] = min(task["heldout"], max(1, len(rows) // HELDOUT_SHARE))
         tree["eval"]["prompts"] = min(tree["eval"]["prompts"], task["heldout"])
+
+
+def _listed(prompts: Any) -> Iterable[object]:
+    """The rows of a table of pandas, polars or pyarrow, which are known by their methods; of others their items."""
+    if hasattr(prompts, "iterrows"):  # pandas: a missing value is null, not NaN
+        return json.loads(prompts.to_json(orient="records", date_format="iso", double_precision=15))
+    for method in ("to_dicts", "to_pylist"):
+        if hasattr(prompts, method):
+            return getattr(prompts, method)()
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"{prompts!r:.80} is a {type(prompts).__name__}, neither rows nor the name of a file of them")
+    return prompts
+
+
+def _plain(value: object) -> object:
+    """What JSON holds of an array or a date."""
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _arrays(rows: Sequence[Row]) -> Series:

@@ -1,5 +1,6 @@
 """dora_jax.fit and load_policy: what a script says becomes a run's configuration, and what came of it comes back."""
 
+import datetime
 import functools
 import inspect
 import json
@@ -9,6 +10,7 @@ import types
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 import dora_jax
@@ -86,11 +88,57 @@ def test_rows_and_rewards_given_as_objects_are_found_by_every_process(workspace,
         ({"model": "model", "prompts": []}, "prompts: there is no row"),
         ({"model": "model", "prompts": [{"prompt": {1}}]}, "prompts: a row cannot be written as JSON"),
         ({"config": {"trainer.rate": 1}, "model": "model", "prompts": ROWS}, "unknown field"),
+        ({"config": 3, "model": "model", "prompts": ROWS}, "config: 3 is a int, no configuration: give"),
+        ({"config": [("steps", 3)]}, r"config: \[\('steps', 3\)\] is a list, no configuration"),
+        ({"model": "model", "prompts": 3}, "prompts: 3 is a int, neither rows nor the name of a file of them"),
+        ({"model": "model", "prompts": {"train": ROWS, "test": ROWS}}, "prompts: a dict of train, test is no list of"),
+        (
+            {"model": "model", "prompts": [[{"role": "user", "content": "a"}]]},
+            "prompts: row 0 is a list, neither a text",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(workspace, given, said):
     with pytest.raises(ConfigError, match=said):
         dora_jax.fit(workdir="w", **given)
+
+
+class Frame:
+    """As pandas: it iterates over the names of its columns."""
+
+    def __iter__(self):
+        return iter(ROWS[0])
+
+    def iterrows(self): ...
+
+    def to_json(self, *, orient, date_format, double_precision):
+        assert (orient, date_format, double_precision) == ("records", "iso", 15)
+        return json.dumps(ROWS)
+
+
+class Dataset:
+    """As datasets.Dataset with a format of arrays: it iterates over rows, and its to_json takes a file."""
+
+    def __iter__(self):
+        return iter({**row, "tokens": np.arange(2), "day": datetime.date(2026, 1, 2)} for row in ROWS)
+
+    def to_json(self, file): ...
+
+
+@pytest.mark.parametrize(
+    "prompts, more",
+    [
+        (Frame(), {}),
+        (Dataset(), {"tokens": [0, 1], "day": "2026-01-02"}),
+        (pyarrow.Table.from_pylist(ROWS), {}),
+        (types.SimpleNamespace(to_dicts=lambda: ROWS), {}),
+        (iter(ROWS), {}),
+    ],
+)
+def test_tables_of_rows_are_taken_row_by_row(workspace, prompts, more):
+    dora_jax.fit(None, "w", model="model", prompts=prompts)
+    rows = [json.loads(line) for line in Path(workspace[-1][0].task.path).read_text().splitlines()]
+    assert rows == [row | more for row in ROWS]
 
 
 class Judge:
@@ -99,6 +147,17 @@ class Judge:
 
     def __call__(self, prompt, response, answer):
         return 1.0
+
+
+JUDGE, SHORT = Judge(), functools.partial(right, "a")
+brief = lambda prompt, response, answer: 1.0
+
+
+@pytest.mark.parametrize("reward, name", [(JUDGE, "JUDGE"), (SHORT, "SHORT"), (brief, "brief")])
+def test_a_callable_with_a_global_name_is_found_by_it(workspace, reward, name):
+    dora_jax.fit(None, "w", model="model", prompts=ROWS, reward=reward)
+    (path,) = workspace[-1][0].task.rewards
+    assert path == f"{__name__}.{name}" and callables.imported(path) is reward
 
 
 def nested():

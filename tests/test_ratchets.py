@@ -19,9 +19,9 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
-    ".": 995,
+    ".": 1025,
     "aot": 372,
-    "base": 1607,
+    "base": 1621,
     "bench": 3725,
     "buffer": 320,
     "cli": 353,

@@ -1,4 +1,4 @@
-"""Plug-ins by import path: "module.name" -> the object, and a function of the caller's own file -> its import path.
+"""Plug-ins by import path: "module.name" -> the object, and a callable of the caller's own file -> its import path.
 
 A script that starts a run may define its reward itself. A worker then imports the script, and the import ends where the
 script calls `fit`: what stands above that call is defined, what stands below is not, and no second run starts.
@@ -63,17 +63,32 @@ def end_import() -> None:
 
 
 def path_of(function: Any) -> str:
-    """The import path of a callable, "module.name", by which every process of the run finds it.
+    """The import path of a callable, "module.name", by which every process of the run finds it. What has no name of its
+    own, such as an object or a lambda, has that of a global variable that holds it.
 
     ValueError says in one sentence why there is none, and what to do.
     """
     name, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
     if not callable(function):
         raise ValueError(f"{function!r:.80} is a {type(function).__name__}, neither a callable nor an import path")
+    if name is None or not name.isidentifier():
+        first = [sys.modules[each] for each in (module, type(function).__module__) if each in sys.modules]
+        others = [each for key, each in list(sys.modules.items()) if key != "__main__"]
+        for place in [*first, *others, sys.modules["__main__"]]:
+            held = [key for key, value in list(getattr(place, "__dict__", {}).items()) if value is function]
+            if held and held[0].isidentifier():
+                module, name = place.__name__, held[0]
+                break
     if name is None or module is None:
-        raise ValueError(f"an object of the class {type(function).__name__} has no name to import; name a function")
+        raise ValueError(
+            f"an object of the class {type(function).__name__} has no name to import; give it one at the top level of "
+            "its file"
+        )
     if "<lambda>" in name:
-        raise ValueError("a lambda has no name that a worker process could import; write it as a def")
+        raise ValueError(
+            "a lambda has no name that a worker process could import; give it one at the top level of its file, or "
+            "write it as a def"
+        )
     if "<locals>" in name:
         raise ValueError(
             f"{name.rpartition('.')[2]} is defined inside {name.partition('.')[0]}, where no worker process can import "
