@@ -1,7 +1,9 @@
 """The device plan: which devices own what, for every number of devices, and what is refused."""
 
 import dataclasses
+import importlib.util
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +182,22 @@ def test_number_of_devices_known_before_jax(monkeypatch):
     monkeypatch.setenv("DORA_DEVICES", "many")
     with pytest.raises(ConfigError, match="DORA_DEVICES: 'many'"):
         devices.known_devices(Config())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed: the extra aot")
+@pytest.mark.skipif(any(Path("/dev").glob("accel[0-9]*")), reason="this machine has TPU chips")
+def test_a_machine_without_chips_does_not_load_libtpu(tmp_path):
+    """It would look for chips, and say on stderr that it found none."""
+    code = """if True:
+        from dora_jax.config import Config
+        from dora_jax.plan import devices
+        devices.setup_platform(Config())
+        import jax
+        print(jax.devices()[0].platform, "libtpu.so" in open("/proc/self/maps").read())
+        """
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert (done.stdout, done.stderr) == ("cpu False\n", "")
 
 
 def test_platform_set_up_makes_the_devices_and_keeps_every_compilation(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib.util
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ from dora_jax.config import Config, ConfigError
 Indices = tuple[int, ...]
 AXES = ("data", "fsdp", "tensor", "context", "expert")  # of the trainer's mesh, as `make_mesh` takes them
 MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer could not hold two versions side by side
+ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia*", "kfd", "dxg")  # device files of TPUs, then of GPUs
 MALLOC_OPTIONS = {  # mallopt(3), numbers of <malloc.h>
     -8: 1,  # M_ARENA_MAX: one heap, since those of other threads cannot grow
     -4: 0,  # M_MMAP_MAX: large blocks come from the heap too, instead of a mapping that ends with them
@@ -194,6 +196,8 @@ def check_slice(field: str, name: str) -> None:
 def setup_platform(config: Config) -> None:
     """Call before the first use of a device: virtual CPU devices, and a compilation cache that keeps everything.
 
+    Where libtpu is installed to compile for slices (the extra `aot`) and there is no accelerator, the CPU is chosen:
+    JAX would load libtpu and let it look for chips, which costs seconds and prints errors. JAX_PLATFORMS goes first.
     The cache is $DORA_COMPILE_CACHE, else JAX's own setting (JAX_COMPILATION_CACHE_DIR), else ~/.cache/dora_jax.
     """
     import jax
@@ -209,6 +213,12 @@ def setup_platform(config: Config) -> None:
                     f"cpu_devices: JAX runs in this process already, with {len(jax.devices())} devices, and cannot be "
                     f"given {config.cpu_devices} now"
                 ) from error
+    elif (
+        not jax.config.jax_platforms
+        and importlib.util.find_spec("libtpu")
+        and not any(file for pattern in ACCELERATORS for file in Path("/dev").glob(pattern))
+    ):
+        jax.config.update("jax_platforms", "cpu")
     wanted = os.environ.get("DORA_COMPILE_CACHE") or getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (checkers do not know it)
     jax.config.update("jax_compilation_cache_dir", wanted or str(Path.home() / ".cache" / "dora_jax"))
     for name, everything in (
