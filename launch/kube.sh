@@ -2,14 +2,14 @@
 # Sourced by launch/gke/apply.sh and launch/ray/apply.sh after lib.sh: a job of one trainer slice and several rollout
 # slices, which may be of another TPU type, on Kubernetes.
 
-name="" image="" trainer="" rollout="" bucket="" token_file="" secrets="" spot="" reservation="" delete="" cluster=""
+name="" image="" trainer="" rollout="" bucket="" token_file="" secrets="" spot="" reservation="" queue="" delete="" cluster=""
 instances=1 account=default
 trainer_accelerator="" trainer_topology="" trainer_hosts="" trainer_chips="" trainer_devices="" trainer_type=""
 rollout_accelerator="" rollout_topology="" rollout_hosts="" rollout_chips="" rollout_devices="" rollout_type=""
 
 # job ARGUMENT ...: reads the options and completes FLAGS, the flags of the program.
 job() {
-  options name image trainer rollout instances bucket token_file secrets spot reservation account module -- "$@"
+  options name image trainer rollout instances bucket token_file secrets spot reservation queue account module -- "$@"
   local flag
   for flag in "${FLAGS[@]}"; do [[ $flag != --replicas* ]] || die 2 "$flag: renamed to --instances."; done
   needs name image trainer rollout instances bucket token_file
@@ -18,6 +18,8 @@ job() {
   [[ $bucket =~ ^[a-z0-9][-a-z0-9_.]{1,61}[a-z0-9]$ ]] || die 2 "--bucket=$bucket is not the name of a bucket."
   private_file token_file
   if [[ ${secrets} ]]; then private_file secrets; fi
+  [[ $queue =~ ^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$ ]] || die 2 "--queue=$queue is not the name of a LocalQueue of Kueue."
+  queue=${queue:+", kueue.x-k8s.io/queue-name: '$queue'"}
   kube_slice trainer
   kube_slice rollout
   folder=.cache/launch/$name
