@@ -1,11 +1,13 @@
 """What would make a job fail minutes later, reported before it starts; run by launch/preflight.sh.
 
     plan    before anything is allocated: do the meshes of the configuration fit the chips
+    inputs  before anything is sent: which files the configuration reads that the commit has not
     host    on a machine of the job: chips, disk of the workdir, clock, a stale libtpu lock, versions
 
-Consumes flags; prints a line a finding and, for host, one line `versions:` that is the same on machines that may work
-together. Laws: JAX is not started, for that would take the chips; nothing is repaired but a lock file that no process
-holds. Exit code: 0 all is well, 1 this machine is not fit, 2 wrong input.
+Consumes flags; prints a line a finding: for inputs FIELD and PATH with a tab between them, for host at last one line
+`versions:` that is the same on machines that may work together. Laws: JAX is not started, for that would take the
+chips; nothing is repaired but a lock file that no process holds. Exit code: 0 all is well, 1 this machine is not fit,
+2 wrong input.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import email.utils
 import fcntl
 import hashlib
+import importlib.util
 import math
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 import urllib.error
@@ -74,6 +78,53 @@ def plan(hosts: int, trainer_devices: int, instance_devices: int, args: Sequence
         f"context * expert = {' * '.join(map(str, mesh))}; "
         f"{instances} instances: {cluster.hosts_per_instance} of {instance_devices}"
     )
+
+
+def inputs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(field, path) of each file or folder here that the configuration reads and the commit lacks, or has otherwise;
+    ConfigError for code that it lacks, which nothing but a commit brings to a machine."""
+    from dora_jax.cli import flags
+    from dora_jax.config import ConfigError
+    from dora_jax.plan import validate
+
+    def git(*words: str) -> list[str]:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"git {words[0]}: {' '.join(done.stderr.split())}")
+        return done.stdout.split("\0")
+
+    config = flags.parse(["dora_jax.train", *args, "--dry_run"], flag_values=absl_flags.FlagValues()).config
+    here, committed = Path.cwd(), set(git("ls-tree", "-r", "-z", "--name-only", "HEAD"))
+    named = [("config", module.__name__) for module in [*sys.modules.values()]]
+    named += [("task.rewards", name.rpartition(".")[0]) for name in config.task.rewards]
+    named += [("monitor.sinks", name.rpartition(".")[0]) for name in config.monitor.sinks]
+    named += [("environment.name", config.environment.name.rpartition(".")[0])]
+    named += [
+        (f"trainer.{field}", getattr(config.trainer, field).rpartition(".")[0])
+        for field in ("advantage", "policy_loss", "correction")
+    ]
+    for field, name in named:
+        try:
+            spec = importlib.util.find_spec(name) if name else None
+        except (ImportError, ValueError):  # the run says what is wrong with it
+            continue
+        file = Path(spec.origin).resolve() if spec and spec.origin else here
+        if file.suffix != ".py" or not file.is_relative_to(here) or "site-packages" in file.parts:
+            continue
+        if (path := str(file.relative_to(here))) not in committed:
+            raise ConfigError(
+                f"{field}: {path} is not in the commit that is checked out, and only that is sent: commit it"
+            )
+    for field, path in validate.named_paths(config).items():
+        if not path or not Path(path).exists():
+            continue
+        place = Path(path).resolve()
+        if place.is_relative_to(here):
+            inside = str(place.relative_to(here))
+            sent = any(each == inside or each.startswith(f"{inside}/") for each in committed)
+            if sent and git("status", "--porcelain", "--ignored", "-z", "--", inside) == [""]:
+                continue
+        yield field, str(Path(path))
 
 
 def host(workdir: str, chips: int, dry_run: bool) -> Iterator[str]:
@@ -198,11 +249,16 @@ def main(argv: Sequence[str]) -> None:
     values = absl_flags.FLAGS
     if len(argv) > 1 and argv[1] == "plan":
         print(plan(values.hosts, values.trainer_devices, values.instance_devices, argv[2:]))
+    elif len(argv) > 1 and argv[1] == "inputs":
+        for field, path in inputs(argv[2:]):
+            print(field, path, sep="\t")
     elif argv[1:] == ["host"]:
         for line in host(values.workdir or ".", values.chips, values.dry_run):
             print(line, flush=True)
     else:
-        raise ValueError(f"{' '.join(argv[1:]) or 'nothing'}: the first argument is plan or host, with flags only")
+        raise ValueError(
+            f"{' '.join(argv[1:]) or 'nothing'}: the first argument is plan, inputs or host, with flags only"
+        )
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -210,7 +266,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
         absl_flags.DEFINE_integer("hosts", 1, "machines that there will be", lower_bound=1)
         absl_flags.DEFINE_integer("trainer_devices", 1, "of a machine of the trainer", lower_bound=1)
         absl_flags.DEFINE_integer("instance_devices", 0, "of a machine of an instance", lower_bound=0)
-    else:
+    elif "inputs" not in argv[1:2]:
         absl_flags.DEFINE_integer("chips", 0, "TPU chips of this machine; 0: any number", lower_bound=0)
         absl_flags.DEFINE_string("workdir", "", "the folder or bucket that the job will write to")
         absl_flags.DEFINE_boolean("dry_run", False, "change nothing")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A TPU slice from the queue: asks for it, waits, runs the job by launch/tpu_vm.sh, asks again when it is taken away.
+# Ctrl-C ends this script and not the job, which status, logs, attach and stop of launch/tpu_vm.sh reach.
 #   bash launch/queued_resources.sh --name=NAME --zone=ZONE --type=v5p-8 [--spot | --reserved] [--attempts=100]
-#        --workdir=gs://BUCKET/FOLDER [--secrets=FILE] [--token_file=FILE] FLAGS OF THE JOB
+#        --workdir=gs://BUCKET/FOLDER [--secrets=FILE] [--token_file=FILE] [--stage=gs://...] FLAGS OF THE JOB
 # The workdir is in a bucket, for the slice is deleted when the job has ended, and whenever it was taken away. What
 # `launch/tpu_vm.sh check` refuses is refused before the slice is asked for. Request and slice are both called NAME. Run
 # again, it goes on where it was. A job that ends with 0 gives the slice back; one that ends with 1 or 2 leaves it, to be
@@ -51,7 +52,11 @@ if [[ $dry_run ]]; then
   delete
   create
   echo "# ACTIVE:"
+  vm status
+  echo "# no job runs there, and none has ended with 0:"
   vm run
+  echo "# then:"
+  vm attach
   echo "# the job has ended with 0:"
   delete
   exit
@@ -69,7 +74,9 @@ while (( tried < attempts )); do
     SUSPENDED | FAILED) delete ;;
     ACTIVE)
       code=0
-      vm run || code=$?
+      # One that ran on without this script, or has ended meanwhile, is not started again.
+      [[ $(vm status) =~ "job: "(running|"ended with 0,") ]] || vm run || code=$?
+      (( code )) || vm attach || code=$?
       echo "$name: the job has ended with $code" >&2
       if (( code == 0 )); then delete; exit 0; fi
       if (( code == 2 )) || { (( code == 1 )) && [[ $(state) == ACTIVE ]]; }; then

@@ -2,7 +2,7 @@
 # Sourced by launch/local.sh and tests/run.sh, from the root of the repository: makes a virtual environment and
 # installs the pinned requirements into it. Does nothing when nothing has changed.
 #
-# Reads   PYTHON             the interpreter to use; default: the newest supported one that runs
+# Reads   PYTHON             the interpreter to use; default: the newest supported one that runs, else one that uv fetches
 #         DORA_ACCELERATOR   cpu, tpu or cuda: which jax wheel; default: what the environment has, else cpu
 #         DORA_VENV          where the environment is; default .venv
 # Sets    PY                 the environment's python
@@ -34,7 +34,22 @@ find_python() {
       return
     fi
   done
-  die 2 "no Python with the venv module found among $SUPPORTED; install one or set PYTHON=/path/to/python."
+  fetch_python
+}
+
+# Where the machine has none, as Ubuntu 22.04 and the images of TPU VMs: uv brings one, under .cache and nowhere else.
+fetch_python() {
+  local uv=uv version=${SUPPORTED%% *} none="no Python with the venv module found among $SUPPORTED"
+  echo "setup: $none; uv brings $version" >&2
+  if ! command -v uv >/dev/null; then
+    uv=.cache/uv/bin/uv
+    [[ -x $uv ]] || python3 -m pip install --quiet --target=.cache/uv -r launch/requirements-uv.txt >&2 ||
+      die 2 "$none, nor pip to fetch uv with; install one or set PYTHON=/path/to/python."
+  fi
+  export UV_PYTHON_INSTALL_DIR=$PWD/.cache/python
+  "$uv" python install --no-bin "$version" >&2 ||
+    die 1 "$none, and uv could not fetch $version (its message is above); install one or set PYTHON=/path/to/python."
+  "$uv" python find --managed-python "$version" || die 1 "uv does not find the Python $version that it has installed."
 }
 
 make_venv() {
@@ -73,8 +88,10 @@ install() {
   [[ -f $STAMPS/$name && $(<"$STAMPS/$name") == "$want" ]] && return
   echo "setup: installing $file${*:+ and $*} into $VENV" >&2
   rm -f "$STAMPS/$name"  # an interrupted installation is repeated
-  "$PY" -m pip install --quiet --disable-pip-version-check -r "$file" "$@" ||
-    die 1 "pip could not install $file into $VENV; its message is above."
+  "$PY" -m pip install --quiet --disable-pip-version-check -r "$file" "$@" || {
+    command -v gcc >/dev/null || local lacks=" No gcc is here, and reasoning-gym's pycosat is built with one."
+    die 1 "pip could not install $file into $VENV; its message is above.${lacks:-}"
+  }
   mkdir -p "$STAMPS"
   echo "$want" >"$STAMPS/$name"
 }

@@ -2,26 +2,32 @@
 # One TPU slice of Cloud TPU VMs: makes it, runs the job on all of its workers, takes it down.
 #   bash launch/tpu_vm.sh create --name=NAME --zone=ZONE --type=v5p-8 [--spot | --reserved]
 #   bash launch/tpu_vm.sh run    --name=NAME --zone=ZONE --type=v5p-8 [--secrets=FILE] FLAGS OF THE JOB
+#   bash launch/tpu_vm.sh status | logs | attach | stop  --name=NAME --zone=ZONE   of the job that run has started
 #   bash launch/tpu_vm.sh delete --name=NAME --zone=ZONE
 #   bash launch/tpu_vm.sh check  as run: what it refuses, before a machine is paid for
-# run sends the commit that is checked out. A slice of one machine runs the whole job in one process. Of several, one
-# trains and each other is a rollout instance, as a Ray cluster; that wants --token_file=FILE (a secret of your making)
-# and a --workdir that all of them see, a bucket's at best. --module=dora_jax.sweep runs another program.
+# run sends the commit that is checked out and returns when the job has been started; the job needs no connection.
+# attach prints what the job does until it ends; its exit code is the job's: 42 is run again. stop ends it as Ctrl-C does.
+# A model or data that the configuration reads on this machine, and the commit has not, are copied to
+# --stage=gs://BUCKET/FOLDER (by itself WORKDIR.inputs, where the workdir is in a bucket), from where the workers fetch
+# them; code that the commit has not is refused.
+# A slice of one machine runs the whole job in one process. Of several, one trains and each other is a rollout instance,
+# as a Ray cluster; that wants --token_file=FILE (a secret of your making) and a --workdir that all of them see, a
+# bucket's at best. --module=dora_jax.sweep runs another program.
 # With --spot the workdir is in a bucket: what only a spot machine holds goes with it.
 # Every action takes --dry_run: it prints the commands and runs none but its checks of the configuration on this machine.
-# The exit code is that of the job: 42 is run again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/lib.sh
 
-name="" zone="" type="" spot="" reserved="" secrets="" token_file="" workdir="" chips="" hosts="" image="" machine=""
+name="" zone="" type="" spot="" reserved="" secrets="" token_file="" workdir="" stage="" chips="" hosts="" image="" machine=""
 action=${1:-}
-options name zone type spot reserved secrets token_file workdir module -- "${@:2}"
+options name zone type spot reserved secrets token_file workdir stage module -- "${@:2}"
 needs name zone
 vm_name "$name" "$zone"
 slice=("$name" "--zone=$zone")
 tpu() { run gcloud compute tpus tpu-vm "$@"; }
-on() { tpu ssh "${slice[@]}" "--worker=$1" "--command=$2"; }
+# A machine that is taken away says nothing more: 90 s without an answer end the connection.
+on() { tpu ssh "${slice[@]}" "--worker=$1" --ssh-flag=-oServerAliveInterval=30 "--command=$2"; }
 
 create() {
   needs type
@@ -29,15 +35,57 @@ create() {
   tpu create "${slice[@]}" "--accelerator-type=$type" "--version=$image" ${spot:+--spot} ${reserved:+--reserved}
 }
 
-# Every worker has the code and passes its checks, and all of them the same versions.
+# job ACTION: launch/job.sh on the machine that has the job.
+job() { on 0 "[ -f dora/launch/job.sh ] || { echo job: none; exit 1; }; bash dora/launch/job.sh $1"; }
+
+# stage_inputs: what the configuration reads on this machine is in `inputs` as FIELD/NAME PATH ..., and the flags name what
+# the workers will have in its place.
+inputs=()
+stage_inputs() {
+  local asked=(bash launch/preflight.sh inputs "${FLAGS[@]}") found field path
+  [[ $module == dora_jax.train ]] || return 0
+  [[ ! $dry_run ]] || quoted "${asked[@]}"
+  found=$("${asked[@]}") || exit $?
+  stage=${stage:-${workdir:+${workdir%/}.inputs}}
+  while IFS=$'\t' read -r field path; do
+    [[ $field ]] || continue
+    [[ $stage == gs://?*/?* ]] ||
+      die 2 "$field: $path is on this machine only; --stage=gs://BUCKET/FOLDER copies it to where the workers fetch it."
+    inputs+=("$field/${path##*/}" "$path")
+    FLAGS+=("--config.$field=inputs/$field/${path##*/}")
+  done <<<"$found"
+}
+
+# copied HOW PATH FROM TO: HOW, run or quoted, has the command that copies a folder or a file, whichever PATH is.
+copied() {
+  local command=(gcloud storage cp)
+  [[ ! -d $2 ]] || command=(gcloud storage rsync --recursive)
+  "$1" "${command[@]}" "$3" "$4"
+}
+
+# Every worker has the code and the inputs and passes its checks, and all of them the same versions.
 prepare() {
-  local archive=.cache/launch/$name.tar.gz checks found
+  local archive=.cache/launch/$name.tar.gz checks found i place folder
+  if [[ $dry_run ]]; then
+    job status
+  elif [[ $(job status) == *"job: running"* ]]; then
+    die 2 "a job runs on $name; attach to it, or stop it first."
+  fi
+  checks="mkdir -p dora && tar -xzf dora.tar.gz -C dora && cd dora"
+  # reasoning-gym's pycosat is built on the machine.
+  checks+=" && { command -v gcc || sudo apt-get -o DPkg::Lock::Timeout=300 install -qy gcc libc6-dev; } >/dev/null"
+  for (( i = 0; i < ${#inputs[@]}; i += 2 )); do
+    place=inputs/${inputs[i]}
+    copied run "${inputs[i+1]}" "${inputs[i+1]}" "$stage/${inputs[i]}"
+    [[ -d ${inputs[i+1]} ]] && folder=$place || folder=${place%/*}
+    checks+=" && $(quoted mkdir -p "$folder") && $(copied quoted "${inputs[i+1]}" "$stage/${inputs[i]}" "$place")"
+  done
   run mkdir -p .cache/launch
   run git archive --format=tar.gz "--output=$archive" HEAD
   tpu scp "$archive" "$name:dora.tar.gz" "--zone=$zone" --worker=all
   [[ ! ${token_file} ]] || tpu scp --scp-flag=-p "$token_file" "$name:dora_token" "--zone=$zone" --worker=all
   [[ ! ${secrets} ]] || tpu scp --scp-flag=-p "$secrets" "$name:dora_secrets" "--zone=$zone" --worker=all
-  checks="mkdir -p dora && tar -xzf dora.tar.gz -C dora && cd dora && DORA_ACCELERATOR=tpu $(
+  checks+=" && DORA_ACCELERATOR=tpu $(
     quoted bash launch/preflight.sh host "--chips=$((chips / hosts))" ${workdir:+"--workdir=$workdir"})"
   if [[ $dry_run ]]; then on all "$checks"; return; fi
   found=$(on all "$checks") || die 1 "a worker of $name is not fit; its message is above."
@@ -47,22 +95,20 @@ prepare() {
 }
 
 start() {
-  local head others=1 code=0 host
+  local head others=1 host
   host="cd dora &&${token_file:+ DORA_TOKEN_FILE=~/dora_token}${secrets:+ DORA_SECRETS_FILE=~/dora_secrets}"
   [[ $module == dora_jax.train ]] || host+=" DORA_MODULE=$module"
   (( hosts == 1 )) || host+=" DORA_ALONE=$machine"
-  host+=" bash launch/host.sh"
   if (( hosts > 1 )); then
-    on all "$host stop"
-    on 0 "$host head"
+    on all "$host bash launch/host.sh stop"
+    on 0 "$host bash launch/host.sh head"
     head=$(tpu describe "${slice[@]}" "--format=value(networkEndpoints[0].ipAddress)")
     if [[ $dry_run ]]; then echo "$head  # HEAD"; head=HEAD; fi
     if (( hosts > 2 )); then others+=-$((hosts - 1)); fi
-    on "$others" "$host join $head"
+    on "$others" "$host bash launch/host.sh join $head"
   fi
-  on 0 "$host train $(quoted "${FLAGS[@]}")" || code=$?
-  (( hosts == 1 )) || on all "$host stop"
-  return "$code"
+  on 0 "$host bash launch/job.sh start $(quoted "${FLAGS[@]}")"
+  echo "# follow it: bash launch/tpu_vm.sh attach $(quoted "--name=$name" "--zone=$zone"); or status, logs, stop"
 }
 
 # Completes FLAGS, the flags of the program, and refuses what could not end well.
@@ -80,6 +126,7 @@ check_job() {
   FLAGS+=(${workdir:+"--workdir=$workdir"})
   shipped
   check_plan "$hosts" $((chips / hosts)) $((chips / hosts))
+  stage_inputs
 }
 
 case $action in
@@ -90,5 +137,9 @@ case $action in
     check_job
     prepare
     start ;;
-  *) die 2 "${action:-nothing} is none of: create, check, run, delete." ;;
+  status)
+    tpu describe "${slice[@]}" "--format=value(state)"
+    job status ;;
+  logs | attach | stop) job "$action" ;;
+  *) die 2 "${action:-nothing} is none of: create, check, run, status, logs, attach, stop, delete." ;;
 esac

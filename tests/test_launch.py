@@ -107,6 +107,7 @@ def test_a_failed_installation_is_loud_and_repeated(clone):
     put(clone, "python3.12", "3.12")
     done, told = local(clone, PIP_CODE="1")
     assert (done.returncode, len(told)) == (1, 1) and "pip could not install requirements.txt" in done.stderr
+    assert "No gcc is here, and reasoning-gym's pycosat is built with one." in done.stderr
     assert len(local(clone)[1]) == 2
 
 
@@ -145,7 +146,6 @@ def test_the_newest_supported_python_that_runs_is_chosen(clone, machine, chosen)
 @pytest.mark.parametrize(
     "environment, why",
     [
-        ({}, "error: no Python with the venv module found among 3.12 3.11; install one or set PYTHON=/path/to/python."),
         ({"PYTHON": "python3.13"}, "error: PYTHON=python3.13 is Python 3.13; this project runs on one of: 3.12 3.11."),
         ({"PYTHON": "python9"}, "error: PYTHON=python9 does not run, or cannot make virtual environments."),
         ({"DORA_ACCELERATOR": "gpu"}, "error: DORA_ACCELERATOR=gpu is none of: cpu, tpu, cuda."),
@@ -156,6 +156,62 @@ def test_what_cannot_be_set_up_is_refused_in_one_line(clone, environment, why):
     put(clone, "python3", "3.13")
     done, told = local(clone, **environment)
     assert (done.returncode, done.stderr, told) == (2, why + "\n", [])
+    assert not (clone / ".venv").exists()
+
+
+NONE = "no Python with the venv module found among 3.12 3.11"
+UV = """#!/bin/bash
+echo "uv $* in $UV_PYTHON_INSTALL_DIR" >>"$LOG"
+case "$1 $2" in
+  "python install") exit "${UV_CODE:-0}" ;;
+  "python find") echo "$FETCHED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_uv_brings_a_python_to_a_machine_that_has_none(clone, there):
+    """As the images of TPU VMs, whose Python is 3.10: uv is the machine's, else pip fetches it, into the checkout."""
+    put(clone, "python3", "3.10")
+    uv = clone.parent / "tools/uv" if there else clone / ".cache/uv/bin/uv"
+    uv.parent.mkdir(parents=True, exist_ok=True)
+    uv.write_text(UV)
+    if there:
+        uv.chmod(0o755)
+    else:  # what pip lays there can be run
+        (clone / "launch/requirements-uv.txt").write_text("uv==0\n")
+        python = clone.parent / "tools/python3"
+        python.write_text(
+            python.read_text().replace(
+                '*"pip install"*)', f'*"--target=.cache/uv"*) chmod +x {uv} ;;\n *"pip install"*)'
+            )
+        )
+        (clone.parent / "tools/chmod").symlink_to(shutil.which("chmod"))
+    place = str(clone / ".cache/python")
+    fetched = put(clone, "fetched", "3.12")
+    done, told = local(clone, FETCHED=fetched)
+    assert done.returncode == 0, done.stderr
+    assert told == [
+        *([] if there else ["-m pip install --quiet --target=.cache/uv -r launch/requirements-uv.txt"]),
+        f"uv python install --no-bin 3.12 in {place}",
+        f"uv python find --managed-python 3.12 in {place}",
+        PIP + "requirements.txt",
+        "-m dora_jax.train",
+    ]
+    assert "version=3.12\n" in (clone / ".venv/bin/python").read_text()
+    assert local(clone, FETCHED=fetched)[1] == ["-m dora_jax.train"]
+
+
+def test_a_python_that_nobody_can_bring_is_named_in_one_line(clone):
+    put(clone, "python3", "3.10")
+    done, _ = local(clone, PIP_CODE="1")
+    says = f"error: {NONE}, nor pip to fetch uv with; install one or set PYTHON=/path/to/python.\n"
+    assert done.returncode == 2 and done.stderr.endswith(says)
+    uv = clone.parent / "tools/uv"
+    uv.write_text(UV)
+    uv.chmod(0o755)
+    done, _ = local(clone, UV_CODE="1")
+    assert done.returncode == 1 and f"error: {NONE}, and uv could not fetch 3.12" in done.stderr
     assert not (clone / ".venv").exists()
 
 

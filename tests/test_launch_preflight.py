@@ -1,6 +1,7 @@
 """What is found before a job starts: locks that a process holds and that none does, storage, clocks, chips, meshes."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -155,13 +156,70 @@ def test_meshes_that_do_not_fit(hosts, trainer, replica, args, says):
     assert says in str(caught.value)
 
 
+def committed(folder, *names):
+    for command in (
+        ["init", "-q"],
+        ["add", "-f", *names],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"],
+    ):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+
+
+def test_what_a_configuration_reads_here_and_the_commit_lacks_is_found(tmp_path, monkeypatch):
+    model = tmp_path / "models/tiny"
+    shutil.copytree(ROOT / "tests/data/golden/qwen3", model)
+    (tmp_path / ".gitignore").write_text("models\n")
+    for name in ("sent.jsonl", "changed.jsonl", "new.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    committed(tmp_path, ".gitignore", "sent.jsonl", "changed.jsonl")
+    (tmp_path / "changed.jsonl").write_text("{} \n")
+
+    def found(*flags):
+        rows = f"--config={ROOT / 'configs/rows.py'}"
+        return list(
+            preflight.inputs(
+                (
+                    rows,
+                    "--config.model.path=models/tiny",
+                    "--config.rollout.max_prompt_tokens=64",
+                    "--config.rollout.max_new_tokens=32",
+                    *flags,
+                )
+            )
+        )
+
+    assert found("--config.task.path=sent.jsonl") == [("model.path", "models/tiny")]
+    task = ("--config.task.path=new.jsonl", "--config.task.heldout_path=changed.jsonl")
+    assert sorted(found(*task)) == [
+        ("model.path", "models/tiny"),
+        ("task.heldout_path", "changed.jsonl"),
+        ("task.path", "new.jsonl"),
+    ]
+    committed(tmp_path, "models")
+    assert found("--config.task.path=/mnt/of/the/machine.jsonl") == []
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_rewards.py").write_text("def short(prompt, response, answer):\n    return 1.0\n")
+    reward = ("--config.task.path=sent.jsonl", "--config.task.rewards=('my_rewards.short',)")
+    with pytest.raises(ConfigError, match=r"^task.rewards: my_rewards.py is not in the commit that is checked out"):
+        found(*reward)
+    committed(tmp_path, "my_rewards.py")
+    assert found(*reward) == []
+
+
+def test_inputs_of_a_folder_without_a_commit_are_refused():
+    with pytest.raises(ConfigError, match="^git ls-tree: fatal: not a git repository"):
+        list(preflight.inputs((CONFIG,)))
+
+
 @pytest.mark.parametrize(
     "args, code, says",
     [
         (("host", "--dry_run"), 0, "versions: python="),
         (("host", "--chips=64"), 1, "0 TPU chips, not the 64"),
         (("plan", "--hosts=2", CONFIG), 2, "error: cluster.launcher: empty"),
-        (("dance",), 2, "error: dance: the first argument is plan or host"),
+        (("inputs", f"{CONFIG}x"), 2, "the argument 'tinyx' is unknown"),
+        (("dance",), 2, "error: dance: the first argument is plan, inputs or host"),
     ],
 )
 def test_exit_codes(args, code, says):

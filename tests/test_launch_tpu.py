@@ -7,13 +7,14 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.launch import BUCKET, CASES, CONFIG, GOLDENS, KUBE, ROOT, VM, machine
+from tests.fakes.launch import BUCKET, CASES, CONFIG, GOLDENS, KUBE, ROOT, STAGED, VM, machine
 
 
 @pytest.fixture
@@ -27,6 +28,7 @@ def launch(here, script, *args):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_dry_run_prints_what_it_always_did_and_runs_its_checks_alone(here, name):
+    here.answer(STAGED if name == "tpu_vm_staged" else "")
     done = launch(here, *CASES[name], "--dry_run")
     assert (done.returncode, done.stderr) == (0, "")
     assert all(words[:2] in (["bash", "launch/preflight.sh"], ["bash", "launch/local.sh"]) for words in here.told())
@@ -47,11 +49,12 @@ def commands(text):
 def test_a_real_run_runs_what_the_dry_run_prints(here, name):
     vm_slices = {"v5p-32": 4, "v6e-8": 1, "v5litepod-4": 1}
     hosts = next((number for type, number in vm_slices.items() if f"--type={type}" in CASES[name]), 1)
-    here.answer(f"""
+    answer = f"""
         case "$*" in
           *"preflight.sh host"*) for _ in {" ".join(map(str, range(hosts)))}; do echo "versions: jax=1"; done ;;
           *"tpu-vm describe"*) echo HEAD ;;
-        esac""")
+        esac"""
+    here.answer(answer + (STAGED if name == "tpu_vm_staged" else ""))
     done = launch(here, *CASES[name])
     assert done.returncode == 0, done.stderr
     told = [words for words in here.told()]
@@ -69,18 +72,33 @@ def test_workers_of_different_versions_start_nothing(here, said, fit):
     here.answer(f'[[ "$*" != *"preflight.sh host"* ]] || {{ {lines}; }}')
     done = launch(here, *CASES["tpu_vm_four_hosts"])
     assert (done.returncode == 0) == fit
-    assert any("host.sh train" in words[-1] for words in here.told()) == fit
+    assert any("job.sh start" in words[-1] for words in here.told()) == fit
     assert fit or done.stderr.startswith("error: ")
 
 
-def test_the_exit_code_is_that_of_the_job_and_ray_is_stopped_all_the_same(here):
-    here.answer("""
-        case "$*" in
-          *"preflight.sh host"*) for _ in 0 1 2 3; do echo "versions: jax=1"; done ;;
-          *"host.sh train"*) exit 42 ;;
-        esac""")
-    assert launch(here, *CASES["tpu_vm_four_hosts"]).returncode == 42
-    assert "host.sh stop" in here.told()[-1][-1]
+def test_attaching_ends_as_the_job_does_and_a_second_job_is_refused(here):
+    here.answer('[[ "$*" != *"job.sh attach"* ]] || exit 42')
+    assert launch(here, *CASES["tpu_vm_attach"]).returncode == 42
+    here.told()
+    here.answer("""[[ "$*" != *"job.sh status"* ]] || echo 'job: running since noon'""")
+    done = launch(here, *CASES["tpu_vm_one_host"])
+    assert (done.returncode, done.stderr) == (2, "error: a job runs on demo; attach to it, or stop it first.\n")
+    assert not [words for words in here.told() if "scp" in words]
+
+
+def test_what_lies_on_this_machine_alone_is_refused_without_a_bucket_to_stage_it_in(here):
+    here.answer(STAGED)
+    for dry in ((), ("--dry_run",)):
+        done = launch(here, *CASES["tpu_vm_one_host"], *dry)
+        assert (done.returncode, done.stderr) == (
+            2,
+            (
+                "error: model.path: models/my model is on this machine only; --stage=gs://BUCKET/FOLDER copies it to "
+                "where the workers fetch it.\n"
+            ),
+        )
+        assert not [words for words in here.told() if words[0] == "gcloud"]
+    assert launch(here, *CASES["tpu_vm_one_host"], "--stage=gs://runs/mine", "--dry_run").returncode == 0
 
 
 def test_a_misfit_is_refused_before_anything_is_allocated(here):
@@ -106,8 +124,9 @@ def test_what_is_not_committed_is_named_and_a_config_that_is_not_is_refused(here
     )
 
 
-def queue(here, states, codes=(0,), *args):
-    """Runs queued_resources.sh against these states of the request, one an asking, and these ends of the job."""
+def queue(here, states, codes=(0,), *args, jobs=()):
+    """Runs queued_resources.sh against these states of the request and of the job, one an asking, and these ends of the
+    job."""
     (here.folder / "states").write_text("".join(f"{state}\n" for state in states))
     (here.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
     here.answer(r"""
@@ -121,10 +140,13 @@ def queue(here, states, codes=(0,), *args):
             echo "WARNING: old" >&2
             echo "$value" ;;
           *"preflight.sh host"*) echo "versions: jax=1" ;;
-          *"host.sh train"*) next codes; exit "$value" ;;
+          *"job.sh status"*)
+            [[ ! -s $FAKE/jobs ]] || { next jobs; echo "job: $value"; } ;;
+          *"job.sh attach"*) next codes; exit "$value" ;;
         esac""")
+    (here.folder / "jobs").write_text("".join(f"{job}\n" for job in jobs))
     done = launch(here, "queued_resources.sh", *VM, "--type=v5p-8", "--spot", "--poll_s=0", *args, BUCKET, CONFIG)
-    short = {"create": "create", "delete": "delete", "host.sh train": "train"}
+    short = {"create": "create", "delete": "delete", "job.sh start": "start", "job.sh attach": "attach"}
     told = [" ".join(words) for words in here.told()]
     return done, [short[key] for line in told for key in short if "gcloud" in line and key in line]
 
@@ -132,19 +154,27 @@ def queue(here, states, codes=(0,), *args):
 @pytest.mark.parametrize(
     "states, codes, expected",
     [
-        (["NONE", "WAITING_FOR_RESOURCES", "ACCEPTED", "PROVISIONING", "ACTIVE"], [0], ["create", "train", "delete"]),
-        (["SUSPENDED", "NONE", "WAITING_FOR_RESOURCES", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
-        (["FAILED", "NONE", "ACTIVE"], [0], ["delete", "create", "train", "delete"]),
+        (
+            ["NONE", "WAITING_FOR_RESOURCES", "ACCEPTED", "PROVISIONING", "ACTIVE"],
+            [0],
+            ["create", "start", "attach", "delete"],
+        ),
+        (
+            ["SUSPENDED", "NONE", "WAITING_FOR_RESOURCES", "ACTIVE"],
+            [0],
+            ["delete", "create", "start", "attach", "delete"],
+        ),
+        (["FAILED", "NONE", "ACTIVE"], [0], ["delete", "create", "start", "attach", "delete"]),
         (
             ["ACTIVE", "SUSPENDING", "SUSPENDED", "NONE", "ACTIVE"],
             [255, 0],
-            ["train", "delete", "create", "train", "delete"],
+            ["start", "attach", "delete", "create", "start", "attach", "delete"],
         ),
-        (["ACTIVE", "ACTIVE"], [42, 0], ["train", "train", "delete"]),
+        (["ACTIVE", "ACTIVE"], [42, 0], ["start", "attach", "start", "attach", "delete"]),
         (
             ["ACTIVE", "SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"],
             [1, 0],
-            ["train", "delete", "create", "train", "delete"],
+            ["start", "attach", "delete", "create", "start", "attach", "delete"],
         ),
     ],
 )
@@ -153,10 +183,29 @@ def test_a_slice_that_is_taken_away_is_asked_for_again(here, states, codes, expe
     assert (done.returncode, told) == (0, expected), done.stderr
 
 
+@pytest.mark.parametrize(
+    "jobs, codes, expected",
+    [
+        (
+            ["none", "none", "running since noon"],
+            [255, 0],
+            ["start", "attach", "attach", "delete"],
+        ),  # a connection that breaks
+        (["running since noon"], [0], ["attach", "delete"]),  # this script was ended, and is run again
+        (["ended with 0, at noon"], [0], ["attach", "delete"]),
+        (["ended with 42, at noon"], [0], ["start", "attach", "delete"]),
+        (["lost: it was killed"], [0], ["start", "attach", "delete"]),
+    ],
+)
+def test_a_job_that_goes_on_alone_is_not_started_again(here, jobs, codes, expected):
+    done, told = queue(here, ["ACTIVE"] * len(codes), codes, jobs=jobs)
+    assert (done.returncode, told) == (0, expected), done.stderr
+
+
 def test_what_waiting_cannot_mend_ends_the_queue(here):
     for code in (1, 2):
         done, told = queue(here, ["ACTIVE", "ACTIVE"], [code])
-        assert (done.returncode, told) == (code, ["train"]) and "still there" in done.stderr
+        assert (done.returncode, told) == (code, ["start", "attach"]) and "still there" in done.stderr
     done, told = queue(here, ["BROKEN"])
     assert (done.returncode, told) == (1, []) and "you are nobody" in done.stderr
     done, told = queue(here, ["NONE", "FAILED", "NONE", "FAILED"], [], "--attempts=2")
@@ -167,7 +216,7 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
     "args, why",
     [
         (("tpu_vm.sh", "run", "--zone=z"), "--name is missing; the first lines of launch/tpu_vm.sh say what it is."),
-        (("tpu_vm.sh", "start", *VM), "start is none of: create, check, run, delete."),
+        (("tpu_vm.sh", "start", *VM), "start is none of: create, check, run, status, logs, attach, stop, delete."),
         (
             ("tpu_vm.sh", "create", "--name=Demo_1", "--zone=us-east5-a", "--type=v5p-8", "--dry_run"),
             "--name=Demo_1 is not a DNS label of up to 60 characters.",
@@ -228,6 +277,10 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
         (
             ("gke/apply.sh", *KUBE, "--rollout=v6e:2x2", "--bucket=gs://runs", "--dry_run"),
             "--bucket=gs://runs is not the name of a bucket.",
+        ),
+        (
+            ("gke/apply.sh", *KUBE, "--rollout=v6e:2x2", "--queue=Team_A"),
+            "--queue=Team_A is not the name of a LocalQueue of Kueue.",
         ),
         (
             ("ray/apply.sh", *KUBE[1:], "--rollout=v6e:2x2", "--name=a_b"),
@@ -302,6 +355,57 @@ def test_a_job_on_a_host_is_the_local_one(here):
     done = here.run("launch/host.sh", "train", "--config=c.py", "two  words")
     assert done.returncode == 0 and here.told() == [["bash", "launch/local.sh", "--config=c.py", "two  words"]]
     assert here.run("launch/host.sh", "dance").returncode == 2
+
+
+# ---------------------------------------------------------------- a job that runs by itself
+
+
+def job(here, action, *args):
+    done = here.run("launch/job.sh", action, *args)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_job_outlives_who_started_it_and_ends_as_it_is_told(here):
+    assert job(here, "status") == (0, "job: none\n")
+    assert job(here, "attach") == job(here, "logs") == (1, "error: no job was started on this machine.\n")
+    here.answer("""
+        trap 'echo asked to stop; exit 42' TERM
+        echo "step 1 of ${*: -1}"
+        sleep 60 & wait $!""")
+    code, said = job(here, "start", "--config=c.py", "two  words")
+    assert code == 0 and said.startswith("job: running since ")
+    assert job(here, "status")[1] == said
+    code, said = job(here, "start", "--config=c.py")
+    assert code == 2 and "a job runs on this machine, running since" in said
+    while "step 1 of two  words\n" not in job(here, "logs")[1]:
+        pass
+    code, said = job(here, "stop")
+    assert code == 0 and said.startswith("job: ended with 42, ")
+    code, said = job(here, "attach")
+    assert code == 42 and said.startswith("step 1 of two  words\nasked to stop\njob: ended with 42, ")
+    assert job(here, "stop")[0] == 0
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_attaching_follows_a_job_to_its_end(here, code):
+    here.answer(f"echo one; sleep 0.3; echo two; exit {code}")
+    job(here, "start")
+    ended, said = job(here, "attach")
+    assert ended == code and said.startswith(f"one\ntwo\njob: ended with {code}, ")
+
+
+def test_a_job_that_a_machine_took_with_it_is_lost_and_may_be_started_again(here):
+    here.answer("echo $PPID $$ >pids.new; sleep 60 & echo $! >>pids.new; mv pids.new pids; wait")
+    job(here, "start")
+    while not (here.root / "pids").exists():
+        pass
+    for pid in (here.root / "pids").read_text().split():  # the shell that would write the exit code down goes first
+        os.kill(int(pid), signal.SIGKILL)
+    while "lost" not in job(here, "status")[1]:
+        pass
+    assert job(here, "attach")[0] == 42
+    here.answer("exit 0")
+    assert job(here, "start")[0] == job(here, "attach")[0] == 0
 
 
 # ---------------------------------------------------------------- the scripts themselves

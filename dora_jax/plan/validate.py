@@ -86,12 +86,8 @@ def makes_base(config: Config) -> bool:
     return bool(config.sft.out) and Path(config.sft.out) == Path(config.model.path)
 
 
-def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
-    """One sentence for each named file or folder that does not exist.
-
-    The folder that the warm start will write is not missing, nor are fields of `coming`, whose models a download
-    brings.
-    """
+def named_paths(config: Config, purpose: str = "train") -> dict[str, str]:
+    """Field -> file or folder that a run reads; without the folder that its warm start will write."""
     named = {
         f"{where}.{field}": getattr(part, field)
         for where, part in {"task": config.task, **_parts(config.task)}.items()
@@ -101,9 +97,15 @@ def missing_paths(config: Config, purpose: str = "train", coming: Container[str]
     named["lora.path"] = config.lora.path
     if purpose == "train" and not makes_base(config):
         named["model.path"] = config.model.path
+    return named
+
+
+def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
+    """One sentence for each of `named_paths` that does not exist, but for fields of `coming`, whose models a download
+    brings."""
     return [
         f"{field}: {path} does not exist{hub.advice(path) if field in hub.FIELDS else ''}"
-        for field, path in named.items()
+        for field, path in named_paths(config, purpose).items()
         if path and field not in coming and not Path(path).exists()
     ]
 

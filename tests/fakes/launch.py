@@ -16,14 +16,20 @@ TOOLS = [
     "date",
     "dirname",
     "env",
+    "flock",
     "grep",
     "mkdir",
+    "mv",
     "paste",
+    "rm",
     "sed",
+    "setsid",
     "sleep",
     "sort",
     "stat",
     "tail",
+    "touch",
+    "true",
     "uniq",
 ]
 
@@ -116,6 +122,15 @@ KUBE = (
 )
 
 
+STAGED = """
+case "$*" in
+  *"preflight.sh inputs"*)
+    mkdir -p "models/my model"
+    printf '%s\\t%s\\n' model.path "models/my model" task.path /data/rows.jsonl ;;
+esac
+"""
+
+
 CASES = {
     "tpu_vm_create": ("tpu_vm.sh", "create", *VM, "--type=v5p-8", "--spot"),
     "tpu_vm_one_host": (
@@ -138,6 +153,9 @@ CASES = {
         "--config.rollout.tensor=4",
     ),
     "tpu_vm_sweep": ("tpu_vm.sh", "run", *VM, "--type=v5litepod-4", "--module=dora_jax.sweep", CONFIG, "--only=2"),
+    "tpu_vm_staged": ("tpu_vm.sh", "run", *VM, "--type=v6e-4", "--spot", BUCKET, CONFIG),
+    "tpu_vm_status": ("tpu_vm.sh", "status", *VM),
+    "tpu_vm_attach": ("tpu_vm.sh", "attach", *VM),
     "tpu_vm_delete": ("tpu_vm.sh", "delete", *VM),
     "queued_spot": ("queued_resources.sh", *VM, "--type=v5p-8", "--spot", BUCKET, CONFIG),
     "queued_reserved": ("queued_resources.sh", *VM, "--type=v4-16", "--reserved", "--token_file=token", BUCKET, CONFIG),
@@ -150,8 +168,10 @@ CASES = {
         "--config.rollout.tensor=8",
     ),
     "gke_spot": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--spot"),
+    "gke_queue": ("gke/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--queue=team-a"),
     "gke_delete": ("gke/apply.sh", "--name=demo", "--delete"),
     "ray": ("ray/apply.sh", *KUBE, "--rollout=v6e:4x4", "--instances=2", '--config.task.template={prompt} "it\'s"'),
+    "ray_queue": ("ray/apply.sh", *KUBE, "--rollout=v5p:2x2x1", "--queue=team-a"),
     "ray_cluster": ("ray/apply.sh", "--cluster", *KUBE, "--rollout=7x:2x2x1", "--reservation=mine"),
     "ray_delete": ("ray/apply.sh", "--name=demo", "--delete"),
 }
