@@ -30,7 +30,7 @@ CODE = {
     "models": 2538,
     "ops": 598,
     "orchestrate": 2779,
-    "plan": 1171,
+    "plan": 1181,
     "report": 1156,
     "rollout": 2925,
     "runtime": 11718,
