@@ -212,10 +212,16 @@ def test_inputs_of_a_folder_without_a_commit_are_refused():
         list(preflight.inputs((CONFIG,)))
 
 
+def test_a_host_is_asked_for_everything_and_a_dry_run_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "LOCK", tmp_path / "libtpu_lockfile")  # another program may hold the machine's
+    chips, lock, workdir, versions = preflight.host("runs/a", 0, dry_run=True)
+    assert (chips, lock) == (preflight.check_chips(0), f"{tmp_path}/libtpu_lockfile: not there")
+    assert workdir == "runs/a: not written to (dry run)" and versions.startswith("versions: python=")
+
+
 @pytest.mark.parametrize(
     "args, code, says",
     [
-        (("host", "--dry_run"), 0, "versions: python="),
         (("host", "--chips=64"), 1, "0 TPU chips, not the 64"),
         (("plan", "--hosts=2", CONFIG), 2, "error: cluster.launcher: empty"),
         (("inputs", f"{CONFIG}x"), 2, "the argument 'tinyx' is unknown"),
