@@ -55,10 +55,10 @@ class Driver:
         match item:
             case InstanceReady():
                 item.admit()
-                self.there |= item.event.instance == 1
                 remotes[item.event.instance].load(0, None)
             case ev.WeightsLoaded(instance=instance):
                 self.loaded.add(instance)
+                self.there |= instance == 1  # a sample moves to an instance that holds its version, as in a run
                 if len(self.loaded) == 2 and not self.where:
                     for id in self.samples:
                         self._submit(id)

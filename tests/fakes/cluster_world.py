@@ -142,7 +142,11 @@ class Oracles(FakeLauncher):
             self._porter(host.began.instance, host.began.rank),
         )
         host.ready()
-        role.run(host.inbox)
+        try:
+            role.run(host.inbox)
+        except BaseException as error:  # the last word of a process: its gang ends, and nobody waits for it
+            host.link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))
+            raise
 
     def get(self, version, shardings):
         """What storage gives; the weights that it stands for must be there."""
