@@ -127,6 +127,6 @@ if __name__ == "__main__":
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-    except (StoppedEarly, replay.Differs) as error:  # the orchestrator gave the run up, or is another than recorded
+    except (StoppedEarly, replay.Differs) as error:  # the orchestrator gave the run up, or is another one
         print(f"error: {error}", file=sys.stderr)
     sys.exit(exits.BAD_USAGE)

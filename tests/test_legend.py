@@ -69,6 +69,12 @@ def test_the_legend_names_no_metric_that_nothing_writes():
     assert not idle
 
 
+def test_a_metric_keeps_its_name():
+    """tests/data/metric_names.txt: the metrics of 10b51e5."""
+    kept = (Path(__file__).parent / "data/metric_names.txt").read_text().split()
+    assert not set(kept) - {*legend.METRICS, *legend.EVALUATION} and len(kept) > 90
+
+
 @pytest.mark.parametrize("name, pattern", [("lag/7", "lag/*"), ("eval/reward/term/right", "eval/reward/term/*")])
 def test_what_a_run_chooses_is_found_by_its_pattern(name, pattern):
     assert legend.meaning(name) == (legend.METRICS | legend.EVALUATION)[pattern]

@@ -2,8 +2,10 @@
 needed."""
 
 import importlib
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,27 @@ def test_what_a_users_config_imports_is_what_the_package_uses():
 
 def test_an_old_path_leads_to_no_other_old_path():
     assert not set(old_paths.TABLE.values()) & set(old_paths.TABLE)
+
+
+NAMED = (Path(__file__).parent / "data/import_paths.txt").read_text().split()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_pages_and_configs_named_is_there_or_refused_with_the_new_command(name):
+    """tests/data/import_paths.txt: what pages, configs and launch scripts of 10b51e5 named, and its programs."""
+    if command := old_paths.COMMANDS.get(name):
+        with pytest.raises(ImportError, match=f"{name} is `python -m {command}` now"):
+            importlib.import_module(name)
+        assert importlib.util.find_spec(command.split()[0])
+    else:
+        assert pkgutil.resolve_name(name)
+
+
+def test_a_program_whose_command_takes_other_words_names_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "dora_jax.bench.waiting", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode and "is `python -m dora_jax.bench.transfer migrate --waiting` now" in done.stderr
 
 
 def test_an_old_path_runs_as_a_program():

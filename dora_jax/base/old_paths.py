@@ -1,8 +1,8 @@
 """Module paths of earlier versions, which configs and scripts of users name: one table, one finder.
 
 An import of an old path gives the module itself under its new one, so that a class has one identity; `python -m OLD`
-runs the module. `dora_jax/__init__.py` installs the finder behind every other, so that a path that exists costs
-nothing.
+runs the module, or names its new command where that has other arguments. `dora_jax/__init__.py` installs the finder
+behind every other, so that a path that exists costs nothing.
 """
 
 import importlib
@@ -64,6 +64,17 @@ RENAMED = {
     "dora_jax.trainer.routing": "dora_jax.trainer.health",
     "dora_jax.update_costs": "dora_jax.costs.update",
 }
+COMMANDS = {  # programs that are called in another way now
+    **{
+        f"dora_jax.bench.{name}": f"tests.soak.{name}"
+        for name in ("chaos", "damage", "exact", "fuzz_ports", "gang_kills", "kill_rate")
+    },
+    "dora_jax.bench.environments": "dora_jax.bench.end_to_end --environments",
+    "dora_jax.bench.migrate_processes": "dora_jax.bench.transfer migrate --processes",
+    "dora_jax.bench.recorded": "dora_jax.bench.end_to_end --recorded=DIRECTORY",
+    "dora_jax.bench.smollm": "dora_jax.bench.learning real_model",
+    "dora_jax.bench.waiting": "dora_jax.bench.transfer migrate --waiting",
+}
 TABLE = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in MOVED.items() for name in names.split()}
 # A module that moved, and was then renamed or merged into another: the table names where it is now.
 TABLE = RENAMED | {old: RENAMED.get(new, new) for old, new in TABLE.items()}
@@ -75,6 +86,8 @@ class OldPaths:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if command := COMMANDS.get(fullname):
+            raise ImportError(f"{fullname} is `python -m {command}` now", name=fullname)
         if fullname not in TABLE:
             return None
         origin = self._spec(fullname).origin  # `python -m` makes it sys.argv[0]

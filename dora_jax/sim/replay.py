@@ -1,4 +1,4 @@
-"""A recorded run in the simulator: a new orchestrator takes the recorded events and has to give the same commands.
+"""A recorded run in the simulator: a new orchestrator takes its events and has to give the same commands.
 
 Consumes a recording (recording.py). Law: a replay gives the same commands or raises at the first event that does not.
 """
