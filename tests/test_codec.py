@@ -121,6 +121,21 @@ def test_arrays_of_every_dtype_and_shape(dtype):
         same(got.out_ids, array)
 
 
+def test_a_prompt_comes_back_with_its_row():
+    prompt = Prompt(
+        group_id=1,
+        task="t",
+        uid="u",
+        text="",
+        token_ids=np.arange(2, dtype=np.int32),
+        answer=None,
+        max_new_tokens=1,
+        row={"question": "1+1", "tags": ["a"]},
+    )
+    records = codec.Codec(Prompt)
+    assert records.decode(records.encode(prompt)).row == prompt.row
+
+
 def test_a_transposed_array_keeps_its_values():
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T
     np.testing.assert_array_equal(CODEC.decode(CODEC.encode(dataclasses.replace(sample(), mask=array))).mask, array)

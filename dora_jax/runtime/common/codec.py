@@ -18,7 +18,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -131,7 +131,7 @@ class Codec:
         if origin is tuple:
             each = self._check(args[0])
             return lambda value: tuple(each(x) for x in _of(value, list))
-        if origin is dict:
+        if origin in (dict, Mapping):
             each_value = self._check(args[1])
             return lambda value: {_of(k, str): each_value(x) for k, x in _of(value, dict).items()}
         if hint is Any:
