@@ -34,11 +34,17 @@ WALK = (
     "dora_jax/serving/README.md",
     "dora_jax/runtime/README.md",
     "launch/README.md",
+    "launch/systems.md",
     "dora_jax/bench/README.md",
     "dora_jax/README.md",
     "tests/README.md",
 )
-UNRUN = ("configs/README.md", "configs/coming_from.md", "dora_jax/report/README.md")  # they have no commands
+UNRUN = (
+    "configs/README.md",
+    "configs/coming_from.md",
+    "dora_jax/report/README.md",
+    "dora_jax/runtime/files.md",
+)  # they have no commands
 PAGES = (*WALK, *UNRUN)
 TINY = (
     "--config.steps=3 --config.sft.steps=20 --config.sft.examples=256 --config.sft.d_model=32 --config.sft.d_ff=64 "
