@@ -2,10 +2,12 @@
 # Sets the environment up and runs all tests, the quick ones first, one process a core (at most 4), and at the end,
 # one at a time, those that need the machine for themselves.
 #   bash tests/run.sh [arguments of pytest]     e.g. bash tests/run.sh -k config -x; -n 0: all in one process
+#   DORA_LIGHT=1 PYTHON=python3.12 DORA_VENV=.venv-3.12 bash tests/run.sh    on another Python, without what is large
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh
 install tests tests/requirements.txt
+[[ ${DORA_LIGHT:-} ]] || install tests-heavy tests/requirements-heavy.txt
 install tests-nodeps tests/requirements-nodeps.txt --no-deps
 
 NOTHING_SELECTED=5  # pytest's code; an error only when every part says it

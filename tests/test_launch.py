@@ -34,7 +34,9 @@ def clone(tmp_path):
     for path in (
         "launch",
         "tests/run.sh",
+        "tests/other_python.sh",
         "tests/requirements.txt",
+        "tests/requirements-heavy.txt",
         "tests/requirements-nodeps.txt",
         "requirements.txt",
         ".ci",
@@ -252,10 +254,13 @@ def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
     assert told == [
         PIP + "requirements.txt",
         PIP + "tests/requirements.txt",
+        PIP + "tests/requirements-heavy.txt",
         PIP + "tests/requirements-nodeps.txt --no-deps",
         *(f"{part} -k config" for part in parts),
     ]
     assert run(clone, "clone/.ci/run")[1] == parts
+    light = run(clone, "clone/tests/run.sh", DORA_VENV="light", DORA_LIGHT="1")[1]
+    assert PIP + "tests/requirements.txt" in light and PIP + "tests/requirements-heavy.txt" not in light
 
 
 @pytest.mark.parametrize(
@@ -278,7 +283,47 @@ def test_any_failing_part_fails_the_tests(clone, codes, expected, parts):
     assert len([line for line in told if "pytest" in line]) == parts
 
 
-@pytest.mark.parametrize("script", ["launch/local.sh", "launch/setup.sh", "tests/run.sh", ".ci/run"])
+@pytest.mark.parametrize("home", [False, True])
+def test_ci_runs_the_quick_tests_on_the_other_python_where_there_is_one(clone, home):
+    """On the path, or among pyenv's, whose shim runs only what is selected."""
+    put(clone, "python3.11", "3.11")
+    place = clone.parent / "home/.pyenv/versions/3.12.1/bin" if home else clone.parent / "tools"
+    if home:
+        place.mkdir(parents=True)
+        (place / "python").write_text(PAPER_PYTHON.replace("VERSION", "3.12"))
+        (place / "python").chmod(0o755)
+        put(clone, "python3.12")
+        variables = {"HOME": str(clone.parent / "home")}
+    else:
+        put(clone, "python3.12", "3.12")
+        variables = {"PYTHON": "python3.11"}
+    done, told = run(clone, "clone/.ci/run", **variables)
+    assert done.returncode == 0, done.stderr
+    quick = "-m pytest -m not slow -n auto --dist loadfile"
+    installed = [PIP + "requirements.txt", PIP + "tests/requirements.txt"]
+    assert told[-4:] == ["-m pytest -m slow and alone", *installed, quick]
+    assert "version=3.12\n" in (clone / ".venv-3.12/bin/python").read_text()
+    assert run(clone, "clone/.ci/run", QUICK_CODE="1", **variables)[0].returncode == 1
+    other = run(clone, "clone/tests/other_python.sh", "-x", QUICK_CODE="1", **variables)
+    assert (other[0].returncode, other[1]) == (1, [f"{quick} -x"])
+
+
+def test_ci_passes_where_the_other_python_or_its_packages_are_not_to_be_had(clone):
+    put(clone, "python3.11", "3.11")
+    put(clone, "python3.12")
+    done, told = run(clone, "clone/tests/other_python.sh")
+    assert done.returncode == 0 and done.stderr.endswith(
+        "there is no Python 3.12 here, so they ran on one Python only\n"
+    )
+    put(clone, "python3.12", "3.12")
+    done, told = run(clone, "clone/tests/other_python.sh", PIP_CODE="1", PYTHON="")
+    assert done.returncode == 0 and "the packages for Python 3.12 are not to be had" in done.stderr
+    assert not [line for line in told if "pytest" in line]
+
+
+@pytest.mark.parametrize(
+    "script", ["launch/local.sh", "launch/setup.sh", "tests/run.sh", "tests/other_python.sh", ".ci/run"]
+)
 def test_scripts_parse(script):
     subprocess.run(["bash", "-n", ROOT / script], check=True)
     if script != "launch/setup.sh":

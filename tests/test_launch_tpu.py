@@ -416,6 +416,6 @@ def test_shellcheck_finds_nothing():
     tool = shutil.which("shellcheck", path=f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
     if not tool:
         pytest.skip("shellcheck, of tests/requirements.txt, is not installed")
-    scripts = [*sorted((ROOT / "launch").rglob("*.sh")), ROOT / "tests/run.sh", ROOT / ".ci/run"]
+    scripts = [*sorted((ROOT / "launch").rglob("*.sh")), *(ROOT / "tests").glob("*.sh"), ROOT / ".ci/run"]
     done = subprocess.run([tool, "-x", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
