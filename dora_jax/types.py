@@ -70,6 +70,33 @@ def is_served(group_id: GroupId) -> bool:
     return group_id <= SERVED
 
 
+MAX_BIASES = 300  # entries of a logit bias: OpenAI's limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the tokens of one sample are drawn, where that differs from the run's `rollout` section; None: as there.
+
+    The names and meanings are those of vLLM's `SamplingParams`: penalties of presence and frequency count the response,
+    that of repetition prompt and response. Log-probs are reported after temperature and before everything else."""
+
+    temperature: float | None = None  # 0: the most likely token; its log-prob is reported at temperature 1
+    top_k: int | None = None  # 0: off
+    top_p: float | None = None
+    min_p: float | None = None
+    min_tokens: int = 0  # no stop token before so many; rollout.min_new_tokens holds besides
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    biased_ids: tuple[int, ...] = ()  # a logit bias: these tokens,
+    biases: tuple[float, ...] = ()  # and what is added to the logit of each
+
+    @property
+    def reads_tokens(self) -> bool:
+        """A draw depends on the tokens before it, beside the last one's KV."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     group_id: GroupId
@@ -81,6 +108,7 @@ class Prompt:
     max_new_tokens: int
     turn_tokens: int = 0  # that one turn of an episode may sample; 0: the sample is one answer
     row: Columns = field(default_factory=dict)  # of the file that it comes from
+    sampling: Sampling | None = None  # of a request or an evaluation; None: as the run samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dora_jax.plan import presets
 from dora_jax.runtime.policy import Policy
 from tests.fakes import hf_folder, tokenizer_folder
 
-pytestmark = pytest.mark.slow  # each temperature compiles an engine
+pytestmark = pytest.mark.slow  # it compiles an engine
 
 ROLLOUT = RolloutSection(slots=4, pages=32, page_size=4, max_prompt_tokens=16, max_new_tokens=8, prefill_tokens=16,
                          prefill_chunk=8, context_block=24, decode_steps=2)  # fmt: skip

@@ -6,7 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dora_jax.types import Sample, SampleId, Span
+from dora_jax.rollout.oracle import OracleEngine
+from dora_jax.types import Sample, SampleId, Sampling, Span
 from tests.fakes.endpoint import END, SECTION, Letters, Rig
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -72,11 +73,17 @@ def test_token_ids_go_in_and_come_out_with_their_logprobs():
 @pytest.mark.parametrize(
     "path, body, status, param",
     [
-        (COMPLETIONS, {"prompt": "a", "temperature": 0.7}, 400, "temperature"),
-        (COMPLETIONS, {"prompt": "a", "top_p": 0.5}, 400, "top_p"),
-        (COMPLETIONS, {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -0.1}, 400, "temperature"),
+        (COMPLETIONS, {"prompt": "a", "top_p": "0.5"}, 400, "top_p"),
+        (COMPLETIONS, {"prompt": "a", "top_k": 0.5}, 400, "top_k"),
+        (COMPLETIONS, {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"a": 3}}, 400, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"256": 3}}, 400, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 4, "min_tokens": 5}, 400, "min_tokens"),
+        (COMPLETIONS, {"prompt": ["a"] * 128, "n": 128}, 400, "n"),
         (COMPLETIONS, {"prompt": "a", "wings": 2}, 400, "wings"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 128}, 400, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         (COMPLETIONS, {"prompt": "a" * 128}, 400, "prompt"),
         (COMPLETIONS, {"prompt": []}, 400, "prompt"),
         (COMPLETIONS, {"prompt": [300]}, 400, "prompt"),
@@ -107,6 +114,43 @@ def test_what_cannot_be_served_is_refused_by_name(path, body, status, param):
             assert set(call.error) == {"message", "type", "param", "code"}
             if param:
                 assert call.error["param"] == param and call.error["message"]
+
+    asyncio.run(run())
+
+
+class Recorder(OracleEngine):
+    """Remembers how its samples are asked to be drawn."""
+
+    def __init__(self):
+        super().__init__(SECTION, eos_ids=(END,), version_in=lambda weights: weights)
+        self.asked = []
+
+    def submit(self, *sample, sampling=None):
+        self.asked.append((sample[3], sample[-1] if len(sample) > 5 else sampling))
+        super().submit(*sample[:5])
+
+
+@pytest.mark.parametrize(
+    "values, sampling",
+    [
+        ({"temperature": 1.0, "top_p": 1, "top_k": -1, "presence_penalty": 0, "logit_bias": {}, "user": "u"}, None),
+        ({"temperature": 0}, Sampling(temperature=0.0)),
+        ({"temperature": 0.1, "top_p": 0.95, "min_p": 0.02}, Sampling(temperature=0.1, top_p=0.95, min_p=0.02)),
+        ({"top_k": 7, "min_tokens": 3}, Sampling(top_k=7, min_tokens=3)),
+        (
+            {"frequency_penalty": 0.5, "repetition_penalty": 1.1},
+            Sampling(frequency_penalty=0.5, repetition_penalty=1.1),
+        ),
+        ({"logit_bias": {"9": -100, "7": 1.5}}, Sampling(biased_ids=(7, 9), biases=(1.5, -100.0))),
+        ({"reasoning_effort": "low", "verbosity": "high"}, None),
+    ],
+)
+def test_an_engine_draws_as_the_request_asks(values, sampling):
+    async def run():
+        async with Rig(engine=(engine := Recorder())) as rig:
+            call = await rig.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 4000} | values)
+            assert call.status == 200, call.body
+            assert engine.asked == [(125, sampling)], "max_tokens is cut to the room that the prompt leaves"
 
     asyncio.run(run())
 

@@ -42,6 +42,27 @@ def test_tool_calls_leave_the_text_however_it_is_cut():
         assert said.split() == ["Let", "me", "see.", "<tool_call>no</tool_call>", "<tool_call>{"]
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_call_that_is_only_thought_of_is_none(thinking):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    text = ("" if thinking else "<think>") + f"maybe {call}</think>{call}"
+    for size in (1, 4, 1000):
+        calls, found = ToolCalls(thinking), []
+        for i in range(0, len(text), size):
+            found += calls.feed(text[i : i + size])
+        found.append(calls.rest())
+        assert [part for part in found if isinstance(part, ToolCall)] == [ToolCall("add", '{"a": 1}')]
+        assert "".join(part for part in found if isinstance(part, str)) == text[: -len(call)]
+
+
+@pytest.mark.parametrize(
+    "arguments, read", [('"{\\"a\\": 1}"', '{"a": 1}'), ("[1]", None), ('"no"', None), ("7", None)]
+)
+def test_arguments_are_an_object(arguments, read):
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    assert list(ToolCalls().feed(text)) == [ToolCall("add", read) if read else text]
+
+
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "", "-1", "1.0", "x"])
 def test_a_version_that_is_no_number_does_not_exist(number):
     versions = Versions(residents=2, idle_s=10.0)

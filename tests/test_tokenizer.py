@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.models.tokenizer import BYTE_OF, Tokenizer
 from tests.fakes.tokenizer_folder import folder
 
 CHATML = """{%- for message in messages %}
@@ -24,6 +24,19 @@ def test_ids_are_those_of_the_text_and_back(tmp_path):
     assert tok.decode([2, 5, 4, 6, 1]) == "a<think>b"
     assert tok.decode([5, 3], keep_special=True) == "a<|im_end|>"
     assert (tok.vocab_size, tok.pad_id, tok.eos_ids) == (10, 0, (1,))
+
+
+def test_the_bytes_of_a_token_are_those_that_it_stands_for(tmp_path):
+    path = folder(tmp_path)
+    raw = json.loads((path / "tokenizer.json").read_text())
+    euro = list("€".encode())
+    names = [next(char for char, byte in BYTE_OF.items() if byte == each) for each in euro]
+    raw["model"]["vocab"] |= {name: 10 + i for i, name in enumerate(names)} | {"<0x0A>": 13}
+    raw["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (path / "tokenizer.json").write_text(json.dumps(raw))
+    tokens = Tokenizer.load(path)
+    assert [list(tokens.token_bytes(10 + i)) for i in range(3)] == [[byte] for byte in euro]
+    assert tokens.token_bytes(5) == b"a" and tokens.token_bytes(13) == b"\n" and tokens.token_bytes(4) == b"<think>"
 
 
 def test_vocab_size_counts_holes(tmp_path):

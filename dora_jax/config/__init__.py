@@ -201,6 +201,8 @@ class EvalSection:
     every: int = field(0, "steps; 0: only the first and the last version", ge=0)
     prompts: int = field(64, "held-out prompts of an evaluation", ge=1)
     samples: int = field(1, "k of avg@k and pass@k", ge=1)
+    temperature: float = field(-1.0, "of held-out samples; 0: the most likely token; -1: rollout.temperature", ge=-1)
+    top_p: float = field(0.0, "of held-out samples; 0: rollout.top_p", ge=0, le=1)
     solved: str = field("", 'what accuracy counts: "TERM" or "TERM >= 0.5", of the reward; empty: first term >= 1')
 
 

@@ -30,6 +30,11 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+INCOMPLETE = "\ufffd"  # stands for half a character
+# How vocabularies of bytes spell them (GPT-2's table): those that print as themselves, the others from 256 on.
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)}
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -120,6 +125,16 @@ class Tokenizer:
     def decode(self, ids, *, keep_special: bool = False) -> str:
         """Text of these ids; special tokens (end, padding) are left out unless asked for."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
+
+    def token_bytes(self, id: int) -> bytes:
+        """What one token stands for; some stand for less than a character."""
+        token = self._backend.id_to_token(id) or ""
+        if (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)) is not None:
+            return bytes([int(byte[1], 16)])
+        text = self.decode([id], keep_special=True)
+        if INCOMPLETE in text and all(char in BYTE_OF for char in token):
+            return bytes(BYTE_OF[char] for char in token)
+        return text.encode()
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Render the folder's chat template, by default up to where the assistant's turn begins."""

@@ -41,6 +41,7 @@ class Device:
         self.compiled = calls.compiled
         self._calls = calls
         self.pool, self.state = calls.empty()
+        self._no_options: dict[int, jax.Array] = {}  # by rows
 
     def free(self) -> None:
         """Frees the memory of the pool, none of whose pages is in use; the next call makes another."""
@@ -54,8 +55,11 @@ class Device:
         self.pool, routes = self._calls.prefill(params, self._whole_pool(), control_RxC, blocks=blocks)
         return _on_its_way(routes)
 
-    def generate(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
-        """By the narrow call, where the control array has its rows.
+    def generate(
+        self, params: Any, control: np.ndarray, blocks: int, options: np.ndarray | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """By the narrow call, where the control array has its rows. options: Shapes.decode_options; None: every row
+        samples as the run does.
 
         (i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
         [rows, steps, M, k], where they are asked for)."""
@@ -64,8 +68,13 @@ class Device:
             call = functools.partial(self._calls.narrow, blocks=blocks)
         elif self._calls.chooses:
             call = self._calls.decode_chosen
-        control_BxC = _put(control, self._calls.replicated)
-        self.pool, self.state, *found = call(params, self._whole_pool(), self.state, control_BxC)
+        control_BxC, rows = _put(control, self._calls.replicated), len(control)
+        if options is not None:
+            options_BxO = _put(options, self._calls.replicated)
+        elif (options_BxO := self._no_options.get(rows)) is None:
+            nothing = np.zeros(self.shapes.decode_options(narrow=rows == self.shapes.narrow_rows), np.int32)
+            options_BxO = self._no_options[rows] = _put(nothing, self._calls.replicated)
+        self.pool, self.state, *found = call(params, self._whole_pool(), self.state, control_BxC, options_BxO)
         return _on_its_way(tuple(found))
 
     def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:

@@ -115,6 +115,7 @@ class Calls:
             compute=compute,
             logits=logits,
             draw=draw,
+            own=functools.partial(sample.OwnSampling, temperature=temperature or 1.0, stop_ids=eos_ids),
             limits=functools.partial(sample.Limits, stop_ids=eos_ids, **limits) if any(limits.values()) else None,
             key=functools.partial(sample.sample_key, seed),
             stop=functools.partial(forward.is_stop, eos_ids=eos_ids),
@@ -156,7 +157,7 @@ class Calls:
         if self.chooses:
             weights_in = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), self.abstract_params)
             decode = functools.partial(computed.decode, blocks=self.shapes.decode_buckets[0])  # the only one
-            self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep), **how)
+            self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep, rep), **how)
         else:
             self.decode = jit(computed.decode, static_argnames="blocks", **how)
         self.narrow = jit(computed.decode, static_argnames="blocks", **how)  # takes the weights as they lie
@@ -208,7 +209,8 @@ class Calls:
             found[f"prefill {blocks}"] = self.prefill, (params, pool, control), {"blocks": blocks}
         for blocks in s.decode_buckets if s.narrow_rows else ():
             control, state = ints(*s.decode_control(blocks, narrow=True)), _placed(self.abstract_state, rep)
-            found[f"narrow {blocks}"] = self.narrow, (params, pool, state, control), {"blocks": blocks}
+            options = ints(*s.decode_options(narrow=True))
+            found[f"narrow {blocks}"] = self.narrow, (params, pool, state, control, options), {"blocks": blocks}
         for blocks in s.decode_buckets if s.drafts else ():
             control = ints(*s.verify_control(blocks))
             found[f"verify {blocks}"] = self.verify, (params, pool, control), {"blocks": blocks}
@@ -221,8 +223,12 @@ class Calls:
     def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:
         rep = self.replicated
         pool, state = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding), _placed(self.abstract_state, rep)
-        control = jax.ShapeDtypeStruct(self.shapes.decode_control(blocks), jnp.int32, sharding=rep)
-        return self.decode, (self.abstract_params, pool, state, control), {} if self.chooses else {"blocks": blocks}
+        control, options = (
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)
+            for shape in (self.shapes.decode_control(blocks), self.shapes.decode_options())
+        )
+        arguments = self.abstract_params, pool, state, control, options
+        return self.decode, arguments, {} if self.chooses else {"blocks": blocks}
 
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""

@@ -103,7 +103,7 @@ class Drafter:
     def decide(self, seqs: Sequence[Seq], cost: float, here: Iterable[Seq]) -> np.ndarray | None:
         """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it
         decodes. cost: as above. here: every sample of the engine."""
-        if len(seqs) > self._rows:
+        if len(seqs) > self._rows or any(seq.sampling for seq in seqs):
             return None
         first = self._groups[seqs[0].id.group_id]
         if first.resting:
@@ -236,12 +236,15 @@ class Decoding:
                 cost = self.costs.of_draft(len(slots), blocks)
                 drafts = self.drafter.decide(self._rows.on(slots), cost, here)
             narrow = self.costs.is_narrow(len(slots), blocks)
-            found.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, narrow), drafts))
+            options = self._rows.options(slots, narrow)
+            found.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, narrow), drafts, options))
         return found
 
     @property
-    def would_draft(self) -> bool:
-        """Whether the next calls may verify drafts, for which the samples' last tokens must be known."""
+    def needs_tokens(self) -> bool:
+        """Whether the next calls take the samples' last tokens: they may verify drafts, or a row has penalties."""
+        if self._rows.reads_tokens:
+            return True
         return self.drafter is not None and any(
             self.drafter.promising(self._rows.on(slots), self.costs.of_draft(len(slots), self._rows.blocks(slots)))
             for _, slots in self._rows.batches()

@@ -38,7 +38,7 @@ from dora_jax.rollout.plan import Scheduler
 from dora_jax.rollout.seq import Seq, StopStrings, Upload
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.rollout.ticks import DecodeCall, GrowingResult, Preempt, PrefillCall, TickResult
-from dora_jax.types import SampleId, Version
+from dora_jax.types import SampleId, Sampling, Version
 
 __all__ = ["Engine", "TickResult"]
 
@@ -119,13 +119,20 @@ class Engine:
     # ----------------------------------------------------------- samples
 
     def submit(
-        self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, turn_tokens: int = 0
+        self,
+        id: SampleId,
+        prompt_ids: Any,
+        version: Version,
+        max_new_tokens: int,
+        turn_tokens: int = 0,
+        sampling: Sampling | None = None,
     ) -> None:
         """Queues one sample; it is reported as started when it gets a slot.
 
         turn_tokens: of an episode, whose every turn samples so many at most and ends with the sample in
-        `TickResult.waiting`; `import_` continues it with what was observed. 0: the sample is one answer."""
-        self._add(migrate.begun(id, prompt_ids, version, max_new_tokens, turn_tokens), announce=True)
+        `TickResult.waiting`; `import_` continues it with what was observed. 0: the sample is one answer. sampling: how
+        its tokens are drawn; None: by the section."""
+        self._add(migrate.begun(id, prompt_ids, version, max_new_tokens, turn_tokens, sampling), announce=True)
 
     def prefill(self, prompt_ids: Any, version: Version) -> Prefix:
         """Computes a prompt's KV now and holds it until `release`: samples of this prompt share it."""
@@ -250,7 +257,7 @@ class Engine:
     # ----------------------------------------------------------- private
 
     def _step(self) -> None:
-        if self._flights and self.scheduler.decoding.would_draft:
+        if self._flights and self.scheduler.decoding.needs_tokens:
             self._land()
         plan = self.scheduler.plan()
         self._swap(plan.swaps)
@@ -267,8 +274,11 @@ class Engine:
         self._decoded_only = decodes_only  # what is landed in the next step was started with this plan
         flights = [self._run_prefill(call) for call in plan.prefills]
         for call in plan.decodes:
-            run = self.device.generate if call.drafts is None else self.device.verify
-            flights.append((call, *run(self.residents.of(call.version), call.control, call.blocks)))
+            params = self.residents.of(call.version)
+            if call.drafts is None:
+                flights.append((call, *self.device.generate(params, call.control, call.blocks, call.options)))
+            else:
+                flights.append((call, *self.device.verify(params, call.control, call.blocks)))
         self._emit.started += plan.started
         self._land()
         self._flights = flights
@@ -298,6 +308,10 @@ class Engine:
             raise RuntimeError(f"{request.id} is already here")
         if request.id in self.scheduler.resting and not self.scheduler.fit(request):
             self._swap([self.scheduler.release(request.id)])
+        if (own := request.sampling) is not None:
+            unsaid = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(own, name) is None]
+            own = dataclasses.replace(own, **{name: getattr(self.section, name) for name in unsaid})
+            request = dataclasses.replace(request, sampling=own)
         self.scheduler.add(request, announce=announce)
 
     def _held(self, id: SampleId) -> Seq:

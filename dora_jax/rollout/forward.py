@@ -39,6 +39,7 @@ class Forward:
     compute: moe.Compute
     logits: Callable[..., jax.Array]  # (params, hidden [N, D]) -> [N, V], tempered and masked
     draw: Callable[..., Any]  # sample.draw with its options
+    own: Callable[..., Any]  # a decode call's options array -> sample.OwnSampling
     limits: Callable[..., Any] | None  # (last token, how often in a row) -> sample.Limits; None: any may be drawn
     key: Callable[..., jax.Array]  # (group, index) -> the sample's key
     stop: Callable[[jax.Array], jax.Array]  # tokens -> whether each ends its sample
@@ -46,9 +47,10 @@ class Forward:
     routes: RouteShape | None  # None: no routes come along
     gain: float  # of adapters
 
-    def decode(self, params, pool, state_Sx3, control_BxC, *, blocks: int):
+    def decode(self, params, pool, state_Sx3, control_BxC, options_BxO, *, blocks: int):
         """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for
         the state, Shapes.result for the result."""
+        own = self.own(options_BxO)
         ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
         header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
         columns = [header[:, i] for i in range(HEADER)]
@@ -72,13 +74,11 @@ class Forward:
                 adapter_B,
             )
             with jax.named_scope("sample"):
-                next_B, logprob_B, kept_BxK = self.draw(
-                    self.logits(self._base(params), hidden_Bx1xD[:, 0]),
-                    keys_B,
-                    drawn_B + i,
-                    self.limits and self.limits(last_B, repeats_B),
-                    forced_BxN[:, i] if self.shapes.exact else None,
-                )
+                logits_BxV = self.logits(self._base(params), hidden_Bx1xD[:, 0])
+                limits = self.limits and self.limits(last_B, repeats_B)
+                forced_B = forced_BxN[:, i] if self.shapes.exact else None
+                drawn = self.draw(logits_BxV, keys_B, drawn_B + i, limits, forced_B)
+                next_B, logprob_B, kept_BxK = own.draw(drawn, logits_BxV, keys_B, drawn_B + i, limits, tokens_NxB.T, i)
             token_B = jnp.where(active_B, next_B, last_B)
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
             if self.routes is not None:

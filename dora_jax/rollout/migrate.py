@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dora_jax.rollout.shapes import POSITIONS
-from dora_jax.types import Sample, SampleId, Span, TokenTable, Version
+from dora_jax.types import Sample, SampleId, Sampling, Span, TokenTable, Version
 
 HEADS = 2  # the axis of K in pages
 
@@ -51,6 +51,7 @@ class InFlightSample:
     # None: all are sampled
     turn_tokens: int = 0  # that one turn of an episode may sample; 0: the sample is one answer
     dropped: int = 0  # sampled tokens of the episode's earlier branches that are not among out_ids
+    sampling: Sampling | None = None  # None: as the run samples
 
     @property
     def sampled(self) -> int:
@@ -86,7 +87,14 @@ class SampledTokens(NamedTuple):
     table: TokenTable  # of the tokens that ran forward meanwhile: the last of out_ids has not yet
 
 
-def begun(id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, turn_tokens: int) -> InFlightSample:
+def begun(
+    id: SampleId,
+    prompt_ids: Any,
+    version: Version,
+    max_new_tokens: int,
+    turn_tokens: int = 0,
+    sampling: Sampling | None = None,
+) -> InFlightSample:
     """One of which nothing is sampled."""
     return InFlightSample(
         id=id,
@@ -96,6 +104,7 @@ def begun(id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, 
         logprobs=np.zeros(0, np.float32),
         max_new_tokens=max_new_tokens,
         turn_tokens=turn_tokens,
+        sampling=sampling,
     )
 
 

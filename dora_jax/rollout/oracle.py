@@ -19,7 +19,7 @@ from dora_jax.rollout import migrate
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended
 from dora_jax.rollout.seq import StopStrings
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.types import Sample, SampleId, TokenTable, Version
+from dora_jax.types import Sample, SampleId, Sampling, TokenTable, Version
 
 PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd multipliers that mix the four parts of an identity
 
@@ -115,9 +115,15 @@ class OracleEngine:
         return tuple(self._samples)
 
     def submit(
-        self, id: SampleId, prompt_ids: Any, version: Version, max_new_tokens: int, turn_tokens: int = 0
+        self,
+        id: SampleId,
+        prompt_ids: Any,
+        version: Version,
+        max_new_tokens: int,
+        turn_tokens: int = 0,
+        sampling: Sampling | None = None,
     ) -> None:
-        self.import_(migrate.begun(id, prompt_ids, version, max_new_tokens, turn_tokens))
+        self.import_(migrate.begun(id, prompt_ids, version, max_new_tokens, turn_tokens, sampling))
 
     def import_(self, request: InFlightSample) -> None:
         id = request.id

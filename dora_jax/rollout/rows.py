@@ -13,7 +13,22 @@ import numpy as np
 
 from dora_jax.rollout.pages import DUMMY
 from dora_jax.rollout.seq import Seq
-from dora_jax.rollout.shapes import ADAPTER, DRAWN, FRESH, GROUP, HEADER, INDEX, POSITION, REMAINING, SLOT, Shapes
+from dora_jax.rollout.shapes import (
+    ADAPTER,
+    BIASED,
+    BIASES,
+    DRAWN,
+    FRESH,
+    GROUP,
+    HEADER,
+    HISTORY,
+    INDEX,
+    POSITION,
+    REMAINING,
+    SLOT,
+    Option,
+    Shapes,
+)
 from dora_jax.types import Version
 
 # the others are the device's from the first call on
@@ -32,16 +47,25 @@ class Rows:
         self._arrivals = np.zeros(shapes.slots, np.int64)
         self.decodes = np.zeros(shapes.slots, bool)  # by slot: its prefix has KV, and it is not leaving
         self._seqs = np.full(shapes.slots, None, object)
+        self._own = np.zeros(shapes.slots, bool)  # its sample is drawn otherwise than the run's
+        self._reads = np.zeros(shapes.slots, bool)  # and from its earlier tokens
 
     @property
     def any_decodes(self) -> bool:
         return bool((self.decodes & (self._rows[:, REMAINING] > 0)).any())
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a call of these rows takes all tokens that were drawn before it."""
+        return bool(self._reads.any())
 
     def take(self, seq: Seq, pages: list[int]) -> None:
         """The sample got its slot and these pages; it does not decode before `decodes` says so."""
         slot = seq.row
         self._rows[slot, :HEADER] = self._header(seq)
         self._versions[slot], self._arrivals[slot], self._seqs[slot] = seq.version, seq.arrival, seq
+        if seq.sampling is not None:
+            self._own[slot], self._reads[slot] = True, seq.sampling.reads_tokens
         seq.table = self._rows[slot, HEADER:HEADER]
         self.append(seq, pages)
 
@@ -59,6 +83,7 @@ class Rows:
     def free(self, seq: Seq) -> None:
         slot = seq.row
         self._rows[slot, REMAINING], self._pages[slot], self.decodes[slot], self._seqs[slot] = 0, 0, False, None
+        self._own[slot] = self._reads[slot] = False
         seq.table = self._rows[slot, :0]
 
     def growth(self) -> list[tuple[Seq, int]]:
@@ -130,6 +155,28 @@ class Rows:
             seq.inflight += taken
             seq.fresh = False
         return control, tuple(zip(seqs, steps.tolist(), strict=True))
+
+    def options(self, slots: np.ndarray, narrow: bool) -> np.ndarray | None:
+        """The options array of a decode call of these slots; None: all of them sample as the run does."""
+        if not self._own[slots].any():
+            return None
+        options = np.zeros(self.shapes.decode_options(narrow), np.int32)
+        options[:, BIASED:] = -1
+        numbers = options.view(np.float32)
+        numbers[:, [Option.TEMPERATURE, Option.TOP_P, Option.REPETITION]] = 1.0
+        whole = [Option.OWN, Option.MIN_TOKENS, Option.N_PROMPT, Option.TOP_K]
+        real = [Option.TEMPERATURE, Option.TOP_P, Option.MIN_P, Option.PRESENCE, Option.FREQUENCY, Option.REPETITION]
+        for row in np.flatnonzero(self._own[slots]).tolist():
+            seq = self._seqs[slots[row]]
+            own = seq.sampling
+            penalties = own.presence_penalty, own.frequency_penalty, own.repetition_penalty
+            options[row, whole] = 1, own.min_tokens, seq.n_prompt, own.top_k
+            numbers[row, real] = own.temperature, own.top_p, own.min_p, *penalties
+            options[row, BIASED : BIASED + len(own.biased_ids)] = own.biased_ids
+            numbers[row, BIASES : BIASES + len(own.biases)] = own.biases
+            if own.reads_tokens:
+                options[row, HISTORY : HISTORY + len(seq.sequence)] = seq.sequence
+        return options
 
     def check(self, admitted: list[Seq]) -> None:
         if sorted(map(id, admitted)) != sorted(map(id, filter(None, self._seqs))):

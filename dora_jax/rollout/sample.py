@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from dora_jax.models.logits import MASKED
+from dora_jax.rollout.shapes import BIASED, BIASES, HISTORY, Option
 
+GREEDY = 1e-5  # a request's temperature below it is 0, as in vLLM
 BLOCKS = 128  # of a vocabulary, at most; a power of two, so that a shard of the vocabulary holds whole blocks
 
 
@@ -59,6 +61,102 @@ def draw(
     if forced_B is not None:
         token_B = jnp.where(forced_B >= 0, forced_B, token_B)
     return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0], kept_BxK
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSampling:
+    """Draws of the rows of a decode call that have sampling values of their own (types.Sampling).
+
+    The other rows keep the run's draw, bit for bit. Where no row has own values nothing of this is computed; where none
+    has a cut or a penalty, no vocabulary is sorted and no token counted. Order as vLLM's: bias, penalties, temperature,
+    top-k, top-p, min-p; temperature alone changes the log-prob that is reported."""
+
+    options_BxO: jax.Array  # columns of shapes.py
+    temperature: float  # that the logits were divided by
+    stop_ids: tuple[int, ...]
+
+    def draw(self, drawn, logits_BxV, keys_B, positions_B, limits: Limits | None, new_BxN, count):
+        """`drawn` as `draw` returns it, with these rows' draws in place. new_BxN: this call's tokens, of which the
+        first `count` are there."""
+        token_B, logprob_B, set_BxK = drawn
+        own_B = self.options_BxO[:, Option.OWN] > 0
+
+        def draw_own(logits_BxV, *_):
+            greedy_B = self._number(Option.TEMPERATURE) < GREEDY
+            divisor_Bx1 = jnp.where(greedy_B, 1.0, self._number(Option.TEMPERATURE))[:, None]
+            raw_BxV = logits_BxV * self.temperature
+            changed = (self.options_BxO[:, BIASED:BIASES] >= 0).any() | self._penalised.any()
+            logits_BxV = jax.lax.cond(changed, self._penalise, _first, raw_BxV, new_BxN, count)
+            allowed_BxV = jax.nn.log_softmax(logits_BxV / divisor_Bx1, axis=-1)
+            if limits is not None:
+                allowed_BxV = limits.cut(allowed_BxV, positions_B)
+            is_stop_V = jnp.isin(jnp.arange(allowed_BxV.shape[-1]), jnp.array(self.stop_ids, jnp.int32))
+            early_B = positions_B < self.options_BxO[:, Option.MIN_TOKENS]
+            allowed_BxV = jnp.where(early_B[:, None] & is_stop_V[None], MASKED, allowed_BxV)
+            top_k_B, top_p_B = self.options_BxO[:, Option.TOP_K], self._number(Option.TOP_P)
+            cuts_B = own_B & ~greedy_B & ((top_k_B > 0) | (top_p_B < 1.0))
+            least_B = allowed_BxV.min(-1)
+            least_B = jax.lax.cond(cuts_B.any(), _least, _first, least_B, allowed_BxV, top_k_B, top_p_B)
+            least_B = jnp.maximum(least_B, allowed_BxV.max(-1) + jnp.log(self._number(Option.MIN_P)))
+            rest_BxV = jnp.where(allowed_BxV >= least_B[:, None], allowed_BxV, MASKED)
+            next_B = jnp.where(greedy_B, _likeliest(allowed_BxV), _drawn(rest_BxV, keys_B, positions_B))
+            reported_BxV = jax.nn.log_softmax(raw_BxV / divisor_Bx1, axis=-1)
+            return next_B, jnp.take_along_axis(reported_BxV, next_B[:, None], axis=-1)[:, 0]
+
+        own = jax.lax.cond(own_B.any(), draw_own, lambda _, *drawn: drawn, logits_BxV, token_B, logprob_B)
+        token_B, logprob_B = (jnp.where(own_B, new, run) for new, run in zip(own, drawn[:2], strict=True))
+        return token_B, logprob_B, jnp.where(own_B[:, None], -1, set_BxK)
+
+    def _number(self, column: Option) -> jax.Array:
+        return jax.lax.bitcast_convert_type(self.options_BxO[:, column], jnp.float32)
+
+    @property
+    def _penalised(self) -> jax.Array:
+        additive_B = (self._number(Option.PRESENCE) != 0) | (self._number(Option.FREQUENCY) != 0)
+        return (self.options_BxO[:, Option.OWN] > 0) & (additive_B | (self._number(Option.REPETITION) != 1))
+
+    def _penalise(self, raw_BxV, new_BxN, count) -> jax.Array:
+        """The logits with the rows' biases and penalties. An id of -1 lies beyond the vocabulary, where a scatter drops
+        it."""
+        rows_Bx1, vocab = jnp.arange(len(raw_BxV))[:, None], raw_BxV.shape[-1]
+        biases_BxE = jax.lax.bitcast_convert_type(self.options_BxO[:, BIASES:HISTORY], jnp.float32)
+        logits_BxV = raw_BxV.at[rows_Bx1, _inside(self.options_BxO[:, BIASED:BIASES], vocab)].add(
+            biases_BxE, mode="drop"
+        )
+        new_BxN = jnp.where(jnp.arange(new_BxN.shape[1]) < count, new_BxN, -1)
+        tokens_BxT = jnp.concatenate([self.options_BxO[:, HISTORY:], new_BxN], axis=1)
+        is_prompt_BxT = jnp.arange(tokens_BxT.shape[1])[None] < self.options_BxO[:, Option.N_PROMPT, None]
+        response_BxT = _inside(jnp.where(is_prompt_BxT, -1, tokens_BxT), vocab)
+        seen_BxV = jnp.zeros(raw_BxV.shape, bool).at[rows_Bx1, _inside(tokens_BxT, vocab)].set(True, mode="drop")
+        count_BxV = jnp.zeros(raw_BxV.shape).at[rows_Bx1, response_BxT].add(1.0, mode="drop")
+        repetition_Bx1 = self._number(Option.REPETITION)[:, None]
+        scaled_BxV = jnp.where(logits_BxV > 0, logits_BxV / repetition_Bx1, logits_BxV * repetition_Bx1)
+        less_BxV = self._number(Option.FREQUENCY)[:, None] * count_BxV
+        less_BxV += self._number(Option.PRESENCE)[:, None] * (count_BxV > 0)
+        penalised_BxV = jnp.where(seen_BxV, scaled_BxV, logits_BxV) - less_BxV
+        return jnp.where(self._penalised[:, None], penalised_BxV, logits_BxV)
+
+
+def _first(value, *_):
+    """What a condition leaves as it is."""
+    return value
+
+
+def _inside(ids, vocab: int) -> jax.Array:
+    return jnp.where(ids < 0, vocab, ids)
+
+
+def _least(_, logprobs_BxV, top_k_B, top_p_B) -> jax.Array:
+    """The log-prob of the last token that each row's top-k, then top-p, keeps."""
+    vocab = logprobs_BxV.shape[-1]
+    ordered_BxV = jnp.sort(logprobs_BxV, axis=-1, descending=True)
+    last_B = jnp.where((top_k_B > 0) & (top_k_B < vocab), top_k_B, vocab) - 1
+    least_Bx1 = jnp.take_along_axis(ordered_BxV, last_B[:, None], axis=-1)
+    nearest_BxV = jnp.where(ordered_BxV >= least_Bx1, ordered_BxV, MASKED)
+    mass_BxV = jnp.cumsum(jax.nn.softmax(nearest_BxV, axis=-1), axis=-1)
+    n_B = jnp.sum(mass_BxV[:, :-1] < top_p_B[:, None], axis=-1)
+    nucleus_Bx1 = jnp.take_along_axis(ordered_BxV, n_B[:, None], axis=-1)
+    return jnp.where(top_p_B[:, None] < 1.0, jnp.maximum(least_Bx1, nucleus_Bx1), least_Bx1)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,6 +137,7 @@ class Seq:
         self.n_out = 0
         self.turn_tokens = request.turn_tokens
         self.dropped = request.dropped
+        self.sampling = request.sampling
         most = response_room(request, max_context)
         self._tokens = np.empty(self.n_prompt + most, np.int32)  # memory that nothing has touched takes none
         self._tokens[: self.n_prompt] = request.prompt_ids
@@ -239,6 +240,7 @@ class Seq:
             mask=self.mask,
             turn_tokens=self.turn_tokens,
             dropped=self.dropped,
+            sampling=self.sampling,
         )
 
     @property

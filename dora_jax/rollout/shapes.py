@@ -18,10 +18,12 @@ kv_xla.py and kv_pallas.py hold such rows in pages; a copy of pages on its way t
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import TYPE_CHECKING, TypeVar
 
 from dora_jax.config import RolloutSection
 from dora_jax.models.families.config import ModelConfig
+from dora_jax.types import MAX_BIASES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +70,26 @@ SMEM_BYTES = 2**20  # a TPU core's scalar memory: the kernels prefetch a call's 
 SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
 SMEM_LANES = 128  # a table's rows are padded to it
 
+
+class Option(enum.IntEnum):
+    """Columns of a decode call's options array, floats as bits: what rows draw by in the place of the run's sampling.
+    Then come the ids of a row's logit bias, the biases, and its tokens so far; -1 where there is none."""
+
+    OWN = 0  # the row has values of its own; 0: no other column counts
+    TEMPERATURE = 1
+    TOP_K = 2
+    TOP_P = 3
+    MIN_P = 4
+    MIN_TOKENS = 5
+    PRESENCE = 6
+    FREQUENCY = 7
+    REPETITION = 8
+    N_PROMPT = 9
+
+
+BIASED = len(Option)  # where the ids of a logit bias begin,
+BIASES = BIASED + MAX_BIASES  # the biases,
+HISTORY = BIASES + MAX_BIASES  # and the tokens so far
 
 Positions = TypeVar("Positions", int, "np.ndarray")  # of one sample, or of several
 
@@ -154,6 +176,10 @@ class Shapes:
         to draw behind them, -1 where the call is to draw."""
         columns = HEADER + blocks * self.block_pages + self.window + self.exact * self.steps
         return self.narrow_rows if narrow else self.rows, columns
+
+    def decode_options(self, narrow: bool = False) -> tuple[int, int]:
+        """Shape of a decode call's options array."""
+        return self.narrow_rows if narrow else self.rows, HISTORY + self.max_context
 
     def verify_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a verifying call's: as a decode call's, and the drafts behind it."""

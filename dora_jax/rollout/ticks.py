@@ -56,6 +56,7 @@ class DecodeCall:
     control: np.ndarray  # i32, see Shapes.decode_control; of a verifying call Shapes.verify_control
     rows: tuple[tuple[Seq, int], ...]  # (sample, steps it may take)
     drafts: np.ndarray | None = None  # i32[rows, Shapes.drafts], where the call verifies them
+    options: np.ndarray | None = None  # i32, see Shapes.decode_options; None: every row samples as the run does
 
 
 @dataclasses.dataclass

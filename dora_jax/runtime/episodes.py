@@ -38,8 +38,10 @@ from dora_jax.types import (
     Prompt,
     Sample,
     SampleId,
+    Sampling,
     ScoredGroup,
     Version,
+    is_eval,
 )
 
 Item = ev.Event | Finished | Partial | GroupFailure  # what the coordinator takes from here
@@ -254,11 +256,14 @@ class EpisodeScorer:
 
 
 @dataclasses.dataclass(frozen=True)
-class EpisodePrompts:
-    """`Prompts` whose samples have turns of so many tokens."""
+class RunPrompts:
+    """`Prompts` as a run samples them: in turns of so many tokens, where that is not 0, and held-out ones in a way of
+    their own."""
 
     prompts: Prompts
-    turn_tokens: int
+    turn_tokens: int = 0
+    heldout: Sampling | None = None  # None: as training samples
 
     def prompt_at(self, group_id: GroupId) -> Prompt:
-        return dataclasses.replace(self.prompts.prompt_at(group_id), turn_tokens=self.turn_tokens)
+        sampling = self.heldout if is_eval(group_id) else None
+        return dataclasses.replace(self.prompts.prompt_at(group_id), turn_tokens=self.turn_tokens, sampling=sampling)

@@ -57,7 +57,7 @@ from dora_jax.runtime.common.seams import (
     WeightStore,
 )
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
+from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
 from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
@@ -69,7 +69,7 @@ from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
 from dora_jax.tasks.pool import ScorerPool, try_rewards
 from dora_jax.trainer.step import Trainer
-from dora_jax.types import InstanceId, ScoredGroup, Version
+from dora_jax.types import InstanceId, Sampling, ScoredGroup, Version
 
 
 class RunContext:
@@ -142,8 +142,13 @@ class RunContext:
     @property
     def prompts(self) -> Prompts:
         """The prompts of the task."""
-        turn_tokens = self.config.environment.turn_tokens or self.config.rollout.max_new_tokens
-        return EpisodePrompts(self.task, turn_tokens) if self.environments else self.task
+        heldout, turn_tokens = self.config.eval, 0
+        if self.environments:
+            turn_tokens = self.config.environment.turn_tokens or self.config.rollout.max_new_tokens
+        own = Sampling(
+            temperature=heldout.temperature if heldout.temperature >= 0 else None, top_p=heldout.top_p or None
+        )
+        return RunPrompts(self.task, turn_tokens, None if own == Sampling() else own)
 
     def world(
         self,

@@ -7,6 +7,7 @@ are drawn, as the run's configuration says.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.job import of_this_machine, pick
 from dora_jax.tasks.prompts import Wording
-from dora_jax.types import SampleId, Version
+from dora_jax.types import SampleId, Sampling, Version
 
 Question = str | Sequence[Mapping[str, str]]  # text, or messages with role and content
 
@@ -53,7 +54,6 @@ class Policy:
         self.params = params
         self.tokenizer = tokenizer
         self.version = version
-        self._engine: tuple[float, Engine] | None = None  # at this temperature
         self._groups = itertools.count()
 
     @overload
@@ -102,13 +102,13 @@ class Policy:
                 raise ValueError(
                     f"a prompt has {len(encoded[-1])} tokens; rollout.max_prompt_tokens = {section.max_prompt_tokens}"
                 )
-        engine = self._at(heat)
-        ids = []
+        engine, ids = self._engine, []
+        sampling = None if heat == section.temperature else Sampling(temperature=heat)
         for tokens in encoded:
             group = next(self._groups)
             ids.append([SampleId(group, i) for i in range(samples)])
             for id in ids[-1]:
-                engine.submit(id, tokens, self.version, limit)
+                engine.submit(id, tokens, self.version, limit, sampling=sampling)
         done: dict[SampleId, Completion] = {}
         while not engine.idle:
             for sample in engine.tick().finished:
@@ -121,19 +121,15 @@ class Policy:
 
     # ------------------------------------------------------------ private
 
-    def _at(self, temperature: float) -> Engine:
-        """The engine, compiled for this temperature."""
-        if self._engine is None or self._engine[0] != temperature:
-            rollout = dataclasses.replace(self.run.rollout, temperature=temperature)
-            run = dataclasses.replace(self.run, rollout=rollout)
-            indices = devices.plan(len(jax.devices()), run).instances[0]
-            mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
-            engine = build.new_engine(run, self.tokenizer, self.config, mesh)
-            weights = DeviceWeights(run.model.dtype)
-            weights.put(self.version, self.params)
-            engine.load(self.version, weights.get(self.version, engine.param_shardings))
-            self._engine = temperature, engine
-        return self._engine[1]
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        indices = devices.plan(len(jax.devices()), self.run).instances[0]
+        mesh = sharding.make_mesh([jax.devices()[i] for i in indices], 1, 1, len(indices))
+        engine = build.new_engine(self.run, self.tokenizer, self.config, mesh)
+        weights = DeviceWeights(self.run.model.dtype)
+        weights.put(self.version, self.params)
+        engine.load(self.version, weights.get(self.version, engine.param_shardings))
+        return engine
 
 
 def load(workdir: Path, step: int | None = None) -> Policy:

@@ -216,7 +216,8 @@ class SampleRegistry:
 
 
 def _of_prompt(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt_ids": prompt.token_ids, "max_new_tokens": prompt.max_new_tokens, "turn_tokens": prompt.turn_tokens}
+    shared = ("max_new_tokens", "turn_tokens", "sampling")
+    return {"prompt_ids": prompt.token_ids} | {name: getattr(prompt, name) for name in shared}
 
 
 def _without(mask: np.ndarray, shared: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The endpoint: HTTP requests of the OpenAI dialect -> samples of one engine fleet, each answer by one policy version.
 
     app.py       routes, the bearer token, streams that keep a client's connection alive        (Starlette)
-    request.py   PURE  a request's JSON -> Ask (what is sampled) and Form (how it is sent); refusals name the parameter
+    request.py   PURE  a request's JSON -> GenerateRequest (what is sampled) and Form (how it is sent), or a refusal
     chat.py      PURE  messages -> a prompt; tokens -> text as it grows; where a stop string ends it; text -> tool calls
     reply.py     PURE  what was sampled -> the JSON bodies and stream chunks of each route
     answers.py   the answers that run: retries join them, a client that leaves frees their pages

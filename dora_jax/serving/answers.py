@@ -1,6 +1,7 @@
 """The answers that run: what engines sample becomes pieces of text that any number of readers follow.
 
-Consumes `Ask`s and what the fleet says of its samples; produces `Answer`s. All on the thread of the asyncio loop.
+Consumes `GenerateRequest`s and what the fleet reports of its samples; produces `Answer`s. All on the thread of the
+asyncio loop.
 Laws: an answer is sampled once, however often it is asked for (a retry joins it); every token of it is of one version;
 a sample without a reader leaves its engine at once: for host memory, where its client may come back, else for good.
 """
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from dora_jax.serving.chat import Detokenizer, StopText, ToolCall, ToolCalls
-from dora_jax.serving.request import Ask, Refused
+from dora_jax.serving.chat import CONTEXT, THINK, Detokenizer, StopText, ToolCall, ToolCalls
+from dora_jax.serving.request import MAX_SAMPLES, GenerateRequest, Refused
 from dora_jax.serving.versions import Versions
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version
 
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
 
 LINGER_S = 120.0  # an answer whose client is gone waits so long for the retry: clients back off for seconds
 PARKED_BYTES = 1 << 30  # of KV in host memory; beyond it the oldest answer without a client is forgotten
-MAX_SAMPLES = 4096  # of all answers at once; more are refused (429)
 SEEDED = 1 << 29  # groups of requests with a seed begin here; the others lie below
 
 
-def requested(group_id: GroupId, prompt_ids: Sequence[int], max_tokens: int) -> Prompt:
+def requested(group_id: GroupId, prompt_ids: Sequence[int], wanted: GenerateRequest) -> Prompt:
     """The prompt of a request: tokens that belong to no task."""
     return Prompt(
         group_id=group_id,
@@ -41,16 +41,15 @@ def requested(group_id: GroupId, prompt_ids: Sequence[int], max_tokens: int) -> 
         text="",
         token_ids=np.array(prompt_ids, np.int32),
         answer=None,
-        max_new_tokens=max_tokens,
+        max_new_tokens=wanted.max_tokens,
+        sampling=wanted.sampling,
     )
 
 
 class Fleet(Protocol):
     """The engines. Every call returns at once; what comes of it goes to `Answers`."""
 
-    def start(
-        self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
-    ) -> None: ...
+    def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None: ...
 
     def cancel(self, id: SampleId) -> None: ...
 
@@ -83,14 +82,16 @@ class _Choice:
     """One sample of an answer."""
 
     def __init__(self, answer: Answer, index: int, id: SampleId, prompt: tuple[int, ...], decode: Callable[..., str]):
-        ask = answer.ask
+        wanted = answer.wanted
         self.answer, self.index, self.id, self.prompt = answer, index, id, prompt
         self.n = 0  # tokens sent
         self.finish: str | None = None
         self.in_flight: InFlightSample | None = None  # it is out of its engine
-        self._text = Detokenizer(functools.partial(decode, keep_special=ask.keep_special), prompt)
-        self._stop = StopText(ask.stop, include=ask.include_stop)
-        self._calls = ToolCalls() if ask.tools else None
+        self._text = Detokenizer(functools.partial(decode, keep_special=wanted.keep_special), prompt)
+        self._stop = StopText(wanted.stop, include=wanted.include_stop)
+        self._calls = None
+        if wanted.tools:
+            self._calls = ToolCalls(decode(prompt[-CONTEXT:], keep_special=True).rstrip().endswith(THINK))
 
     def take(self, ids: Sequence[int], logprobs: Sequence[float], finish: str | None) -> Piece | None:
         """finish: as the engine says, where these are its last tokens. None: nothing new."""
@@ -99,7 +100,7 @@ class _Choice:
             count += 1
             new, stopped = self._stop.feed(self._text.add(token))
             text += new
-            if stopped or token in self.answer.ask.stop_ids:
+            if stopped or token in self.answer.wanted.stop_ids:
                 self.finish = "stop"
                 break
         if finish and not self.finish:
@@ -111,11 +112,13 @@ class _Choice:
             return None
         calls: tuple[ToolCall, ...] = ()
         if self._calls is not None:
-            parts = list(self._calls.feed(text))
-            calls = tuple(part for part in parts if isinstance(part, ToolCall))
-            text = "".join(part for part in parts if isinstance(part, str)) + (
-                self._calls.rest() if self.finish else ""
-            )
+            pieces = list(self._calls.feed(text))
+            calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
+            if calls and self.answer.wanted.one_call:  # what follows the first is dropped
+                pieces, calls, self.finish = pieces[: pieces.index(calls[0])], calls[:1], "stop"
+            elif self.finish:
+                pieces.append(self._calls.rest())
+            text = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = "tool_calls" if self.finish == "stop" and self._calls and self._calls.found else self.finish
         return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish)
 
@@ -124,7 +127,7 @@ class _Choice:
 class Answer:
     """All choices of one request; `follow` tells it from the beginning, to as many readers as there are."""
 
-    ask: Ask
+    wanted: GenerateRequest
     version: Version
     kept: bool = False  # a retry may come even when a client has read all of it
     id: str = field(default_factory=functools.partial(secrets.token_hex, 12))
@@ -207,12 +210,12 @@ class Answers:
         self._change = asyncio.Event()
 
     async def begin(
-        self, ask: Ask, *, session: str | None, asked: Version | None, identity: Identity | None = None
+        self, wanted: GenerateRequest, *, session: str | None, asked: Version | None, identity: Identity | None = None
     ) -> Reader:
         """A reader of the answer. identity: the same in a retry; None: what looks like a retry is another request."""
-        if identity is None and ask.seed is not None:
+        if identity is None and wanted.seed is not None:
             identity = Identity("seed", "")  # the same tokens, whatever the session
-        key = None if identity is None else (identity, session, ask, asked)
+        key = None if identity is None else (identity, session, wanted, asked)
         while True:
             if self._failed:
                 raise self._failed
@@ -220,29 +223,31 @@ class Answers:
                 self.joined += 1
                 return self._read(self._known[key])
             version = self.versions.choose(session, asked, time.monotonic())
-            ids = None if version is None else self._free_ids(ask)
+            ids = None if version is None else self._free_ids(wanted)
             if ids is None or version is None:
                 await self._change.wait()
                 continue
-            if len(self._choices) + ask.choices > MAX_SAMPLES:
+            if len(self._choices) + wanted.choices > MAX_SAMPLES:
                 raise Refused(429, f"{len(self._choices)} samples run or wait: come again later", code="overloaded")
             kept = identity is not None and identity.kind == "key"
-            answer = Answer(ask, version, kept=kept)
+            answer = Answer(wanted, version, kept=kept)
             if key is not None:
                 self._known[key], self._keys[answer] = answer, key
             for index, id in enumerate(ids):
-                prompt = ask.prompts[index // ask.n]
+                prompt = wanted.prompts[index // wanted.n]
                 choice = _Choice(answer, index, id, prompt, self._decode)
                 answer.choices.append(choice)
                 self._choices[id] = choice
                 self.versions.begin(version)
-                self._fleet.start(id, prompt, version, ask.max_tokens, session)
+                self._fleet.start(id, requested(id.group_id, prompt, wanted), version, session)
             return self._read(answer)
 
-    def whole(self, ask: Ask, version: Version, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Reader:
+    def whole(
+        self, wanted: GenerateRequest, version: Version, ids: Sequence[int], logprobs: Sequence[float], finish: str
+    ) -> Reader:
         """A reader of an answer that is there as a whole."""
-        answer = Answer(ask, version)
-        answer.choices.append(choice := _Choice(answer, 0, SampleId(0, 0), ask.prompts[0], self._decode))
+        answer = Answer(wanted, version)
+        answer.choices.append(choice := _Choice(answer, 0, SampleId(0, 0), wanted.prompts[0], self._decode))
         answer.tell(choice.take(ids, logprobs, finish))
         self.tokens += len(ids)
         return self._read(answer)
@@ -317,15 +322,15 @@ class Answers:
 
     # ---------------------------------------------------------------- private
 
-    def _free_ids(self, ask: Ask) -> list[SampleId] | None:
+    def _free_ids(self, wanted: GenerateRequest) -> list[SampleId] | None:
         """An identity for each choice; None: the same seed and prompt run already, with other limits."""
         ids = []
-        for prompt in ask.prompts:
-            if ask.seed is None:
-                groups = [(self._group + 1 + index) % SEEDED for index in range(ask.n)]
+        for prompt in wanted.prompts:
+            if wanted.seed is None:
+                groups = [(self._group + 1 + index) % SEEDED for index in range(wanted.n)]
                 self._group = groups[-1]
             else:
-                digests = [hashlib.sha256(repr((ask.seed, prompt, i)).encode()).digest() for i in range(ask.n)]
+                digests = [hashlib.sha256(repr((wanted.seed, prompt, i)).encode()).digest() for i in range(wanted.n)]
                 groups = [SEEDED + int.from_bytes(each[:8], "big") % SEEDED for each in digests]
             ids += [SampleId(group, 0) for group in groups]
         busy = any(id in self._choices or id in self._leaving for id in ids)

@@ -30,7 +30,7 @@ from dora_jax.runtime.live_sessions import LiveSessions, SessionsOver
 from dora_jax.serving import chat, request
 from dora_jax.serving.answers import Answer, Answers, Identity, Piece, Reader
 from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
-from dora_jax.serving.request import Ask, Form, Limits, Refused
+from dora_jax.serving.request import Form, GenerateRequest, Limits, Refused
 
 MAX_BODY_BYTES = 64 << 20
 SESSION, RETRY_KEY, VERSION = "x-session-id", "idempotency-key", "x-weight-version"
@@ -109,7 +109,7 @@ class Endpoint:
 
     async def _chat(self, asked: Request) -> Response:
         body = await _json(asked)
-        talk = chat.read(body, self.limits)
+        talk = chat.read(body)
         prompt = await asyncio.to_thread(self._render, talk)
         return self._answer(
             asked, body, *request.chat(body, self.limits, prompt, tools="tools" in talk.variables), ChatReply, talk
@@ -148,7 +148,7 @@ class Endpoint:
         self,
         asked: Request,
         body: Mapping[str, Any],
-        ask: Ask,
+        wanted: GenerateRequest,
         form: Form,
         reply: type[Reply],
         talk: chat.Conversation | None = None,
@@ -157,11 +157,11 @@ class Endpoint:
         session, retry = asked.headers.get(SESSION), asked.headers.get(RETRY_KEY)
         identity = Identity("key", retry) if retry else Identity("session", session) if session else None
         version = versions.asked(body.get("model"))
-        begin = self.answers.begin(ask, session=session or body.get("user"), asked=version, identity=identity)
+        begin = self.answers.begin(wanted, session=session, asked=version, identity=identity)
         if self.sessions and session and talk and version is None:
-            begin = self._as_turn(self.sessions, session, talk, ask, begin)
+            begin = self._as_turn(self.sessions, session, talk, wanted, begin)
 
-        reply_to = functools.partial(reply, form=form, name=versions.name, decode=self.tokenizer.decode)
+        reply_to = functools.partial(reply, form=form, name=versions.name, tokenizer=self.tokenizer)
         return _Answering(self, asked.url.path, begin, reply_to)
 
     async def _as_turn(
@@ -169,11 +169,13 @@ class Endpoint:
         sessions: LiveSessions,
         session: str,
         talk: chat.Conversation,
-        ask: Ask,
+        wanted: GenerateRequest,
         untrained: Coroutine[Any, Any, Reader],
     ) -> Reader:
         """The answer as a turn of an episode; untrained, where there is no place for the session."""
-        promise = await asyncio.to_thread(sessions.take, session, talk.messages, ask.max_tokens if ask.plain else 0)
+        promise = await asyncio.to_thread(
+            sessions.take, session, talk.messages, wanted.max_tokens if wanted.plain else 0
+        )
         if promise is None:
             return await untrained
         untrained.close()
@@ -181,7 +183,9 @@ class Endpoint:
             sampled = await asyncio.wrap_future(promise)
         except SessionsOver as error:
             raise Refused(503, str(error)) from error
-        return self.answers.whole(ask, sampled.version, sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.finish)
+        return self.answers.whole(
+            wanted, sampled.version, sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.finish
+        )
 
 
 class _Answering(Response):

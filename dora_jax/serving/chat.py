@@ -1,7 +1,8 @@
 """Messages -> what a chat template takes; tokens -> text up to a stop string; a model's text -> content and tool calls.
 
 Tool calls are read in the form that the published templates of Qwen, Hermes and their relatives ask for:
-<tool_call>{"name": ..., "arguments": {...}}</tool_call>. What is not of this form stays text.
+<tool_call>{"name": ..., "arguments": {...}}</tool_call>. What is not of this form stays text, as does all that stands
+between <think> and </think>.
 
 Laws: the pieces of a text, joined, do not depend on how its tokens were cut into ticks; no piece holds half a character
 or the beginning of a stop string that may still be completed.
@@ -15,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dora_jax.serving.request import Json, Limits, Refused, check
+from dora_jax.models.tokenizer import INCOMPLETE
+from dora_jax.serving.request import Json, Refused, check
 
 Decode = Callable[[Sequence[int]], str]
 CONTEXT = 5  # prompt tokens before the first sampled one: some tokenizers drop the blank before a first word
-INCOMPLETE = "\ufffd"  # what a decoder says for half a character
 
 
 class Detokenizer:
@@ -80,6 +81,7 @@ class StopText(_Growing):
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OWN = (  # parameters of /v1/chat/completions alone
     "messages",
@@ -105,8 +107,8 @@ class Conversation:
     variables: dict[str, Any]
 
 
-def read(body: Json, limits: Limits) -> Conversation:
-    check(body, limits, *OWN)
+def read(body: Json) -> Conversation:
+    check(body, *OWN)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages: not a list with at least one message", param="messages")
@@ -129,13 +131,26 @@ def read(body: Json, limits: Limits) -> Conversation:
 class ToolCalls(_Growing):
     """Takes the tool calls out of a text that grows."""
 
-    found = 0
+    def __init__(self, thinking: bool = False):
+        """thinking: the prompt has opened <think>."""
+        self.found = 0
+        self._thinking = thinking
 
     def feed(self, text: str) -> Iterator[str | ToolCall]:
         """Content and calls, in their order."""
         self._held += text
-        while OPEN in self._held:
-            before, _, rest = self._held.partition(OPEN)
+        while True:
+            marks = (THOUGHT,) if self._thinking else (OPEN, THINK)
+            places = {mark: self._held.find(mark) for mark in marks if mark in self._held}
+            if not places:
+                break
+            mark = min(places, key=places.__getitem__)
+            before, _, rest = self._held.partition(mark)
+            if mark != OPEN:
+                self._thinking = not self._thinking
+                yield before + mark
+                self._held = rest
+                continue
             inside, closed, after = rest.partition(CLOSE)
             if not closed:
                 if before:
@@ -150,7 +165,7 @@ class ToolCalls(_Growing):
             if call:
                 self.found += 1
                 yield call
-        if ready := self._ready((OPEN,)):
+        if ready := self._ready(marks):
             yield ready
 
 
@@ -163,9 +178,12 @@ def _call(text: str) -> ToolCall | None:
         name, arguments = call["name"], call.get("arguments", {})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    if not isinstance(name, str):
+    if isinstance(arguments, str):  # some models write them as JSON in a string
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from dora_jax.runtime.common.seams import RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.worker import Crashed, Finished, Parked
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.serving.answers import Answers, requested
+from dora_jax.serving.answers import Answers
 from dora_jax.serving.versions import Versions
-from dora_jax.types import InstanceId, SampleId, Version
+from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 if TYPE_CHECKING:
     from dora_jax.rollout.migrate import InFlightSample
@@ -76,11 +76,8 @@ class LocalFleet:
 
     # ----------------------------------------------------------------- Fleet
 
-    def start(
-        self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
-    ) -> None:
+    def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None:
         at = zlib.crc32(session.encode()) % len(self.workers) if session else int(np.argmin(self._load))
-        prompt = requested(id.group_id, prompt_ids, max_tokens)
         worker = self._place(id, at)
         worker.post(worker.submit, id, prompt, version, 0)
 

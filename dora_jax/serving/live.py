@@ -15,7 +15,7 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.live_requests import LiveRequests
 from dora_jax.runtime.live_sessions import LiveSessions
 from dora_jax.runtime.observe.monitoring import RunFacts
-from dora_jax.serving.answers import Answers, requested
+from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.request import Refused
 from dora_jax.serving.server import TOKEN_VARIABLE, limits_of, listening_socket
@@ -159,10 +159,8 @@ class LiveFleet:
 
     # ------------------------------------------------------------ as a Fleet
 
-    def start(
-        self, id: SampleId, prompt_ids: Sequence[int], version: Version, max_tokens: int, session: str | None
-    ) -> None:
-        prompt = requested(SERVED - id.group_id, prompt_ids, max_tokens)
+    def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None:
+        prompt = dataclasses.replace(prompt, group_id=SERVED - id.group_id)
         self._samples[id] = _Sample(prompt, version)
         self._requests.ask(prompt, version)
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.serving.answers import Answer, Piece
 from dora_jax.serving.chat import ToolCall
 from dora_jax.serving.request import Form
@@ -25,13 +26,13 @@ class Reply:
     answer: Answer
     form: Form
     name: str  # of the policy
-    decode: Callable[..., str]
+    tokenizer: Tokenizer | None  # None: `form` names tokens by their ids
 
     def body(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """All of it at once."""
         choices = [
             self.choice(index, [piece for piece in pieces if piece.index == index])
-            for index in range(self.answer.ask.choices)
+            for index in range(self.answer.wanted.choices)
         ]
         return self._head(self.object) | {"choices": choices, "usage": self.usage(pieces)}
 
@@ -48,7 +49,7 @@ class Reply:
         return [self._head(self.chunk) | {"choices": [], "usage": self.usage(pieces)}]
 
     def usage(self, pieces: Iterable[Piece]) -> dict[str, int]:
-        prompt = sum(map(len, self.answer.ask.prompts))
+        prompt = sum(map(len, self.answer.wanted.prompts))
         sampled = sum(len(piece.ids) for piece in pieces)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
@@ -69,7 +70,9 @@ class Reply:
         }
 
     def _token(self, id: int) -> str:
-        return f"token_id:{id}" if self.form.token_names else self.decode([id], keep_special=True)
+        if self.form.token_names or self.tokenizer is None:
+            return f"token_id:{id}"
+        return self.tokenizer.decode([id], keep_special=True)
 
     def _token_ids(self, ids: Sequence[int], index: int, whole: bool) -> dict[str, Any]:
         """whole: the prompt's too."""
@@ -106,7 +109,7 @@ class ChatReply(Reply):
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def body(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        prompt = {"prompt_token_ids": list(self.answer.ask.prompts[0])} if self.form.token_ids else {}
+        prompt = {"prompt_token_ids": list(self.answer.wanted.prompts[0])} if self.form.token_ids else {}
         return super().body(pieces) | prompt
 
     def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -125,13 +128,13 @@ class ChatReply(Reply):
         }
 
     def opening(self) -> list[dict[str, Any]]:
-        self._called = [0] * self.answer.ask.choices
+        self._called = [0] * self.answer.wanted.choices
         delta = {"role": "assistant", "content": ""}
         roles = [
             {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-            for index in range(self.answer.ask.choices)
+            for index in range(self.answer.wanted.choices)
         ]
-        prompt = {"prompt_token_ids": list(self.answer.ask.prompts[0])} if self.form.token_ids else {}
+        prompt = {"prompt_token_ids": list(self.answer.wanted.prompts[0])} if self.form.token_ids else {}
         return [self._head(self.chunk) | {"choices": [role]} | prompt for role in roles]
 
     def deltas(self, piece: Piece) -> Iterable[dict[str, Any]]:
@@ -162,7 +165,8 @@ class ChatReply(Reply):
         content = []
         for id, logprob in zip(ids, logprobs, strict=True):
             token = self._token(id)
-            content.append({"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
+            raw = list(self.tokenizer.token_bytes(id)) if self.tokenizer else None
+            content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": []})
         return {"content": content, "refusal": None}
 
 

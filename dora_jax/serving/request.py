@@ -1,6 +1,6 @@
-"""A request's JSON -> what is sampled (`Ask`) and how the answer is sent (`Form`). Pure.
+"""A request's JSON -> what is sampled (`GenerateRequest`) and how the answer is sent (`Form`). Pure.
 
-Laws: a parameter that the engine cannot honour is refused by name, never dropped; equal `Ask`s mean the same work.
+Laws: a parameter that the engine cannot honour is refused by name, never dropped; equal requests mean the same work.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dora_jax.types import MAX_BIASES, Sampling
+
 Json = Mapping[str, Any]
 Encode = Callable[[str], list[int]]
 
 MAX_CHOICES = 128  # of one request
+MAX_SAMPLES = 4096  # of all answers at once; more are refused (429), and a request of more that can never run (400)
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the request names none, as OpenAI has it
 
-# They change no token: what a client says for its own books, or to hint at a schedule.
+# They change no token: what a client says for its own accounts, or hints at schedules and styles.
 IGNORED = frozenset(
     {
         "metadata",
@@ -28,15 +31,13 @@ IGNORED = frozenset(
         "priority",
         "request_id",
         "routed_experts_prompt_start",  # where the routes begin that an answer may hold; ours holds none
+        "reasoning_effort",
+        "verbosity",
     }
 )
 # Accepted at the value that changes nothing (or absent); the engine has no such thing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "echo": (False,),
     "suffix": ("",),
     "ignore_eos": (False,),
@@ -48,11 +49,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
-    "parallel_tool_calls": (True,),
     "continue_final_message": (False,),
-    "reasoning_effort": (),
 }
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # compiled into the engine: of its section, or refused
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # the run's where a request does not say
+# name -> (its range, the value that changes nothing); of a request alone
+NUMBERS: dict[str, tuple[float, float, float | None]] = {
+    "temperature": (0.0, 100.0, None),
+    "top_p": (0.0, 1.0, None),
+    "min_p": (0.0, 1.0, None),
+    "presence_penalty": (-2.0, 2.0, 0.0),
+    "frequency_penalty": (-2.0, 2.0, 0.0),
+    "repetition_penalty": (0.01, 100.0, 1.0),
+}
 READ = frozenset(  # by every route
     {
         "model",
@@ -68,6 +76,11 @@ READ = frozenset(  # by every route
         "stream_options",
         "return_token_ids",
         "return_tokens_as_token_ids",
+        "min_tokens",
+        "logit_bias",
+        "parallel_tool_calls",
+        "top_k",
+        *NUMBERS,
     }
 )
 
@@ -89,12 +102,11 @@ class Limits:
 
     context: int  # tokens of prompt and answer together
     vocab: int
-    sampling: tuple[tuple[str, float], ...]  # name -> the section's value
-    min_tokens: int = 0
+    sampling: tuple[tuple[str, float], ...]  # name -> the run's value
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerateRequest:
     """What is sampled: `n` choices for each prompt, by one version."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -105,12 +117,14 @@ class Ask:
     include_stop: bool = False
     keep_special: bool = False
     seed: int | None = None
+    sampling: Sampling | None = None  # None: as the run samples
     tools: bool = False  # tool calls are taken out of the text
+    one_call: bool = False  # the answer ends with its first tool call
 
     @property
     def plain(self) -> bool:
         """It asks for nothing that would change what a turn of an episode samples."""
-        return self.n == 1 and self.seed is None and not (self.tools or self.stop or self.stop_ids)
+        return self.n == 1 and self.seed is self.sampling is None and not (self.tools or self.stop or self.stop_ids)
 
     @property
     def choices(self) -> int:
@@ -128,9 +142,9 @@ class Form:
     token_names: bool = False  # a token's text is "token_id:52"
 
 
-def completion(body: Json, limits: Limits, encode: Encode) -> tuple[Ask, Form]:
+def completion(body: Json, limits: Limits, encode: Encode) -> tuple[GenerateRequest, Form]:
     """`POST /v1/completions`."""
-    check(body, limits, "prompt")
+    check(body, "prompt")
     prompt: Any = body.get("prompt")
     prompts: list[tuple[int, ...]] = []
     several = isinstance(prompt, list) and prompt and not _is_ids(prompt)
@@ -141,18 +155,18 @@ def completion(body: Json, limits: Limits, encode: Encode) -> tuple[Ask, Form]:
     if len(prompts) > MAX_CHOICES:
         raise Refused(400, f"prompt: {len(prompts)} prompts are more than {MAX_CHOICES}", param="prompt")
     logprobs = _integer(body, "logprobs", None, 0, 1)
-    return _ask(body, limits, tuple(prompts), COMPLETION_TOKENS), _form(body, logprobs is not None)
+    return _generate_request(body, limits, tuple(prompts), COMPLETION_TOKENS), _form(body, logprobs is not None)
 
 
-def chat(body: Json, limits: Limits, prompt_ids: Sequence[int], *, tools: bool) -> tuple[Ask, Form]:
+def chat(body: Json, limits: Limits, prompt_ids: Sequence[int], *, tools: bool) -> tuple[GenerateRequest, Form]:
     """`POST /v1/chat/completions`, whose messages are `prompt_ids` by now."""
     if body.get("max_completion_tokens") is not None:
         body = {**body, "max_tokens": body["max_completion_tokens"]}
-    ask = _ask(body, limits, (tuple(prompt_ids),), None, tools=tools)
-    return ask, _form(body, _flag(body, "logprobs"))
+    wanted = _generate_request(body, limits, (tuple(prompt_ids),), None, tools=tools)
+    return wanted, _form(body, _flag(body, "logprobs"))
 
 
-def generate(body: Json, limits: Limits) -> tuple[Ask, Form]:
+def generate(body: Json, limits: Limits) -> tuple[GenerateRequest, Form]:
     """`POST /inference/v1/generate`: token ids in, token ids out."""
     params = body.get("sampling_params") or {}
     if not isinstance(params, Mapping):
@@ -162,18 +176,19 @@ def generate(body: Json, limits: Limits) -> tuple[Ask, Form]:
         raise Refused(400, f"{unknown[0]}: unknown parameter", param=unknown[0])
     if _flag(body, "stream"):
         raise Refused(400, "stream: /inference/v1/generate answers in one piece", param="stream")
-    check(params, limits)
+    check(params)
     ids = body.get("token_ids")
     if not _is_ids(ids):
         raise Refused(400, "token_ids: not a list of token ids", param="token_ids")
     _integer(params, "logprobs", None, 0, 1)
-    return _ask(params, limits, (tuple(ids or ()),), None), Form(logprobs=True, token_ids=True, token_names=True)
+    return _generate_request(params, limits, (tuple(ids or ()),), None), Form(
+        logprobs=True, token_ids=True, token_names=True
+    )
 
 
-def check(body: Json, limits: Limits, *own: str) -> None:
+def check(body: Json, *own: str) -> None:
     """Refuses what is unknown, and what the engine cannot do. `own`: parameters that the route reads itself."""
-    sampling = dict(limits.sampling)
-    known = {*own, *READ, *IGNORED, *NEUTRAL, *sampling, "min_tokens"}
+    known = {*own, *READ, *IGNORED, *NEUTRAL}
     for name, value in body.items():
         if name not in known:
             raise Refused(400, f"{name}: unknown parameter", param=name)
@@ -181,30 +196,14 @@ def check(body: Json, limits: Limits, *own: str) -> None:
             continue
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise Refused(400, f"{name}: this endpoint does not have it; leave it out", param=name)
-        own_value = sampling.get(name)
-        alike = value == own_value or (name == "top_k" and value in (-1, 0) and own_value in (-1, 0))
-        if name in sampling and (isinstance(value, bool) or not isinstance(value, int | float) or not alike):
-            raise Refused(
-                400,
-                f"{name}: every sample of this endpoint is drawn at {own_value:g}, and the request has "
-                f"{repr(value)[:40]}; leave it out, or start the endpoint with --config.rollout.{name}=...",
-                param=name,
-            )
-        if name == "min_tokens" and value != limits.min_tokens:
-            raise Refused(
-                400,
-                f"min_tokens: it is {limits.min_tokens} for every sample of this endpoint; leave it out, or start the "
-                "endpoint with --config.rollout.min_new_tokens=...",
-                param=name,
-            )
 
 
 # ---------------------------------------------------------------- private
 
 
-def _ask(
+def _generate_request(
     body: Json, limits: Limits, prompts: tuple[tuple[int, ...], ...], tokens: int | None, *, tools: bool = False
-) -> Ask:
+) -> GenerateRequest:
     """tokens: where the request names no max_tokens; None: as many as fit."""
     for prompt in prompts:
         if not prompt:
@@ -221,33 +220,63 @@ def _ask(
             )
     longest = max(map(len, prompts))
     room = limits.context - longest
-    asked = _integer(body, "max_tokens", None, 1, None)
-    if asked is not None and asked > room:
-        raise Refused(
-            400,
-            f"This model's maximum context length is {limits.context} tokens. However, you requested {asked + longest} "
-            f"tokens ({longest} in the prompt, {asked} for the completion): reduce max_tokens or the prompt.",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+    most = min(room, _integer(body, "max_tokens", None, 1, None) or tokens or room)
     n = _integer(body, "n", 1, 1, MAX_CHOICES) or 1
+    if n * len(prompts) > MAX_SAMPLES:
+        raise Refused(400, f"n: {len(prompts)} prompts x {n} are more than {MAX_SAMPLES} samples", param="n")
     stops, stop_ids = body.get("stop"), body.get("stop_token_ids") or []
     stops = [stops] if isinstance(stops, str) else stops or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise Refused(400, "stop: neither a text nor a list of texts, none of them empty", param="stop")
     if not _is_ids(stop_ids):
         raise Refused(400, "stop_token_ids: not a list of token ids", param="stop_token_ids")
-    return Ask(
+    return GenerateRequest(
         prompts=prompts,
         n=n,
-        max_tokens=asked or min(room, tokens or room),
+        max_tokens=most,
         stop=tuple(stops),
         stop_ids=frozenset(stop_ids),
         include_stop=_flag(body, "include_stop_str_in_output"),
         keep_special=not _flag(body, "skip_special_tokens", True),
         seed=_integer(body, "seed", None, None, None),
+        sampling=_sampling(body, limits, most),
         tools=tools,
+        one_call=not _flag(body, "parallel_tool_calls", True),
     )
+
+
+def _sampling(body: Json, limits: Limits, max_tokens: int) -> Sampling | None:
+    """None: every value is the run's."""
+    run: dict[str, float] = dict(limits.sampling)
+    own: dict[str, Any] = {}
+    for name, (low, high, neutral) in NUMBERS.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise Refused(400, f"{name}: {repr(value)[:40]} is no number between {low:g} and {high:g}", param=name)
+        if value != run.get(name, neutral):
+            own[name] = float(value)
+    top_k = max(0, _integer(body, "top_k", 0, -1, None) or 0)
+    if body.get("top_k") is not None and top_k != max(0, run["top_k"]):
+        own["top_k"] = min(top_k, limits.vocab)
+    if least := _integer(body, "min_tokens", 0, 0, max_tokens):
+        own["min_tokens"] = least
+    biases = body.get("logit_bias") or {}
+    try:
+        pairs = sorted((int(id), float(bias)) for id, bias in biases.items())
+        inside = all(0 <= id < limits.vocab and -100 <= bias <= 100 for id, bias in pairs)
+    except (AttributeError, TypeError, ValueError):
+        inside, pairs = False, []
+    if not inside or len(pairs) > MAX_BIASES:
+        raise Refused(
+            400,
+            f"logit_bias: not an object of at most {MAX_BIASES} token ids, each with a number between -100 and 100",
+            param="logit_bias",
+        )
+    if pairs:
+        own["biased_ids"], own["biases"] = zip(*pairs, strict=True)
+    return Sampling(**own) if own else None
 
 
 def _form(body: Json, logprobs: bool) -> Form:

@@ -92,7 +92,6 @@ def limits_of(config: Config, tokenizer: Tokenizer) -> Limits:
         context=section.max_prompt_tokens + section.max_new_tokens,
         vocab=tokenizer.vocab_size,
         sampling=tuple((name, getattr(section, name)) for name in SAMPLING),
-        min_tokens=section.min_new_tokens,
     )
 
 

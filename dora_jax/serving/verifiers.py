@@ -29,7 +29,7 @@ from typing import Any
 
 from dora_jax.serving.answers import Answer, Piece
 from dora_jax.serving.reply import GenerateReply
-from dora_jax.serving.request import SAMPLING, Ask, Limits, Refused, generate
+from dora_jax.serving.request import SAMPLING, GenerateRequest, Limits, Refused, generate
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message, PolicyFacts
 
 NAME = "policy"  # the model that clients ask for
@@ -84,9 +84,9 @@ class Verifiers:
         if self._open is not None:
             self._open.refuse()
 
-    def ask(self, ask: Ask) -> asyncio.Future[Message]:
+    def ask(self, wanted: GenerateRequest) -> asyncio.Future[Message]:
         """A request of the client: the policy's turn, once those before it are answered."""
-        asked = Asked(ask)
+        asked = Asked(wanted)
         self._requests.put_nowait(asked)
         return asked.answer
 
@@ -99,7 +99,7 @@ class Verifiers:
         await asyncio.wait({request, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
         if request.done():
             self._open = request.result()
-            return [{"role": "prompt", "token_ids": list(self._open.ask.prompts[0])}], False, {}
+            return [{"role": "prompt", "token_ids": list(self._open.wanted.prompts[0])}], False, {}
         request.cancel()
         episode = self._rollout.result()
         if not episode.ok:
@@ -114,8 +114,8 @@ class Verifiers:
 class Asked:
     """An open request."""
 
-    def __init__(self, ask: Ask):
-        self.ask = ask
+    def __init__(self, wanted: GenerateRequest):
+        self.wanted = wanted
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     def refuse(self) -> None:
@@ -199,27 +199,33 @@ class Host:
             context=self._policy.context,
             vocab=self._policy.vocab,
             sampling=tuple((name, rollout[name]) for name in SAMPLING),
-            min_tokens=rollout["min_new_tokens"],
         )
-        ask, form = generate(body, limits)
+        wanted, form = generate(body, limits)
         # refuses what the engine of a run does otherwise
         if (body.get("sampling_params") or {}).get("max_tokens") not in (None, turn):
             raise Refused(
                 400, f"max_tokens: a turn of this run has environment.turn_tokens = {turn}", param="max_tokens"
             )
-        if foreign := sorted(ask.stop_ids - set(self._policy.stop_ids)):
+        if foreign := sorted(wanted.stop_ids - set(self._policy.stop_ids)):
             raise Refused(400, f"stop_token_ids: {foreign[0]} ends no turn of this run", param="stop_token_ids")
-        for name, wanted in (("n", ask.n != 1), ("stop", ask.stop), ("seed", ask.seed is not None)):
-            if wanted:
-                raise Refused(400, f"{name}: a turn of a run has none; leave it out", param=name)
+        unlike = {
+            "n": wanted.n != 1,
+            "stop": wanted.stop,
+            "seed": wanted.seed is not None,
+            "sampling_params": wanted.sampling,
+        }
+        for name in (name for name, other in unlike.items() if other):
+            raise Refused(
+                400, f"{name}: a turn of a run is drawn as its section rollout says; leave it out", param=name
+            )
         session = asked.headers.get(SESSION, "")
         if session not in self._sessions:
             raise Refused(404, f"{SESSION}: {session[:40]!r} is no episode that goes on", param=SESSION)
         # The answer of /inference/v1/generate to a turn of the policy.
-        message = await self._sessions[session].ask(ask)
+        message = await self._sessions[session].ask(wanted)
         ids, logprobs = tuple(message["token_ids"]), tuple(message["logprobs"])
         piece = Piece(index=0, text="", calls=(), ids=ids, logprobs=logprobs, finish=message["finish"])
-        return JSONResponse(GenerateReply(Answer(ask, message["version"]), form, NAME, _no_text).body([piece]))
+        return JSONResponse(GenerateReply(Answer(wanted, message["version"]), form, NAME, None).body([piece]))
 
 
 _hosts: dict[str, Host] = {}  # of this process
@@ -239,10 +245,6 @@ def main(env: str) -> None:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _no_text(*_: Any, **__: Any) -> str:
-    raise AssertionError("the wire of token ids has no text")
 
 
 async def _refused(asked: Any, error: Any) -> Any:

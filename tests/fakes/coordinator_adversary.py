@@ -28,7 +28,7 @@ from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator
 from dora_jax.runtime.common.worker import StepDone, Worker
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.episodes import EpisodePrompts
+from dora_jax.runtime.episodes import RunPrompts
 from dora_jax.runtime.instances import supervised_worker as instances
 from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
@@ -195,7 +195,7 @@ class Process:
         self.world = Coordinator(
             instances=list(self.pool.values()),
             trainer=self.trainer,
-            task=EpisodePrompts(Task(game.too_long), TURN_TOKENS) if game.turns else Task(game.too_long),
+            task=RunPrompts(Task(game.too_long), TURN_TOKENS) if game.turns else Task(game.too_long),
             scorer=SlowScorer(config.decisions.mixes_versions, self.draw),
             groups=self.groups,
             weights=self.weights,

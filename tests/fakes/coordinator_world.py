@@ -15,7 +15,7 @@ from dora_jax.plan import presets
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
+from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.tasks.prompts import PromptTooLong
@@ -160,7 +160,7 @@ def make(
     world = Coordinator(
         instances=workers,
         trainer=trainer,
-        task=EpisodePrompts(task, TURN_TOKENS) if environments else task,
+        task=RunPrompts(task, TURN_TOKENS) if environments else task,
         scorer=EpisodeScorer(("right",)) if environments else scorer,
         groups=groups,
         weights=weights,

@@ -63,6 +63,9 @@ class Letters:
     def decode(self, ids, *, keep_special=False):
         return "".join(chr(id) for id in ids if keep_special or id != END)
 
+    def token_bytes(self, id):
+        return bytes([id])
+
     def chat(self, messages, tools=None, **variables):
         if not messages[-1]["content"]:
             raise ValueError("the last message is empty")

@@ -14,7 +14,7 @@ from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.shutdown import Guard, GuardedWorld
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.episodes import EpisodePrompts, EpisodeScorer
+from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journaled_world import JournaledWorld
@@ -146,7 +146,7 @@ class Run:
         world = Coordinator(
             instances=workers,
             trainer=worker,
-            task=EpisodePrompts(Task(too_long=(3,)), TURN_TOKENS) if episodes else Task(too_long=(3,)),
+            task=RunPrompts(Task(too_long=(3,)), TURN_TOKENS) if episodes else Task(too_long=(3,)),
             scorer=EpisodeScorer(("right",)) if episodes else Scorer(mixed=self.config.decisions.mixes_versions),
             groups=groups,
             weights=self.weights,

@@ -26,7 +26,7 @@ import msgpack
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.types import Branch, Prompt, Sample, SampleId, ScoredGroup, Span, TokenTable
+from dora_jax.types import Branch, Prompt, Sample, SampleId, Sampling, ScoredGroup, Span, TokenTable
 
 ARRAY = 1  # msgpack extension type
 MAX_DIMENSIONS = 8
@@ -37,7 +37,17 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BUFFER_BYTES = (
     1 << 10
 )  # grows where a record needs more; allocating msgpack's default, 1 MiB, costs more than the packing
-RECORDS = (*typing.get_args(ev.Event | ev.Command), ev.Drafted, Prompt, Span, TokenTable, Branch, Sample, ScoredGroup)
+RECORDS = (
+    *typing.get_args(ev.Event | ev.Command),
+    ev.Drafted,
+    Sampling,
+    Prompt,
+    Span,
+    TokenTable,
+    Branch,
+    Sample,
+    ScoredGroup,
+)
 
 Check = Callable[[Any], Any]  # what msgpack gave -> the field's value; raises CodecError
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_jax.buffer.pack import MemoryGroupStore as GroupStore
-from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, ScoredGroup, Version
+from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, Sampling, ScoredGroup, Version
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,9 +104,16 @@ class RolloutEngine(Protocol):
     def drop(self, version: Version) -> None: ...
 
     def submit(
-        self, id: SampleId, prompt_ids: np.ndarray, version: Version, max_new_tokens: int, turn_tokens: int = 0
+        self,
+        id: SampleId,
+        prompt_ids: np.ndarray,
+        version: Version,
+        max_new_tokens: int,
+        turn_tokens: int = 0,
+        sampling: Sampling | None = None,
     ) -> None:
-        """prompt_ids: i32[T]. turn_tokens: that one turn of an episode may sample; 0: the sample is one answer."""
+        """prompt_ids: i32[T]. turn_tokens: that one turn of an episode may sample; 0: the sample is one answer.
+        sampling: None: as the run samples."""
 
     def cancel(self, id: SampleId) -> bool:
         """False: the sample is not here."""

@@ -123,7 +123,9 @@ class EngineWorker(Worker, OwnDevices):
 
     def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
         self._versions[sample], self._attempts[sample] = version, attempt
-        self.engine.submit(sample, prompt.token_ids, version, prompt.max_new_tokens, prompt.turn_tokens)
+        self.engine.submit(
+            sample, prompt.token_ids, version, prompt.max_new_tokens, prompt.turn_tokens, prompt.sampling
+        )
 
     def cancel(self, sample: SampleId, reason: str) -> None:
         """Answers whether or not the sample is here; behind the sample's end, where it has ended."""
