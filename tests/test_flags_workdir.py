@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import dora_jax
-from dora_jax.base import exits, state_files
+from dora_jax.base import config_tree, exits, state_files
 from dora_jax.cli import flags
-from dora_jax.config import ConfigError, workdirs
+from dora_jax.config import Config, ConfigError, workdirs
+from dora_jax.config.task import TaskPart
 from tests.fakes.command_line import parse, program, refusal, write_workspace
 
 
@@ -42,7 +43,7 @@ def test_a_run_that_never_began_does_not_hold_its_workdir(workspace, left):
     parse("--config=c.py", "--workdir=w")
     Path("w", left).parent.mkdir(parents=True, exist_ok=True)
     Path("w", left).touch()
-    assert "differs in task.rewards" in refusal("--config=c.py", "--workdir=w")[0]
+    assert "differs in task.rewards: that changes what is learned" in refusal("--config=c.py", "--workdir=w")[0]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +100,55 @@ def test_the_workdir_remembers_its_config(workspace):
     parse("--config=c.py:99", "--workdir=w", "--config.seed=5", *(f"--config.{change}" for change in changes))
     (problem,) = refusal("--config=c.py", "--workdir=w", "--config.rollout.temperature=0.5")
     assert problem == (
-        "workdir: w belongs to another config, which differs in seed, rollout.temperature; choose another --workdir"
+        "workdir: w belongs to another config, which differs in seed, rollout.temperature: that changes what is "
+        "learned; with --accept_changes the run goes on, for seed, rollout.temperature from its newest checkpoint, or "
+        "choose another --workdir"
     )
+
+
+FREED = ("rollout.slots=16", "rollout.decode_steps=2", "trainer.micro_batches=2", "environment.workers=3",
+         "serving.port=9401", "rollout.instances=1", "cluster.stall_timeout_s=9", "steps=9")  # fmt: skip
+
+
+def test_a_run_goes_on_with_other_values_of_what_teaches_it_nothing(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    begin("w")
+    assert parse("--config=c.py", "--workdir=w", *(f"--config.{change}" for change in FREED)).config.rollout.slots == 16
+
+
+def test_what_changes_the_learning_is_accepted_by_name_and_some_fields_never_are(workspace):
+    flags.record(parse("--config=c.py", "--workdir=w"))
+    begin("w")
+    given = ("--config=c.py", "--workdir=w", "--config.trainer.learning_rate=0.1", "--config.orchestrator.inflight=2.0")
+    (problem,) = refusal(*given)
+    assert problem == (
+        "workdir: w belongs to another config, which differs in orchestrator.inflight, trainer.learning_rate: that "
+        "changes what is learned; with --accept_changes the run goes on, or choose another --workdir"
+    )
+    assert parse(*given, "--accept_changes").config.trainer.learning_rate == 0.1
+    assert "accept_changes: --accept_changes goes with dora_jax.train alone" in refusal(
+        "--workdir=w", "--accept_changes", purpose="evaluate"
+    )
+    for change, why in (
+        (
+            "lora.rank=4",
+            "lora.rank cannot change there (versions of the run are adapters of one shape, beside one base)",
+        ),
+        ("trainer.moments=bfloat16", "trainer.moments cannot change there (checkpoints hold them in that type)"),
+        ("trainer.advantage=gae", "trainer.advantage cannot change there (checkpoints hold a value model only where"),
+    ):
+        value = ["--config.trainer.value_learning_rate=0.1"] * ("gae" in change)
+        (problem,) = refusal("--config=c.py", "--workdir=w", "--accept_changes", f"--config.{change}", *value)
+        assert problem.startswith(f"workdir: w belongs to another config: {why}")
+        assert problem.endswith("; choose another --workdir")
+    assert parse("--config=c.py", "--workdir=w", "--accept_changes", "--config.trainer.advantage=rloo")
+
+
+def test_every_field_says_what_a_change_of_it_means_to_a_run_that_goes_on():
+    fields = config_tree.declared(Config) | config_tree.declared(TaskPart)
+    assert not [name for name, one in fields.items() if not one.change]
+    kinds = {one.change for one in fields.values()} - {config_tree.FREE, config_tree.LEARNS, config_tree.AFRESH}
+    assert all(" " in why for why in kinds), "why it cannot change, or a word that is misspelt"
 
 
 def test_a_dry_run_checks_the_workdir_that_is_named_and_no_other(workspace):

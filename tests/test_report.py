@@ -72,6 +72,15 @@ def test_tables_and_sentences_are_readable_without_javascript(tmp_path):
     assert "50.0%" in read.text and "36.6% to 63.4%" in read.text, "the accuracy and its interval"
 
 
+def test_what_a_later_start_changed_is_named_with_its_step(tmp_path):
+    folder = run_of(tmp_path / "a")
+    rows = [{"step": 2, "changed": {"rollout.slots": [64, 32], "task.path": ["", "<b>"]}}, {"step": 3, "changed": 7}]
+    write(folder, "changes.jsonl", rows)
+    text = page([load(folder, "a")])
+    assert "Changed at step 2: rollout.slots 64 -&gt; 32, task.path &#x27;&#x27; -&gt; &lt;b&gt;." in text
+    assert "changes.jsonl: 1 lines hold no row and are left out" in text
+
+
 def test_nothing_that_a_run_wrote_is_markup(tmp_path):
     hostile = "</script><script>alert(1)</script><b>bold</b> \u202ertl\u2066 \u0000 \ud800"
     samples = [{"step": 1, "group": hostile, "version": 0, "prompt": hostile, "expected": hostile,

@@ -1,6 +1,9 @@
 """The report's books: the journal of a run, replayed, or the sentence that says why not."""
 
+import dataclasses
 import json
+
+import pytest
 
 from dora_jax.report import audit
 from dora_jax.report.load import RunData
@@ -8,6 +11,7 @@ from dora_jax.report.page import page
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore, ObjectLogStore
 from dora_jax.runtime.journal.object_storage import opened
+from dora_jax.runtime.journal.records import CODEC
 from tests.fakes.coordinator_world import P
 from tests.fakes.journaled_run import STEPS, Run
 
@@ -29,6 +33,21 @@ def test_a_killed_run_s_books_balance(tmp_path):
     assert data.ledger["trained"] == STEPS * P
     assert "lost 0, trained twice 0" in data.audit and data.audit in page([data])
     assert "<td>groups trained</td>" in page([data])
+
+
+@pytest.mark.parametrize("now, again", [(1.0, True), (0.7, False)])
+def test_samples_that_a_change_gave_up_are_not_generated_again(tmp_path, now, again):
+    """The journal of a run that was killed, and behind it one that began at version 0 again."""
+    whole = EventLog(FileLogStore(tmp_path / "journal"))
+    for name, kill_at, temperature in (("killed", 97, 1.0), ("anew", None, now)):
+        Run(tmp_path / name, eval_every=0).incarnation(kill_at=kill_at)
+        there = EventLog(FileLogStore(tmp_path / name, read_only=True))
+        for number in there.segments():
+            head, *rest = there.read(number).records
+            settings = {"rollout.temperature": temperature}
+            whole.rotate([CODEC.encode(dataclasses.replace(CODEC.decode(head), settings=settings)), *rest])
+    whole.close()
+    assert ("finished samples generated again 0," in audited(tmp_path).audit) is not again
 
 
 def test_a_journal_that_cannot_be_replayed_is_reported(tmp_path):

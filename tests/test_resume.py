@@ -10,7 +10,8 @@ from dora_jax.config import ConfigError
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.journal import resume
 from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.recovery import recover
+from dora_jax.runtime.journal.records import Published
+from dora_jax.runtime.journal.recovery import head_records, recover
 from dora_jax.trainer.checkpoint import Restored, UnusableCheckpoint
 from tests.fakes.journal_world import Disk, History
 from tests.fakes.orchestrator_shape import Shape
@@ -103,13 +104,21 @@ def killed():
     return history.disk, found
 
 
-def begun(disk, digest, checkpoints=None):
+def begun(disk, digest, checkpoints=None, settings=None):
     rig = types.SimpleNamespace(
         trainer=Trainer(), weights=Sink(), checkpoints=checkpoints or Store(), writer=Sink(notes=[])
     )
     journal = disk and EventLog(disk)
     rig.begun = resume.begin(
-        journal, rig.checkpoints, rig.trainer, rig.weights, lambda groups, base: base, digest, CONFIG, rig.writer
+        journal,
+        rig.checkpoints,
+        rig.trainer,
+        rig.weights,
+        lambda groups, base: base,
+        digest,
+        CONFIG,
+        rig.writer,
+        settings or {},
     )
     return rig
 
@@ -141,6 +150,77 @@ def saved():
     found = recover(EventLog(history.disk), CONFIG, [0], lambda version: True, print)
     known = found.payloads.saved
     return history.disk, found, max(v for v in known if v - 1 in known and v <= min(found.outstanding.versions))
+
+
+@pytest.fixture
+def changed(saved, monkeypatch, tmp_path):
+    """(the journal of a run with these settings, what it recovers to, the step of a checkpoint, changes.jsonl)"""
+    disk, found, start = saved
+    settings = {"rollout.slots": 64, "trainer.learning_rate": 0.1, "rollout.temperature": 1.0, "gone": 1}
+    found.payloads.settings = settings
+    found.payloads.digests[0] = Published(epoch=found.epoch, digest=0)
+    journal = EventLog(disk)
+    journal.rotate(head_records(found.orchestrator, found.payloads, found.epoch))
+    journal.close()
+    monkeypatch.setattr(Sink, "file", tmp_path / "metrics.jsonl")
+    return disk, found, start, tmp_path / "changes.jsonl", settings
+
+
+def test_a_change_that_teaches_nothing_is_said_and_written_and_everything_goes_on(changed):
+    disk, found, start, file, settings = changed
+    for _ in range(2):  # the second start is of a run that was killed before its first facts
+        rig = begun(disk, as_published(found), Store([start]), settings | {"rollout.slots": 32})
+        assert rig.trainer.params == found.base and rig.begun.epoch == found.epoch
+        assert rig.begun.outstanding.recorded == found.outstanding.recorded
+        assert "changed since the last start: rollout.slots 64 -> 32" in rig.writer["notes"]
+        assert rig.begun.payloads.settings["rollout.slots"] == 32, "what the next head of the journal holds"
+    row = {"step": found.base, "changed": {"rollout.slots": [64, 32]}}
+    assert list(map(json.loads, file.read_text().splitlines())) == [row]
+
+
+def test_what_changes_the_learning_holds_for_the_steps_that_are_made_again_and_begins_an_epoch(changed):
+    disk, found, start, file, settings = changed
+    as_before = as_published(found)
+    rig = begun(
+        disk,
+        lambda version: as_before(version) if version <= start else 7,
+        Store([start]),
+        settings | {"trainer.learning_rate": 0.05, "new": 2},
+    )
+    first, second, *_ = rig.writer["notes"]
+    assert first == "changed since the last start: trainer.learning_rate 0.1 -> 0.05"
+    assert f"version {start + 1} came out with other weights" in second and rig.begun.epoch == found.epoch + 1
+    assert json.loads(file.read_text()) == {"step": start, "changed": {"trainer.learning_rate": [0.1, 0.05]}}
+
+
+def test_what_leaves_no_use_for_samples_in_flight_takes_the_run_to_its_newest_checkpoint(changed):
+    disk, found, start, file, settings = changed
+    store = Store([start - 1, start])
+    rig = begun(disk, as_published(found), store, settings | {"rollout.temperature": 0.7})
+    assert rig.trainer.params == rig.writer["resumed"] == store.undone == start and rig.weights == {start: start}
+    state, begun_ = rig.begun.orchestrator.state, rig.begun
+    assert state.ledger.base == 0 and not state.groups, "rl_state of this store is empty: nothing is in flight"
+    assert (
+        begun_.outstanding is None
+        and begun_.epoch == found.epoch + 1
+        and begun_.segments == found.segments | {max(begun_.segments): found.base}
+    )
+    assert (
+        not begun_.payloads.partial and not begun_.payloads.scored and set(begun_.payloads.saved) <= {*range(start + 1)}
+    )
+    assert rig.writer["notes"][0] == (
+        f"changed since the last start: rollout.temperature 1.0 -> 0.7; of use is only checkpoint {start}: what came "
+        "after it is made anew"
+    )
+    assert json.loads(file.read_text())["step"] == start
+
+
+def test_the_run_begins_with_other_settings_where_it_has_no_checkpoint_yet(changed):
+    disk, *_, settings = changed
+    rig = begun(disk, lambda version: 0, None, settings | {"rollout.temperature": 0.7})
+    assert rig.trainer.params == rig.writer["resumed"] == rig.checkpoints.undone == 0
+    with pytest.raises(ConfigError, match="other weights than the run of this workdir began with"):
+        begun(disk, lambda version: 7, None, settings | {"rollout.temperature": 0.7})
 
 
 def as_published(found):

@@ -368,6 +368,7 @@ def a_journal(folder, published, saved):
         digests={} if published is None else {"5": Published(epoch=0, digest=published)},
         payload_records=0,
         saved={} if saved is None else {"5": Saved(version=5, params=saved, opt_state=0, rl_state=0)},
+        settings={},
     )
     journal = EventLog(FileLogStore(folder / "journal"))
     journal.rotate([CODEC.encode(head)])

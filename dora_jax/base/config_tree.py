@@ -6,8 +6,9 @@
 
 Consumes a mapping of mappings (an ml_collections ConfigDict, or JSON) and the dataclass of its sections; produces that
 dataclass, and one sentence for each field that is unknown, of another type, none of its choices or out of its range.
-Laws: type, choices, range and help of a field are declared once, where its default is; a field of type dict or Mapping
-is free-form, and so is what it holds; every other field has to be declared.
+Laws: type, choices, range and help of a field are declared once, where its default is, and so is what a change of it
+means to a run that goes on; a field of type dict or Mapping is free-form, and so is what it holds; all others have to
+be declared.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     import ml_collections
 
 NONE: Mapping[str, str] = MappingProxyType({})
+# What a change of a field between two starts of one run means; instead, a sentence on why there can be none. A class
+# attribute `change` is that of the fields of a section that name none.
+FREE = "free"  # the run learns the same
+LEARNS = "learns"  # another thing is learned from then on
+AFRESH = "afresh"  # and what is in flight is of no use: the run goes on from its newest checkpoint
 T = TypeVar("T")
 Tree = typing.Union[Mapping[str, Any], "ml_collections.ConfigDict"]
 BLANK = "<redacted>"
@@ -94,6 +100,7 @@ class Declared:
     choices: tuple[Any, ...]  # empty: any value of the type and the range
     range: Range | None
     tuning: bool
+    change: str  # FREE, LEARNS, AFRESH, or why it cannot change; empty: that of a program without such runs
 
 
 def field(
@@ -108,11 +115,13 @@ def field(
     power_of_two: bool = False,
     choices: Iterable[Any] = (),
     tuning: bool = False,
+    change: str = "",
 ) -> T:
     """Declare a field of a section: its default, what --help says of it, and which values it takes.
 
     Choices that are known when the section is written stand in its type, a `Literal`; `choices` are those of a table
-    of the package. tuning: right as it is on any machine, so that it is not on the first page of --help.
+    of the package. tuning: right as it is on any machine, so that it is not on the first page of --help. change: what
+    another value means to a run that goes on; empty: that of its section.
     """
     limits = Range(ge=ge, gt=gt, le=le, lt=lt, besides=besides, power_of_two=power_of_two)
     metadata = {
@@ -120,6 +129,7 @@ def field(
         "range": None if limits == Range() else limits,
         "choices": tuple(choices),
         "tuning": tuning,
+        "change": change,
     }
     if isinstance(default, dict):
         made: Any = dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -208,6 +218,7 @@ def fields_of(cls: type) -> dict[str, Declared]:
             choices=literal or declared.get("choices", ()),
             range=declared.get("range"),
             tuning=declared.get("tuning", False),
+            change=declared.get("change", "") or getattr(cls, "change", ""),
         )
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 from absl import app
 
 from dora_jax.base import config_tree
-from dora_jax.base.config_tree import Declared
+from dora_jax.base.config_tree import AFRESH, FREE, LEARNS, Declared
 
 HELP = re.compile(r"--?(help|helpshort|helpfull|h|\?)")
 FULL = "--helpfull"
@@ -48,7 +48,22 @@ A default that is empty, 0 or `auto` where the help says so is chosen by the pla
 chosen and why. Fields behind "tuning" are right as they are on any machine: `--help` leaves them out, `--helpfull`
 lists them. Both lists are made of the declarations in `dora_jax/config/`;
 `python tests/test_config_page.py` writes this page anew.
+
+A run that goes on in its workdir may have other values than before in fields without a mark. The others are marked:
+
 """
+MARKS = {  # in front of a field: what a change of it means to a run that goes on
+    "": " ",  # of a program that has no such runs
+    FREE: " ",
+    LEARNS: "*",
+    AFRESH: "^",
+}
+FIXED = "="
+LEGEND = (
+    f"{MARKS[LEARNS]}  changes what is learned: needs --accept_changes",
+    f"{MARKS[AFRESH]}  so does this, and the run goes on from its newest checkpoint: what is in flight is of no use",
+    f"{FIXED}  cannot change: take another --workdir",
+)
 
 
 def asked_for(args: Sequence[str]) -> bool:
@@ -60,7 +75,10 @@ def show(args: Sequence[str], config: type) -> None:
     sections."""
     app.usage(shorthelp=FULL not in args, writeto_stdout=True)
     lines = list(fields(config, tuning=FULL in args))
-    print("\n".join(["", "configuration, as --config.field=value; a field's default and what it means:", *lines]))
+    print("\nconfiguration, as --config.field=value; a field's default and what it means:")
+    if any(one.change for one in config_tree.declared(config).values()):
+        print("\n".join(["in front of a field, where a run that goes on finds another value than before:", *LEGEND]))
+    print("\n".join(lines))
     if FULL not in args:
         print("\nand what is right as it is on any machine, with --helpfull")
     raise SystemExit(0)
@@ -99,7 +117,7 @@ def _line(name: str, one: Declared) -> list[str]:
     value = one.default if isinstance(one.default, str) and one.default else repr(one.default)
     words = ", ".join(choice or "empty" for choice in one.choices if len(one.choices) <= MOST_CHOICES)
     text = "; ".join(filter(None, (words, one.help)))
-    head = f"  {name}={value}"
+    head = f"{MARKS.get(one.change, FIXED)} {name}={value}"
     if not text:
         return [head]
     head = head.ljust(HELP_AT) if len(head) < HELP_AT else f"{head}  "
@@ -108,4 +126,5 @@ def _line(name: str, one: Declared) -> list[str]:
 
 def page(config: type) -> str:
     """configs/README.md: every field, with default and help."""
-    return f"{INTRODUCTION}\n```text{chr(10).join(fields(config))}\n```\n"
+    marks = "".join(f"- `{line[0]}` {line[1:].strip()}\n" for line in LEGEND)
+    return f"{INTRODUCTION}{marks}\n```text{chr(10).join(fields(config))}\n```\n"

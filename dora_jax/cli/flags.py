@@ -1,7 +1,7 @@
 """The command line of every entry point: absl flags around one --config, checked in full before JAX is imported.
 
     --config=configs/x.py[:arg] --config.field=value --workdir=DIR|gs://BUCKET/DIR --dry_run [--aot]
-    [--begin_anew=history.1]
+    [--begin_anew=history.1] [--accept_changes]
 
 Consumes argv; produces a `Config` and a workdir that belongs to it: config.json (resolved, secrets blanked) and
 overrides.json are written there, and a workdir of another config is refused.
@@ -44,6 +44,9 @@ ANEW_HELP = (
     "begin at version 0: move what an earlier run left in --workdir into this new folder of it, such as history.1; "
     "where that is there already, an earlier start of this command has done so, and the run goes on"
 )
+ACCEPT_HELP = (
+    "go on in a --workdir whose run learned under other values; configs/README.md marks the fields that this is about"
+)
 AOT_HELP = (
     "with --dry_run: compile the run's programs for its TPU slice, which is not touched, and print what they need"
 )
@@ -62,6 +65,7 @@ class CommandLine:
     aot: bool = False
     in_bucket: bool = False  # the workdir is a scratch folder
     begin_anew: str = ""  # name of the folder that takes the workdir's history; empty: the run goes on
+    accept_changes: bool = False  # that the workdir's run learns another thing from here on
     downloads: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> name of the hub, for --download
 
     @property
@@ -125,7 +129,8 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     flags.DEFINE_boolean("aot", False, AOT_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("download", False, DOWNLOAD_HELP, flag_values=flag_values)
     flags.DEFINE_string("begin_anew", "", ANEW_HELP, flag_values=flag_values)
-    for name in ("workdir", "dry_run", "aot", "download", "begin_anew"):
+    flags.DEFINE_boolean("accept_changes", False, ACCEPT_HELP, flag_values=flag_values)
+    for name in ("workdir", "dry_run", "aot", "download", "begin_anew", "accept_changes"):
         flag_values.register_key_flag_for_module(sys.argv[0], flag_values[name])
     if helping.asked_for(rest):
         flags.DEFINE_string("config", None, CONFIG_HELP, flag_values=flag_values)
@@ -142,6 +147,8 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     plan = validate.read(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
         raise ConfigError("aot: --aot goes with --dry_run, of dora_jax.train")
+    if flag_values.accept_changes and purpose != "train":
+        raise ConfigError("accept_changes: --accept_changes goes with dora_jax.train alone")
     if flag_values.begin_anew:
         if purpose != "train":
             raise ConfigError("begin_anew: --begin_anew goes with dora_jax.train alone")
@@ -160,6 +167,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         in_bucket="://" in flag_values.workdir,
         downloads=downloads,
         begin_anew=flag_values.begin_anew,
+        accept_changes=flag_values.accept_changes,
     )
     return _check(asked, purpose, owns=bool(flag_values.workdir) or not flag_values.dry_run)
 
@@ -252,7 +260,7 @@ def _check(asked: CommandLine, purpose: str, owns: bool = True) -> CommandLine:
     problems = problems or _machine(asked, purpose)
     if not asked.dry_run:
         problems += validate.missing_paths(config, purpose, asked.downloads)
-    if problems := [*problems, *(workdirs.conflicts(asked.workdir, config) if owns else ())]:
+    if problems := [*problems, *(workdirs.conflicts(asked.workdir, config, asked.accept_changes) if owns else ())]:
         raise ConfigError(problems)
     return asked
 

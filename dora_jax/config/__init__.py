@@ -20,11 +20,11 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dora_jax.base import config_tree
 from dora_jax.base.chips import CHIPS
-from dora_jax.base.config_tree import field, redact
+from dora_jax.base.config_tree import AFRESH, FREE, LEARNS, field, redact
 from dora_jax.config.cluster import ClusterSection
 from dora_jax.config.live import MonitorSection, ServingSection
 from dora_jax.config.task import EnvironmentSection, RewardModelSection, TaskSection
@@ -40,21 +40,26 @@ TrainerKernel = Literal["auto", "reference", "splash", "cudnn"]
 WeightBits = Literal["", "int8", "float8"]
 KvBits = Literal["", "float8"]
 RoutingReplay = Literal["none", "rollout"]
+VALUE_ADVANTAGES = ("gae", "gae_turn")  # trainer.advantage, where a value model is trained too
+MODEL_STAYS = "its weights are version 0 of the run, and its tokenizer has written the prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    path: str = field("", "a Hugging Face folder")
+    path: str = field("", "a Hugging Face folder", change=MODEL_STAYS)
     size: str = field(
         "",
         "such as Qwen3-8B: what a dry run plans for while path is missing; a folder of other sizes is refused",
         choices=("", *families.KNOWN),
+        change=FREE,
     )
-    dtype: Dtype = field("auto", "compute dtype; auto: by platform; masters stay float32")
+    dtype: Dtype = field("auto", "compute dtype; auto: by platform; masters stay float32", change=LEARNS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
+    change: ClassVar[str] = FREE
+
     instances: int = field(2, "0: as many as the devices hold", ge=0)
     tensor: int = field(1, "devices an instance (tensor parallel); of more than KV heads, neighbours share one", ge=1)
     residents: int = field(0, "R: versions an instance holds at once; 0: 1, with adapters max_versions + 1", ge=0)
@@ -63,8 +68,8 @@ class RolloutSection:
     host_kv_bytes: int = field(0, "host memory for KV of preempted and waiting samples; 0: no limit", ge=0, tuning=True)
     memory_share: float = field(0.9, "of what weights and programs leave, for KV pages", ge=0, le=1, tuning=True)
     page_size: int = field(0, "tokens a page; 0: by platform", power_of_two=True, tuning=True)
-    max_prompt_tokens: int = field(128, "longer prompts are left out", ge=1)
-    max_new_tokens: int = field(128, "longest response; of an episode, all its turns", ge=1)
+    max_prompt_tokens: int = field(128, "longer prompts are left out", ge=1, change=AFRESH)
+    max_new_tokens: int = field(128, "longest response; of an episode, all its turns", ge=1, change=AFRESH)
     prefill_tokens: int = field(0, "prompt tokens a tick may prefill; 0: by platform", ge=0, tuning=True)
     prefill_call_tokens: int = field(0, "prompt tokens of one prefill dispatch; 0: by platform", ge=0, tuning=True)
     decode_steps: int = field(8, "decode steps a dispatch", ge=1)
@@ -76,45 +81,56 @@ class RolloutSection:
     late_results: Literal["auto", "on", "off"] = field(
         "auto", "on: fetch the results of dispatch i while dispatch i+1 runs", tuning=True
     )
-    temperature: float = field(1.0, "0: the most likely token, of which nothing is learned", ge=0)
-    top_k: int = field(0, "sample from the k most likely tokens; 0: off", ge=0)
-    top_p: float = field(1.0, "nucleus sampling; 1: off", gt=0, le=1)
-    min_p: float = field(0.0, "smallest probability relative to the most likely token's; 0: off", ge=0, le=1)
+    temperature: float = field(1.0, "0: the most likely token, of which nothing is learned", ge=0, change=AFRESH)
+    top_k: int = field(0, "sample from the k most likely tokens; 0: off", ge=0, change=AFRESH)
+    top_p: float = field(1.0, "nucleus sampling; 1: off", gt=0, le=1, change=AFRESH)
+    min_p: float = field(
+        0.0, "smallest probability relative to the most likely token's; 0: off", ge=0, le=1, change=AFRESH
+    )
     attention: EngineKernel = field("auto", "kernel; auto: by platform")
     expert: int = field(1, "mixtures: rollout.tensor gives a device whole experts, 1 a part of each", ge=1)
     expert_matmul: Literal["auto", "scan", "blocks", "ragged_dot", "megablox"] = field(
         "auto", "mixtures: kernel; auto: by platform", tuning=True
     )
-    min_new_tokens: int = field(0, "no stop token is sampled before so many", ge=0)
-    max_repeats: int = field(0, "longest run of one token; 0: any", ge=0)
-    stop_strings: tuple[str, ...] = field((), "the text that ends a sample; its tokens stay")
-    weights: WeightBits = field("", "8-bit projections; empty: as published")
-    kv: KvBits = field("", "8-bit KV cache; empty: the compute dtype")
+    min_new_tokens: int = field(0, "no stop token is sampled before so many", ge=0, change=AFRESH)
+    max_repeats: int = field(0, "longest run of one token; 0: any", ge=0, change=AFRESH)
+    stop_strings: tuple[str, ...] = field((), "the text that ends a sample; its tokens stay", change=AFRESH)
+    weights: WeightBits = field("", "8-bit projections; empty: as published", change=AFRESH)
+    kv: KvBits = field("", "8-bit KV cache; empty: the compute dtype", change=AFRESH)
     drafts: int = field(0, "tokens guessed from a group's other samples and verified in one call; 0: off", ge=0)
     draft_rows: int = field(4, "no drafts where more samples of a version decode at once", ge=1, tuning=True)
     draft_cost: float = field(0.0, "time of a verifying call over a decode call's; 0: measured", ge=0, tuning=True)
-    exact: bool = field(False, "bitwise-exact log-probs, of the engine's own calls: one more decode a sample")
-    keep_set: bool = field(False, "send along which ids each token was drawn from; needs top_k")
+    exact: bool = field(
+        False, "bitwise-exact log-probs, of the engine's own calls: one more decode a sample", change=AFRESH
+    )
+    keep_set: bool = field(False, "send along which ids each token was drawn from; needs top_k", change=AFRESH)
     compiler_options: dict[str, Any] = field({}, "XLA options of the engine; empty: the chip's", tuning=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrchestratorSection:
+    change: ClassVar[str] = AFRESH
+
     mode: str = field("dora", "sync, one_step, partial, evict, dora_paper, dora, rollpacker, staleflow")
     max_versions: int = field(3, "the paper's K; max_lag = K - 1", ge=1)
     groups_per_step: int = field(16, "P", ge=1)
     group_size: int = field(8, "G", ge=1)
-    inflight: float = field(1.25, "groups outstanding beyond the batch in training, in units of P", ge=0)
-    rebalance_period_s: float = field(0.5, "seconds between two looks at the instances' load", gt=0)
+    inflight: float = field(1.25, "groups outstanding beyond the batch in training, in units of P", ge=0, change=LEARNS)
+    rebalance_period_s: float = field(0.5, "seconds between two looks at the instances' load", gt=0, change=FREE)
     max_filtered_rounds: int = field(
-        10, "consecutive batches' worth of filtered groups that stop the run", ge=1, tuning=True
+        10, "consecutive batches' worth of filtered groups that stop the run", ge=1, tuning=True, change=FREE
     )
     kv_pressure: float = field(  # relief ends at twice as many free pages
-        0.03, "share of free KV pages below which an instance migrates or preempts samples", ge=0, le=0.5, tuning=True
+        0.03,
+        "share of free KV pages below which an instance migrates or preempts samples",
+        ge=0,
+        le=0.5,
+        tuning=True,
+        change=FREE,
     )
-    filter_zero_variance: bool = field(False, "DAPO dynamic sampling")
+    filter_zero_variance: bool = field(False, "DAPO dynamic sampling", change=LEARNS)
     colocated: bool = field(False, "instances stand still while the trainer works: for devices that they share")
-    elastic: bool = field(False, "the trainer's devices decode while the trainer waits for samples")
+    elastic: bool = field(False, "the trainer's devices decode while the trainer waits for samples", change=FREE)
 
     @property
     def max_lag(self) -> int:
@@ -132,18 +148,22 @@ class OrchestratorSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSection:
-    data: int = field(1, "mesh axis: batch rows, parameters replicated", ge=1)
-    fsdp: int = field(-1, "mesh axis: batch rows and parameters; -1: every device left", ge=1, besides=-1)
-    tensor: int = field(1, "mesh axis: heads, d_ff, vocabulary", ge=1)
-    context: int = field(1, "mesh axis: positions of a row", ge=1)
-    expert: int = field(1, "mesh axis: batch rows and, of a mixture of experts, the experts", ge=1)
-    pack_tokens: int = field(512, "L: packed row length", ge=1)
-    rows: int = field(0, "B: packed rows a step; 0: derived from groups, G and the length limits", ge=0)
-    micro_batches: int = field(1, "forward and backward passes an update", ge=1)
+    change: ClassVar[str] = LEARNS
+
+    data: int = field(1, "mesh axis: batch rows, parameters replicated", ge=1, change=FREE)
+    fsdp: int = field(-1, "mesh axis: batch rows and parameters; -1: every device left", ge=1, besides=-1, change=FREE)
+    tensor: int = field(1, "mesh axis: heads, d_ff, vocabulary", ge=1, change=FREE)
+    context: int = field(1, "mesh axis: positions of a row", ge=1, change=FREE)
+    expert: int = field(1, "mesh axis: batch rows and, of a mixture of experts, the experts", ge=1, change=FREE)
+    pack_tokens: int = field(512, "L: packed row length", ge=1, change=FREE)
+    rows: int = field(0, "B: packed rows a step; 0: derived from groups, G and the length limits", ge=0, change=FREE)
+    micro_batches: int = field(1, "forward and backward passes an update", ge=1, change=FREE)
     share_prompts: Literal["auto", "on", "off"] = field(
-        "auto", "on: a row holds a group's prompt once; off: once a sample; auto: where attention can"
+        "auto", "on: a row holds a group's prompt once; off: once a sample; auto: where attention can", change=FREE
     )
-    skip_zero_advantage: bool = field(False, "leave out samples that move no weight; metrics are then of the others")
+    skip_zero_advantage: bool = field(
+        False, "leave out samples that move no weight; metrics are then of the others", change=FREE
+    )
     learning_rate: float = field(1e-3, ge=0)
     warmup_steps: int = field(5, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = field("constant", "of the learning rate, after warmup_steps")
@@ -152,10 +172,16 @@ class TrainerSection:
     eps: float = field(1e-8, gt=0, tuning=True)
     weight_decay: float = field(0.0, ge=0)
     max_grad_norm: float = field(1.0, "gradients are clipped to this norm", ge=0)
-    remat: Literal["none", "full", "dots"] = field("none", "activations that the backward pass computes again")
-    attention: TrainerKernel = field("auto", "kernel: splash on TPU, cudnn on GPU; auto: by platform")
-    logits_bytes: int = field(0, "float32 logits alive at once on a device; 0: by platform", ge=0, tuning=True)
-    compiler_options: dict[str, Any] = field({}, "XLA options of the update; empty: the chip's", tuning=True)
+    remat: Literal["none", "full", "dots"] = field(
+        "none", "activations that the backward pass computes again", change=FREE
+    )
+    attention: TrainerKernel = field("auto", "kernel: splash on TPU, cudnn on GPU; auto: by platform", change=FREE)
+    logits_bytes: int = field(
+        0, "float32 logits alive at once on a device; 0: by platform", ge=0, tuning=True, change=FREE
+    )
+    compiler_options: dict[str, Any] = field(
+        {}, "XLA options of the update; empty: the chip's", tuning=True, change=FREE
+    )
     advantage: str = field("grpo", "or the import path of your own (my_module.name)")
     policy_loss: str = field("ppo", "or the import path of your own")
     aggregation: Literal[
@@ -166,7 +192,7 @@ class TrainerSection:
     loss_params: dict[str, Any] = field({}, "eps_lo, eps_hi, ...; empty: the loss's own")
     advantage_params: dict[str, Any] = field({}, "gamma, lam, eps, ...")
     correction_params: dict[str, Any] = field({}, "C, lo, hi, level, metric, ...")
-    updates: int = field(1, "optimizer updates a step, each on its own share of the groups", ge=1)
+    updates: int = field(1, "optimizer updates a step, each on its own share of the groups", ge=1, change=AFRESH)
     kl: Literal["none", "k1", "k2", "k3"] = field(
         "none", "estimator of the divergence from the reference model, which is the initial weights"
     )
@@ -178,26 +204,42 @@ class TrainerSection:
     value_clip: float = field(0.2, "clip range of the value loss; 0: not clipped", ge=0, tuning=True)
     overlong_cache: int = field(0, "last tokens before the limit over which the soft penalty grows to -1; 0: off", ge=0)
     overlong_filter: bool = field(False, "samples that hit the limit have no loss, but count in the group statistics")
-    moments: Literal["float32", "bfloat16"] = field("float32", "dtype of Adam's moments")
-    optimizer_memory: Literal["device", "host"] = field("device", "where Adam's moments rest between updates")
+    moments: Literal["float32", "bfloat16"] = field(
+        "float32", "dtype of Adam's moments", change="checkpoints hold them in that type"
+    )
+    optimizer_memory: Literal["device", "host"] = field(
+        "device", "where Adam's moments rest between updates", change=FREE
+    )
     lent_memory: Literal["device", "host"] = field(
-        "device", "of the state, while orchestrator.elastic lends the devices"
+        "device", "of the state, while orchestrator.elastic lends the devices", change=FREE
     )
-    peak_tflops: float = field(0.0, "of one device, for trainer/mfu; 0: by its name", ge=0, tuning=True)
+    peak_tflops: float = field(0.0, "of one device, for trainer/mfu; 0: by its name", ge=0, tuning=True, change=FREE)
     expert_matmul: Literal["auto", "scan", "ragged_dot", "megablox"] = field(
-        "auto", "mixtures: kernel; auto: by platform", tuning=True
+        "auto", "mixtures: kernel; auto: by platform", tuning=True, change=FREE
     )
-    expert_dispatch: Literal["gather", "all_to_all"] = field("gather", "mixtures: of tokens over trainer.expert")
-    routing_replay: RoutingReplay = field("none", "mixtures: rollout: tokens go to the experts of sampling")
+    expert_dispatch: Literal["gather", "all_to_all"] = field(
+        "gather", "mixtures: of tokens over trainer.expert", change=FREE
+    )
+    routing_replay: RoutingReplay = field(
+        "none", "mixtures: rollout: tokens go to the experts of sampling", change=AFRESH
+    )
     load_balance_coef: float = field(0.0, "mixtures: weight of the load-balancing loss; 0: off", ge=0)
     router_bias_rate: float = field(0.0, "step of a router's selection bias, against the load; 0: off", ge=0)
-    show_every: int = field(10, "steps between samples that are shown token by token; 0: never", ge=0, tuning=True)
-    max_mismatch: float = field(0.0, "mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off", ge=0)
-    max_instance_mismatch: float = field(0.2, "the same for one instance, which is then quarantined; 0: off", ge=0)
+    show_every: int = field(
+        10, "steps between samples that are shown token by token; 0: never", ge=0, tuning=True, change=FREE
+    )
+    max_mismatch: float = field(
+        0.0, "mean |trainer - engine| log-prob at lag 0 that stops the run; 0: off", ge=0, change=FREE
+    )
+    max_instance_mismatch: float = field(
+        0.2, "the same for one instance, which is then quarantined; 0: off", ge=0, change=FREE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSection:
+    change: ClassVar[str] = FREE
+
     every: int = field(0, "steps; 0: only the first and the last version", ge=0)
     prompts: int = field(64, "held-out prompts of an evaluation", ge=1)
     samples: int = field(1, "k of avg@k and pass@k", ge=1)
@@ -208,6 +250,8 @@ class EvalSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
+    change: ClassVar[str] = FREE
+
     every: int = field(20, "steps; the last step is always saved; 0: off", ge=0)
     keep: int = field(3, "keep the N most recent, plus any still needed by in-flight samples", ge=1)
     keep_best: int = field(0, "and the N best by reward/mean", ge=0)
@@ -218,6 +262,8 @@ class CheckpointSection:
 @dataclass(frozen=True, kw_only=True)
 class JournalSection:
     """WORKDIR/journal: what makes running the same command again lose nothing and repeat nothing."""
+
+    change: ClassVar[str] = FREE
 
     on: bool = True
     partial_s: float = field(2.0, "seconds between records of running samples' tokens; 0: they start over", ge=0)
@@ -232,6 +278,8 @@ class JournalSection:
 @dataclass(frozen=True, kw_only=True)
 class SftSection:
     """Supervised warm start; `python -m dora_jax.sft` reads this section and writes a Hugging Face folder."""
+
+    change: ClassVar[str] = "the model that it makes has been made"
 
     out: str = field("", "folder to write; the main job makes it first when it equals model.path and is missing")
     rows: str = field("", "rows as of task.path, with an answer or a completion; empty: the task's worked solutions")
@@ -264,16 +312,21 @@ class SftSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    seed: int = field(0, ge=0, lt=2**63)
-    steps: int = field(100, ge=1)
-    slice: str = field("", "the machine that the run is for: v5e-8, v5p-16, h100-8, laptop; empty: what JAX finds")
-    cpu_devices: int = field(0, "virtual CPU devices; 0: as the platform has", ge=0)
-    placement: Literal["auto", "disjoint", "shared"] = field("auto", "whether trainer and instances own their devices")
+    seed: int = field(0, ge=0, lt=2**63, change=AFRESH)
+    steps: int = field(100, ge=1, change=FREE)
+    slice: str = field(
+        "", "the machine that the run is for: v5e-8, v5p-16, h100-8, laptop; empty: what JAX finds", change=FREE
+    )
+    cpu_devices: int = field(0, "virtual CPU devices; 0: as the platform has", ge=0, change=FREE)
+    placement: Literal["auto", "disjoint", "shared"] = field(
+        "auto", "whether trainer and instances own their devices", change=FREE
+    )
     pace: str = field(
         "",
         "chip whose speed a 32.8B model's ticks, steps and transfers are slowed down to "
         "(runtime/observe/emulated_timing.py)",
         choices=("", *CHIPS),
+        change=FREE,
     )
     model: ModelSection = ModelSection()
     task: TaskSection = dataclasses.field(default_factory=TaskSection)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from dora_jax.base.config_tree import field
+from dora_jax.base.config_tree import FREE, field
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSection:
     """More than one process: the controller is this one, the trainer and each rollout instance are gangs of their
     own."""
+
+    change: ClassVar[str] = FREE
 
     launcher: Literal["", "process", "ray"] = field(
         "", "process: children on this machine; ray: actors of a Ray cluster; empty: one process"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dora_jax.base import callables
-from dora_jax.base.config_tree import field
+from dora_jax.base.config_tree import FREE, field
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSection:
     """What else receives the metrics of a run (runtime/observe/monitoring.py), and how much its logs may hold."""
+
+    change: ClassVar[str] = FREE
 
     port: int = field(0, "of 127.0.0.1, where /metrics (Prometheus) and /healthz answer; 0: none", ge=0, le=65535)
     wandb: str = field("", "Weights & Biases project that gets each record of metrics.jsonl (extra wandb); empty: none")
@@ -30,10 +32,16 @@ class ServingSection:
     """The endpoint of a run: what `python -m dora_jax.serve` answers, sampled by the run's own fleet while it
     trains."""
 
+    change: ClassVar[str] = FREE
+
     port: int = field(0, "where it answers; 0: none", ge=0, le=65535)
     host: str = field("127.0.0.1", "its address; others than loopback want DORA_SERVE_TOKEN")
     name: str = field("policy", "what requests call the model; NAME@41 is its version 41")
-    train: bool = field(False, "a session is an episode: task.rewards score each answer by what the user wrote next")
+    train: bool = field(
+        False,
+        "a session is an episode: task.rewards score each answer by what the user wrote next",
+        change="with it groups are sessions of the endpoint, without it prompts of the task",
+    )
     session_idle_s: float = field(60.0, "train: a session that is silent for so long has ended", gt=0)
     hold_versions: int = field(0, "older versions kept for the sessions that began with them", ge=0)
     hold_s: float = field(600.0, "so long after a newer one is published, at most; then their requests get 410", ge=0)

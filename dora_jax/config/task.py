@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from dora_jax.base.config_tree import field
+from dora_jax.base.config_tree import AFRESH, FREE, LEARNS, field
+
+HELD_OUT = "prompts that were trained on would be held out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPart:
     """One of several tasks; templates and rewards are those of the section."""
+
+    change: ClassVar[str] = AFRESH
 
     name: str = field("", "as in the section, and so the next six")
     params: dict[str, Any] = field({})
@@ -25,46 +29,64 @@ class TaskPart:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
+    change: ClassVar[str] = AFRESH
+
     name: str = field("", '"reasoning_gym:<dataset>" or "rows"')
     params: dict[str, Any] = field({}, "handed to the reasoning-gym dataset")
     path: str = field("", "rows: a .jsonl, .json, .csv or .parquet file")
-    heldout_path: str = field("", "rows: held-out file; empty: a share of `path` by uid")
+    heldout_path: str = field("", "rows: held-out file; empty: a share of `path` by uid", change=HELD_OUT)
     prompt_column: str = field(
         "", "rows: column of the prompt, text or messages; a.b: field b of column a; empty: prompt"
     )
     answer_column: str = field("", "rows: column of what rewards compare with; empty: answer")
     mix: dict[str, TaskPart] = field({}, "several tasks in place of `name`, each named")
-    lead: float = field(0.0, "mix with limits: steps of prompts by which a task may be ahead; 0: any number", ge=0)
-    adaptive: bool = field(False, "mix: tasks with many filtered groups get up to 4 times their share of the load")
-    heldout: int = field(256, "distinct held-out prompts; in a mix an equal part of each task's", ge=1)
+    lead: float = field(
+        0.0, "mix with limits: steps of prompts by which a task may be ahead; 0: any number", ge=0, change=LEARNS
+    )
+    adaptive: bool = field(
+        False, "mix: tasks with many filtered groups get up to 4 times their share of the load", change=LEARNS
+    )
+    heldout: int = field(256, "distinct held-out prompts; in a mix an equal part of each task's", ge=1, change=HELD_OUT)
     template: str = field("{prompt}", 'text around {prompt}; "chat" applies the tokenizer\'s chat template')
     template_kwargs: dict[str, Any] = field({}, "chat: variables of the template, such as enable_thinking of Qwen3")
     system: str = field("", "chat: system message in front of prompts that have none")
     extract: str = field("", "regex; its first group in the question replaces the question")
-    rewards: tuple[str, ...] = field(("dora_jax.tasks.rewards.exact",), "import paths; values add up")
-    reward_weights: tuple[float, ...] = field((), "of each of rewards in their sum; empty: 1")
-    answer_pattern: str = field("", "regex; its first group in the response is what rewards see")
-    reward_workers: int = field(1, "processes", ge=1)
-    reward_timeout_s: float = field(10.0, "for one sample", gt=0)
-    reward_retries: int = field(2, "of a sample whose reward failed", ge=0, tuning=True)
+    rewards: tuple[str, ...] = field(("dora_jax.tasks.rewards.exact",), "import paths; values add up", change=LEARNS)
+    reward_weights: tuple[float, ...] = field((), "of each of rewards in their sum; empty: 1", change=LEARNS)
+    answer_pattern: str = field("", "regex; its first group in the response is what rewards see", change=LEARNS)
+    reward_workers: int = field(1, "processes", ge=1, change=FREE)
+    reward_timeout_s: float = field(10.0, "for one sample", gt=0, change=FREE)
+    reward_retries: int = field(2, "of a sample whose reward failed", ge=0, tuning=True, change=FREE)
     reward_sandbox: Literal["auto", "full", "weak"] = field(
-        "auto", "full: rewards see no other process; weak: they could; auto: full for shipped rewards"
+        "auto", "full: rewards see no other process; weak: they could; auto: full for shipped rewards", change=FREE
     )
     sandbox: bool = field(
-        False, "your rewards may run programs (tasks/sandbox/programs.py); those of tasks/code.py always do"
+        False,
+        "your rewards may run programs (tasks/sandbox/programs.py); those of tasks/code.py always do",
+        change=FREE,
     )
-    reward_env: tuple[str, ...] = field((), "environment variables that rewards may read, beside PATH and the like")
-    max_failed_share: float = field(0.01, "of groups whose scoring failed; above this the run stops", ge=0, le=1)
-    max_bad_rows_share: float = field(0.01, "of rows that cannot be read, else the run stops", ge=0, le=1, tuning=True)
-    shuffle_rewards: bool = field(False, "control experiment: rewards permuted among a step's samples")
+    reward_env: tuple[str, ...] = field(
+        (), "environment variables that rewards may read, beside PATH and the like", change=FREE
+    )
+    max_failed_share: float = field(
+        0.01, "of groups whose scoring failed; above this the run stops", ge=0, le=1, change=FREE
+    )
+    max_bad_rows_share: float = field(
+        0.01, "of rows that cannot be read, else the run stops", ge=0, le=1, tuning=True, change=FREE
+    )
+    shuffle_rewards: bool = field(False, "control experiment: rewards permuted among a step's samples", change=LEARNS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSection:
     """A trained judge of finished samples: weight * score is a term of the reward, beside task.rewards if any."""
 
-    path: str = field("", "Hugging Face folder with a head `score.weight` [1, D] and the policy's token ids")
-    weight: float = field(1.0, "of its score in the reward")
+    change: ClassVar[str] = FREE
+
+    path: str = field(
+        "", "Hugging Face folder with a head `score.weight` [1, D] and the policy's token ids", change=LEARNS
+    )
+    weight: float = field(1.0, "of its score in the reward", change=LEARNS)
     placement: Literal["own", "trainer"] = field("own", "own: devices of its own; trainer: the first of the trainer's")
     data: int = field(1, "mesh axis: batch rows, parameters replicated", ge=1)
     fsdp: int = field(1, "mesh axis: batch rows and parameters", ge=1)
@@ -77,6 +99,8 @@ class RewardModelSection:
 class EnvironmentSection:
     """What answers a policy of several turns, and rewards it in the place of task.rewards."""
 
+    change: ClassVar[str] = AFRESH
+
     name: str = field("", "import path of an environment (tasks/environment.py); empty: a sample is one answer")
     params: dict[str, Any] = field({}, "keywords of its constructor")
     observation: str = field("\n{content}\n", 'what stands around a message of it, where task.template is not "chat"')
@@ -86,15 +110,23 @@ class EnvironmentSection:
     branches: int = field(
         0, "most times that the chat template may rewrite an episode's earlier turns; one more ends it there", ge=0
     )
-    step_timeout_s: float = field(60.0, "for one answer; later ones fail the group", gt=0)
-    episode_timeout_s: float = field(3600.0, "from its beginning until its last answer is asked for", gt=0, tuning=True)
-    retries: int = field(2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True)
-    workers: int = field(1, "processes; each holds thousands of episodes", ge=1)
-    python: str = field("", "their interpreter, where the environment's packages are installed apart; empty: the run's")
-    sandbox: bool = field(
-        False, "it may run programs (tasks/sandbox/programs.py); the PythonTool of tasks/code.py always may"
+    step_timeout_s: float = field(60.0, "for one answer; later ones fail the group", gt=0, change=FREE)
+    episode_timeout_s: float = field(
+        3600.0, "from its beginning until its last answer is asked for", gt=0, tuning=True, change=FREE
     )
-    env: tuple[str, ...] = field((), "environment variables that they may read, beside PATH and the like")
+    retries: int = field(
+        2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True, change=FREE
+    )
+    workers: int = field(1, "processes; each holds thousands of episodes", ge=1, change=FREE)
+    python: str = field(
+        "", "their interpreter, where the environment's packages are installed apart; empty: the run's", change=FREE
+    )
+    sandbox: bool = field(
+        False,
+        "it may run programs (tasks/sandbox/programs.py); the PythonTool of tasks/code.py always may",
+        change=FREE,
+    )
+    env: tuple[str, ...] = field((), "environment variables that they may read, beside PATH and the like", change=FREE)
     noise_failed: float = field(0.0, "share of observations that say instead that the tool failed", ge=0, le=1)
     noise_truncated: float = field(0.0, "share that end after half", ge=0, le=1)
     noise_late: float = field(0.0, "share that come noise_late_s later", ge=0, le=1)

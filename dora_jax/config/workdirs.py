@@ -22,45 +22,8 @@ from typing import Any
 from dora_jax import config as configs
 from dora_jax.base import state_files
 from dora_jax.base.config_tree import redact
-from dora_jax.config import Config, ConfigError
+from dora_jax.config import Config, ConfigError, changes
 from dora_jax.version import __version__
-
-MAY_CHANGE = (  # between two runs of one workdir: how long, how often, and on which machine
-    "steps",
-    "slice",
-    "cpu_devices",
-    "placement",
-    "model.size",
-    "checkpoint.",
-    "journal.",
-    "monitor.",
-    "eval.",
-    "cluster.",
-    "rollout.instances",
-    "rollout.tensor",
-    "rollout.memory_share",
-    "rollout.compiler_options",
-    "trainer.compiler_options",
-    "trainer.data",
-    "trainer.fsdp",
-    "trainer.tensor",
-    "trainer.context",
-    "trainer.expert",
-    "trainer.expert_matmul",
-    "trainer.expert_dispatch",
-    "trainer.optimizer_memory",
-    "trainer.peak_tflops",
-    "trainer.show_every",
-    "task.reward_workers",
-    "task.reward_timeout_s",
-    "task.reward_retries",
-    "reward_model.placement",
-    "reward_model.data",
-    "reward_model.fsdp",
-    "reward_model.tensor",
-    "reward_model.rows",
-)
-
 
 HISTORY = re.compile(r"history\.[\w-]+")
 STAYS = ("config.json", "overrides.json", "wanted_instances")  # of the run that is begun anew too
@@ -124,10 +87,11 @@ def read(workdir: Path) -> dict[str, Any]:
     return tree
 
 
-def conflicts(workdir: Path, config: Config) -> list[str]:
+def conflicts(workdir: Path, config: Config, accepted: bool = False) -> list[str]:
     """Why a run of this configuration cannot go on in this folder.
 
-    Another version of dora_jax wrote it, or a field that may not change between runs has another value.
+    Another version of dora_jax wrote it, or fields have other values that may not change, or only where the user has
+    `accepted` that another thing is learned.
     """
     if not begun(workdir) or not (workdir / "config.json").exists():
         return []
@@ -142,20 +106,8 @@ def conflicts(workdir: Path, config: Config) -> list[str]:
                 f"{', '.join(unknown)}, which this one does not know; choose another --workdir"
             )
         ]
-    new = configs.to_json(config)
-    differing = [
-        name
-        for name in configs.fields()
-        if not name.startswith(MAY_CHANGE) and _get(old, name, _get(new, name)) != _get(new, name)
-    ]
-    if not differing:
-        return []
-    return [
-        (
-            f"workdir: {workdir} belongs to another config, which differs in {', '.join(differing)}; "
-            f"choose another --workdir"
-        )
-    ]
+    changed = changes.between(changes.settings(old), changes.settings(configs.to_json(config)))
+    return [f"workdir: {workdir} belongs to another config{why}" for why in changes.problems(changed, accepted)]
 
 
 def free_history(workdir: Path) -> str:
@@ -213,15 +165,6 @@ def _strings(tree: Any) -> Iterator[str]:
     elif isinstance(tree, Mapping | list | tuple):
         for inside in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _strings(inside)
-
-
-def _get(tree: Mapping[str, Any], name: str, missing: Any = None) -> Any:
-    """A field of a JSON config; `missing` where the config was written before the field existed."""
-    for part in name.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return missing
-        tree = tree[part]
-    return tree
 
 
 def _unknown(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from dora_jax.base.config_tree import field
 from dora_jax.models.families.config import ModelConfig
@@ -20,6 +20,8 @@ ADAPTED = ("attention", "mlp", "experts")  # mlp: dense feed-forwards, and the e
 class Lora:
     """Low-rank adapters as what is trained and published, y = x W + (alpha / rank) (x A) B; the weights W stay as they
     are."""
+
+    change: ClassVar[str] = "versions of the run are adapters of one shape, beside one base"
 
     rank: int = field(0, "of A and B; 0: all weights are trained, at about a third of the learning rate", ge=0)
     alpha: float = field(32.0, "the product with A and B is multiplied by alpha / rank", gt=0)

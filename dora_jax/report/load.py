@@ -72,6 +72,7 @@ class RunData:
     overrides: Row = field(default_factory=dict)
     ledger: dict[str, int] = field(default_factory=dict)  # groups by state; see audit.py
     audit: str = ""  # a sentence
+    changes: list[Row] = field(default_factory=list)  # of the configuration, between starts: step, changed
     remarks: list[str] = field(default_factory=list)  # what could not be read
 
 
@@ -110,6 +111,8 @@ def load(workdir: str | Path, name: str, texts: bool = True) -> RunData:
         data.rollouts = collect(files)
         if data.rollouts.damaged:
             data.remarks.append(f"{data.rollouts.damaged} lines of samples hold no row and are left out")
+    if read("changes.jsonl") is not None:
+        data.changes = list(_rows(read, "changes.jsonl", data.remarks, _has_changes))
     data.config = _object(read, "config.json", data.remarks)
     data.overrides = _object(read, "overrides.json", data.remarks)
     summary = _object(read, "instances.json", data.remarks)
@@ -209,6 +212,11 @@ def _has_step(row: Row) -> bool:
 
 def _has_samples(row: Row) -> bool:
     return _has_step(row) and "samples" in row
+
+
+def _has_changes(row: Row) -> bool:
+    changed = row.get("changed") if _has_step(row) else None
+    return isinstance(changed, dict) and all(isinstance(pair, list) and len(pair) == 2 for pair in changed.values())
 
 
 def _has_time(row: Row) -> bool:

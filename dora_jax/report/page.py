@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
+from dora_jax.config import changes
 from dora_jax.report import curves, findings, samples, timeline
 from dora_jax.report.load import Row, RunData, configured, series
 from dora_jax.report.markup import as_json, escaped, figure, percent, table
@@ -148,6 +149,7 @@ def _run(run: RunData, picture: dict[str, Any], read: str, number: int) -> str:
     sentences = [
         *([bias[2]] if bias else []),
         *([run.audit] if run.audit else []),
+        *(f"Changed at step {row['step']}: {changes.sentence(row['changed'])}." for row in run.changes),
         *(f"{remark}." for remark in run.remarks),
         *(f"Instance {i} looks unhealthy: {why}." for i, why in sorted(bad.items())),
         *(reasons for _, each in sorted(suspects.items()) for reasons in each[:SHOWN_QUARANTINES]),

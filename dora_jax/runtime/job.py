@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dora_jax import config as configs
 from dora_jax import tasks
 from dora_jax.base.exits import FAILED, RETRY, Stop
 from dora_jax.base.metrics import Writer
 from dora_jax.buffer.pack import MemoryGroupStore
-from dora_jax.config import Config, ConfigError, RunError, field_context
+from dora_jax.config import Config, ConfigError, RunError, changes, field_context
 from dora_jax.orchestrate.core import Observer, Orchestrator, each, quiet_collector, run
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.plan import devices, presets, validate
@@ -55,6 +56,7 @@ def train(config: Config, workdir: Path, *, owner: bool = False, endpoint: LiveS
     began = time.monotonic()
     # a controller computes nothing, and must not hold the chips that its gangs want
     devices.setup_platform(dataclasses.replace(config, cpu_devices=1) if config.cluster.launcher else config)
+    asked = changes.settings(configs.to_json(config))
     config, chosen = validate.settle(config)
     with (
         monitoring.opened(config, workdir) as sinks,
@@ -65,7 +67,7 @@ def train(config: Config, workdir: Path, *, owner: bool = False, endpoint: LiveS
         writer.note("\n".join(chosen))
         try:
             make_base(config, workdir, writer, guard)
-            halt, log = _train(opened(config, workdir, writer), writer, guard, mirror, endpoint)
+            halt, log = _train(opened(config, workdir, writer), writer, guard, mirror, endpoint, asked)
         except Stop as stop:
             writer.close_with(f"{stop} (exit code {RETRY})")
             return RETRY
@@ -233,7 +235,12 @@ def _try_early(config: Config, workdir: Path) -> None:
 
 
 def _train(
-    parts: RunContext, writer: Writer, guard: Guard, mirror: Mirror | None, endpoint: LiveServing | None
+    parts: RunContext,
+    writer: Writer,
+    guard: Guard,
+    mirror: Mirror | None,
+    endpoint: LiveServing | None,
+    settings: changes.Settings,
 ) -> tuple[Halt, RunLog]:
     config = parts.config
     journal = resume.open_journal(parts.workdir, config.journal, writer)
@@ -257,6 +264,7 @@ def _train(
                 side.digest,
                 build.orchestrator_config(config),
                 writer,
+                settings,
             )
             every, last = config.checkpoint.export_hf_every, config.steps
             exports = (

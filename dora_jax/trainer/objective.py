@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dora_jax.base import callables
-from dora_jax.config import Config, RolloutSection, TrainerSection
+from dora_jax.config import VALUE_ADVANTAGES, Config, RolloutSection, TrainerSection
 from dora_jax.models.families.config import ModelConfig
 
 ADVANTAGES: Mapping[str, tuple[str, ...]] = {
@@ -63,7 +63,6 @@ CUDNN_LONGEST = 16384  # positions: the mask of a longer row and its gradient ta
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae", "gae_turn")
 # a group is its own baseline
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "max_rl", "opo", "vcpo")
-VALUE_ADVANTAGES = ("gae", "gae_turn")
 ALONE = ("vcpo",)  # a trajectory has to stand alone for the norm of its gradient, and shares no prompt
 WEIGHTING = ("tis", "icepop")  # corrections that multiply the loss by exp(l_old - l_mu)
 # of its 8 bits the last is worth up to 1/128 of the value, and a decay must move it by half of that

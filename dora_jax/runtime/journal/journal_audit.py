@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora_jax.config import changes
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import CodecError
 from dora_jax.runtime.journal.event_log import EventLog, unheard
@@ -70,8 +71,14 @@ def audit(folder: Path | str) -> Audit:
     end = replay(journal, numbers, unheard)
     finished: collections.Counter[SampleId] = collections.Counter()
     ends: dict[GroupId, str] = {}
+    settings: changes.Settings = {}
     for number in numbers:
-        for fact in facts(journal.read(number).records):
+        records = journal.read(number).records
+        head = reader(records[0])(records[0])
+        if changes.learned(changes.between(settings, head.settings), only_afresh=True):
+            finished.clear()  # what was in flight was given up
+        settings = head.settings
+        for fact in facts(records):
             match fact.event:
                 case ev.SampleDone(id=id) if is_training(id.group_id):
                     finished[id] += 1

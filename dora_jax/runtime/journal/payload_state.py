@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from dora_jax.config.changes import Settings
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.state import State
 from dora_jax.runtime.journal.records import REWRITTEN, SAMPLED, Entry, Fact, Partial, Published, Saved
@@ -40,6 +41,7 @@ class PayloadState:
         self.partial: dict[SampleId, list[Partial]] = {}  # chunks, end to end
         self.digests: dict[Version, Published] = {}
         self.saved: dict[Version, Saved] = {}  # checkpoints -> digests of what they were given to save
+        self.settings: Settings = {}  # of the run that made this
 
     def apply(self, entry: Entry, state: State) -> Step | None:
         """`state`: the orchestrator's, before it steps the event. Returns the step that ended, and forgets its

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from dora_jax.config import UnknownFormat
+from dora_jax.config.changes import Settings
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 9  # of the records that this version writes; the head of a segment says its own
+FORMAT = 10  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -56,6 +57,7 @@ class Head:
     digests: dict[str, Published]  # of the live versions
     payload_records: int  # records that follow and belong to the snapshot
     saved: dict[str, Saved]  # of the checkpoints that the journal reaches back to
+    settings: Settings  # of the run's configuration, as asked: config/changes.py; empty: an older format had none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,8 @@ def upgrade(row: Any, written: int) -> Any:
             if _is(row, Head) and older == 8 and isinstance(row[5], dict):
                 digests = {version: _with_added(published, older) for version, published in row[5].items()}
                 row = [*row[:5], digests, *row[6:], {}]
+            if _is(row, Head) and older == 9:
+                row = [*row, {}]
             if _is(row, Batch) and isinstance(row[1], list):
                 row = [row[0], [_entry(entry, older) for entry in row[1]], *row[2:]]
         return row

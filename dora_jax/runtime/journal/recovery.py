@@ -18,7 +18,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dora_jax.config import UnknownFormat
+from dora_jax.config import UnknownFormat, changes
+from dora_jax.config.changes import Changes, Settings
 from dora_jax.orchestrate import snapshot
 from dora_jax.orchestrate.core import Orchestrator, Outstanding, restart
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -31,6 +32,7 @@ from dora_jax.runtime.journal.records import CODEC, FORMAT, Batch, Entry, Fact, 
 from dora_jax.types import Version
 
 Notify = Callable[[str], None]
+NO_SETTINGS: Settings = {}
 # Raised where a replay follows records of other code, or of a run that ended over them. CodecError is a ValueError.
 SENSELESS = (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError)
 
@@ -59,6 +61,8 @@ class Recovered:
     start: Version  # the trainer restores this checkpoint (or the initial weights) ...
     segments: dict[int, Version]  # of the journal -> the version at which each begins
     steps: tuple[Step, ...]  # ... and makes these steps again, to the version that was published last
+    changed: Changes = dataclasses.field(default_factory=dict)  # settings, since the run was here last
+    afresh: tuple[str, ...] = ()  # those for which nothing but the checkpoint is of use
 
     @property
     def base(self) -> Version:
@@ -78,6 +82,7 @@ def head_records(orchestrator: Orchestrator, payloads: PayloadState, epoch: int)
             digests={str(v): p for v, p in payloads.digests.items()},
             payload_records=len(records),
             saved={str(v): saved for v, saved in payloads.saved.items()},
+            settings=payloads.settings,
         )
     )
     yield from records
@@ -90,11 +95,14 @@ def recover(
     usable: Callable[[Version], bool],
     notify: Notify,
     adopt: Callable[[Mapping[Version, Saved]], Sequence[Version]] = lambda saved: (),
+    settings: Settings = NO_SETTINGS,
 ) -> Recovered | None:
     """Where the run was; None: there is no journal. `checkpoints`: steps that the trainer can start from, with the
     initial weights; `usable` verifies one, and is asked last: the run starts from the first that is. `adopt` is given
-    what the journal holds of checkpoints, and returns further ones. JournalError: no checkpoint fits the journal.
-    UnknownFormat: another version of dora_jax wrote a segment that this start needs."""
+    what the journal holds of checkpoints, and returns further ones. settings: today's; where they leave no use for what
+    is in flight, the start is the newest checkpoint, and the orchestrator as it was under the earlier ones.
+    JournalError: no checkpoint fits the journal. UnknownFormat: another version of dora_jax wrote a segment that this
+    start needs."""
     heads, unknown = _heads(journal, notify)
     newest = max(heads, default=0)
     if unknown and max(unknown) > newest:
@@ -109,6 +117,11 @@ def recover(
     published = {v: each.digest for v, each in end.payloads.digests.items() if each.epoch == end.epoch}
     params = {v: Saved(version=v, params=digest, opt_state=0, rl_state=0) for v, digest in published.items()}
     checkpoints = sorted({*checkpoints, *adopt(params | end.payloads.saved)})
+    changed = changes.between(end.payloads.settings, settings)
+    if afresh := tuple(changes.learned(changed, only_afresh=True)):
+        for start in filter(usable, reversed(checkpoints)):
+            return Recovered(end.orchestrator, end.payloads, end.epoch, outstanding, start, heads, (), changed, afresh)
+        raise JournalError(f"no checkpoint verifies, of {checkpoints}")
     for start in sorted((v for v in checkpoints if v <= floor), reverse=True):
         first = max((n for n, base in heads.items() if base <= start), default=None)
         if first is None:
@@ -127,7 +140,7 @@ def recover(
         elif usable(start):
             orchestrator = Orchestrator.restore(config, end.orchestrator.snapshot())
             end.payloads.prune(orchestrator.state)
-            return Recovered(orchestrator, end.payloads, end.epoch, outstanding, start, heads, steps)
+            return Recovered(orchestrator, end.payloads, end.epoch, outstanding, start, heads, steps, changed)
     if unknown:
         raise unknown[max(unknown)]
     raise JournalError(
@@ -268,6 +281,7 @@ def _open(number: int, records: Sequence[bytes]) -> tuple[Head, PayloadState, Se
             payloads.load(read(data))
         payloads.digests = {int(version): published for version, published in head.digests.items()}
         payloads.saved = {int(version): saved for version, saved in head.saved.items()}
+        payloads.settings = head.settings
         # raise UnknownFormat where a head of a known format holds a snapshot or a configuration of another one
         written = head.orchestrator["format"]
         if type(written) is int and not snapshot.OLDEST <= written <= snapshot.FORMAT:

@@ -6,7 +6,9 @@ saved, by the digests in the journal, and says which it steps over and why; a ru
 from is refused, and nothing of it is renamed; a step is made again from the journal's groups and must give the digest
 that was published; where it does not (another machine, another compiler), a new epoch begins, a note says so, and
 running samples start over at their version, so that no trajectory holds tokens of two weights; a version that is
-published again with equal weights has the copy that it had, or the run does not begin.
+published again with equal weights has the copy that it had, or the run does not begin; what has changed in the
+configuration is reported and written to changes.jsonl; steps are made again under today's configuration, and where that
+leaves no use for what is in flight, the run goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 from dora_jax.base.fault_injection import point
 from dora_jax.base.metrics import Writer
-from dora_jax.config import ConfigError, JournalSection, RunError, workdirs
+from dora_jax.config import ConfigError, JournalSection, RunError, changes, workdirs
 from dora_jax.orchestrate.core import Orchestrator, Outstanding
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.common.seams import CheckpointStore, Digest, Pack, PolicyTrainer, PublishedWeights, Tree
@@ -30,10 +32,11 @@ from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Published, Saved
-from dora_jax.runtime.journal.recovery import Recovered, recover
+from dora_jax.runtime.journal.recovery import NO_SETTINGS, Recovered, recover
 from dora_jax.trainer.checkpoint import UNPROVED, Digests, Restored, UnusableCheckpoint
 from dora_jax.types import Version
 
+CHANGES = "changes.jsonl"
 INITIAL = 0  # this version needs no checkpoint: it is model.path
 NAMED = 3  # unusable checkpoints that a refusal names
 
@@ -79,33 +82,43 @@ def begin(
     digest: Digest,
     config: OrchestratorConfig,
     writer: Writer,
+    settings: changes.Settings = NO_SETTINGS,
 ) -> Begun:
     """Where the run begins. On return the trainer holds the newest version, and the weight store every live one.
-    ConfigError: the run has a past, and nothing that it could go on from."""
+    settings: of the configuration as asked (config/changes.py). ConfigError: the run has a past, and nothing that it
+    could go on from."""
     starts = _Starts(checkpoints, trainer, writer)
-    found, fault = None, ""
+    past, fault = None, ""
     if journal is not None:
         versions = [INITIAL, *checkpoints.steps()]
         try:
-            found = recover(journal, config, versions, starts.usable, writer.note, starts.adopt)
+            past = recover(journal, config, versions, starts.usable, writer.note, starts.adopt, settings)
         except JournalError as error:
             fault = str(error)
-    if found is not None:
-        return _again(found, starts, weights, pack, digest)
-    if starts.newest() is None:
+    if past is not None and past.changed:
+        _tell(past, writer)
+    if past is not None and not past.afresh:
+        past.payloads.settings = settings
+        return _again(past, starts, weights, pack, digest)
+    if past is None and starts.newest() is None:
         starts.refuse_lost(journal, fault)
     elif fault:
         writer.note(f"{fault}; the run goes on from its newest checkpoint, and what was in flight is generated again")
     # starts after the checkpoint that was read last. Every group that was issued and has not ended is issued again
     rl_state = starts.load()
-    if starts.step != INITIAL:
+    if starts.step != INITIAL or past is not None:
         checkpoints.undo_after(starts.step)
         writer.resume(starts.step)
         writer.note(f"resuming from step {starts.step}")
-    version = int(trainer.state.step)
-    payloads = PayloadState()
-    payloads.digests[version] = _publish(version, trainer.params, digest(trainer.params), None, weights, epoch=0)
-    return Begun(Orchestrator(config, **rl_state), payloads)
+    version, made, payloads = int(trainer.state.step), digest(trainer.params), PayloadState()
+    payloads.settings = settings
+    epoch, segments = 0, dict[int, Version]()
+    if past is not None:
+        _refuse_another_model(past, made)
+        past.payloads.forget_saved(INITIAL, version)
+        payloads.saved, epoch, segments = past.payloads.saved, past.epoch + 1, dict(past.segments)
+    payloads.digests[version] = _publish(version, trainer.params, made, None, weights, epoch)
+    return Begun(Orchestrator(config, **rl_state), payloads, epoch, segments=segments)
 
 
 # ---------------------------------------------------------------- private
@@ -219,10 +232,7 @@ def _again(found: Recovered, starts: _Starts, weights: PublishedWeights, pack: P
     starts.load()
     checkpoints, trainer, writer = starts.checkpoints, starts.trainer, starts.writer
     made = digest(trainer.params)
-    if found.start == INITIAL:
-        published = found.payloads.digests.get(INITIAL)
-        if published is not None and published.epoch == found.epoch and published.digest != made:
-            raise ConfigError("model.path: model.path holds other weights than the run of this workdir began with")
+    _refuse_another_model(found, made)
     checkpoints.undo_after(found.base)
     found.payloads.forget_saved(INITIAL, found.base)
     writer.resume(found.base)
@@ -259,6 +269,25 @@ def _again(found: Recovered, starts: _Starts, weights: PublishedWeights, pack: P
         "tokens"
     )
     return Begun(found.orchestrator, found.payloads, epoch, found.outstanding, dict(found.segments))
+
+
+def _refuse_another_model(past: Recovered, made: int) -> None:
+    """ConfigError: the digest `made` of the weights that the trainer starts from is not that of version 0."""
+    published = past.payloads.digests.get(INITIAL)
+    if past.start == INITIAL and published and published.epoch == past.epoch and published.digest != made:
+        raise ConfigError("model.path: model.path holds other weights than the run of this workdir began with")
+
+
+def _tell(past: Recovered, writer: Writer) -> None:
+    """One line on the console, and one in changes.jsonl, unless the last one there is the same: a start that was
+    killed before its first facts wrote it."""
+    row = {"step": past.start if changes.learned(past.changed) else past.base, "changed": past.changed}
+    line, file = json.dumps(row).encode() + b"\n", writer.file.with_name(CHANGES)
+    if not file.is_file() or not file.read_bytes().endswith(line):
+        with file.open("ab") as out:
+            out.write(line)
+    effect = f"; of use is only checkpoint {past.start}: what came after it is made anew" if past.afresh else ""
+    writer.note(f"changed since the last start: {changes.sentence(past.changed)}{effect}")
 
 
 def _publish(
