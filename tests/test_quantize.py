@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.bench import drift
+from dora_jax.bench import train_step
 from dora_jax.models import decoder, sharding
 from dora_jax.rollout.quantize import PROJECTIONS, Narrow, narrow, stored
 from dora_jax.runtime.assembly.run import engine_of
@@ -50,7 +50,7 @@ def test_the_pool_does_not_overflow():
 
 def test_drift_is_small_and_is_there():
     sizes = {
-        option: np.abs(drift.measure(CFG, params(0), ("float32", *option), 4, 24)[0]).mean()
+        option: np.abs(train_step.gap_of(CFG, params(0), ("float32", *option), 4, 24)[0]).mean()
         for option in (("", ""), ("int8", ""), ("", "float8"))
     }
     assert sizes["", ""] < 1e-5 and 1e-4 < sizes["int8", ""] < 0.05
@@ -59,10 +59,10 @@ def test_drift_is_small_and_is_there():
 
 def test_an_engine_of_a_bfloat16_run_computes_in_bfloat16():
     """From the assembly that a run uses: the pool's type, and a gap no larger than two independent roundings make."""
-    config = drift.config_of("bfloat16", "", "", 4, 24)
+    config = train_step.config_of("bfloat16", "", "", 4, 24)
     engine = engine_of(config, CFG, sharding.make_mesh(jax.devices()[:1], 1, 1, 1))
     assert {x.dtype.name for x in jax.tree.leaves(engine.device.pool)} == {"bfloat16"}
-    gap, forward = drift.measure(CFG, params(0), ("bfloat16", "", ""), 16, 64)
+    gap, forward = train_step.gap_of(CFG, params(0), ("bfloat16", "", ""), 16, 64)
     assert 1e-4 < np.abs(gap).mean() <= 1.5 * forward
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dora_jax.bench import drift
+from dora_jax.bench import train_step
 from dora_jax.buffer import layout as batch_layout
 from dora_jax.buffer import pack
 from dora_jax.models import decoder, sharding
@@ -148,8 +148,8 @@ def test_what_a_dense_model_cannot_do_is_refused(changes, message):
 def test_replayed_routes_bring_engine_and_trainer_together_in_bfloat16():
     """Most of the gap between the engine and the trainer of a run in bfloat16 comes from other experts, not from
     rounding."""
-    cfg = decoder.new_config("qwen3_moe", **drift.MIXTURE)
-    own, replay, changed = drift.replayed(cfg, decoder.init_params(cfg, 0), count=8, tokens=32)
+    cfg = decoder.new_config("qwen3_moe", **train_step.MIXTURE)
+    own, replay, changed = train_step.replayed(cfg, decoder.init_params(cfg, 0), count=8, tokens=32)
     assert changed > 0
     assert np.abs(own).mean() >= 2.5 * np.abs(replay).mean()
     assert np.abs(own).max() >= 4 * np.abs(replay).max()

@@ -2,12 +2,12 @@
 
 import pytest
 
-from dora_jax.bench import satisfaction
+from dora_jax.bench import learning
 
 
 @pytest.mark.slow
 def test_the_bench_trains_on_its_user_and_serves_it_without_training(tmp_path):
-    first, _, *lines = satisfaction.satisfaction(
+    first, _, *lines = learning.satisfaction(
         tmp_path / "base", tmp_path / "work", steps=1, groups=1, users=4, warm_steps=5
     )
     assert first.split()[1] == "sessions" and int(first.split()[0]) >= 8
@@ -16,5 +16,5 @@ def test_the_bench_trains_on_its_user_and_serves_it_without_training(tmp_path):
 
 def test_the_reward_is_what_the_user_wrote_next():
     said = [{"role": "user", "content": "thanks"}]
-    assert satisfaction.thanked("", "", {"messages": [], "next": said}) == 1.0
-    assert satisfaction.thanked("", "", {"messages": said, "next": []}) == 0.0
+    assert learning.thanked("", "", {"messages": [], "next": said}) == 1.0
+    assert learning.thanked("", "", {"messages": said, "next": []}) == 0.0

@@ -4,7 +4,7 @@ Consumes a model's sizes, the trainer's section, its mesh and a row of the hardw
 of a device by part, and the MFU that they come to.
 Laws: the parts are closed formulas in FLOPs and bytes over the chip's published speeds; the three shares below are
 those of XLA's own estimates for 8B and 32B models on v5p and v5e, with splash attention (`python -m
-dora_jax.bench.aot`); nothing here was measured on a chip.
+dora_jax.bench.device aot`); nothing here was measured on a chip.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Consumes a model's sizes and a resolved configuration; produces `PlanLine`s of bytes a device, for the trainer and for a
 rollout instance. State (masters, moments, weights, KV pages) is exact; what a compiled program needs beside it is an
-estimate, which `python -m dora_jax.bench.aot` holds against XLA's own.
+estimate, which `python -m dora_jax.bench.device aot` holds against XLA's own.
 Law: every line is a closed formula in the sizes below, so that a dry run prints what a refusal is made of.
 """
 

@@ -5,8 +5,8 @@ one f32 scale an output channel, by which the product is multiplied. Embedding, 
 stay: they are read row by row, or decide between tokens. So do routers, experts and the up-projection of latents, which
 no single product takes. KV in float8 has no scale: its values are of order one, and
 the kernels take one scale a pool at most.
-Law: the trainer never sees these weights, so the engine's log-probs drift from its own; bench/drift.py prints by how
-much, and trainer.max_mismatch stops a run that drifts too far.
+Law: the trainer never sees these weights, so the engine's log-probs drift from its own; bench/train_step.py prints by
+how much, and trainer.max_mismatch stops a run that drifts too far.
 """
 
 from __future__ import annotations
