@@ -68,7 +68,7 @@ def parse(argv: Sequence[str], flag_values: absl_flags.FlagValues) -> tuple[Swee
         raise ConfigError('argument \'--\': nothing behind "--" is read; leave the "--" out')
     absl_flags.DEFINE_string("config", "", flags.CONFIG_HELP, flag_values=flag_values)
     absl_flags.DEFINE_integer("only", None, "this point alone, counted from 0", lower_bound=0, flag_values=flag_values)
-    absl_flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
+    absl_flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values, allow_overwrite=False)
     absl_flags.DEFINE_boolean("dry_run", False, "print the command of every run, and stop", flag_values=flag_values)
     if helping.asked_for(argv[1:]):
         helping.show(argv, configs.Config)

@@ -60,6 +60,15 @@ def test_json_reads_back_as_the_same_config():
     assert from_config_dict(to_json(config)) == config
 
 
+def test_a_number_of_instances_that_is_left_to_the_devices_is_named():
+    c = good()
+    c.rollout.instances = 0
+    _, lines = validate.settle(from_config_dict(c))
+    assert any(line.split()[:1] == ["rollout.instances=4"] for line in lines)
+    c.rollout.instances = 3
+    assert not any("rollout.instances" in line for line in validate.settle(from_config_dict(c))[1])
+
+
 def test_sections_are_locked_and_free_form_fields_are_not():
     c = configs.defaults()
     with pytest.raises(AttributeError, match="name"):

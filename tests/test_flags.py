@@ -87,6 +87,8 @@ def test_the_default_workdir_is_named_after_the_config_and_its_argument(workspac
         (["steps=3"], "argument 'steps=3': not a flag; the nearest is --config.steps=..."),
         (["--", "--config.steps=3"], "argument '--config.steps=3': nothing behind \"--\" is read"),
         (["--"], 'nothing behind "--"'),
+        (["--workdir=v", "--workdir", "w"], "flag --workdir=w: already defined as v"),
+        (["--config=d.py"], "config: c.py and d.py are both named; leave one of them out"),
         (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
         (
             ["--config.cpu_devices=4", "--config.trainer.data=3", "--config.trainer.fsdp=2"],

@@ -226,6 +226,18 @@ def test_a_bad_folder_is_named_before_a_device_is_touched(corrupt, message, tmp_
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    path = folder(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    _, params = hf.load(path)
+    hf.check_finite(path, params)
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        tensors[name].flat[-1] = np.inf if "norm" in name else np.nan
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model holds weights that are not finite, in final_norm, layers.up_proj$"):
+        hf.check_finite(path, hf.load(path)[1])
+
+
 def test_a_missing_shard_is_named(tmp_path):
     path = folder(tmp_path / "a", max_shard_bytes=4000)
     drop_shard(path)

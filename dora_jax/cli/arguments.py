@@ -21,7 +21,7 @@ from dora_jax.config import ConfigError
 
 
 def split(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The last value of --config ("" where there is none) and argv without it."""
+    """The value of --config ("" where there is none) and argv without it."""
     if "--" in argv:
         behind = list(argv)[list(argv).index("--") + 1 :]
         raise ConfigError(f'argument {" ".join(behind) or "--"!r}: nothing behind "--" is read; leave the "--" out')
@@ -30,7 +30,9 @@ def split(argv: Sequence[str]) -> tuple[str, list[str]]:
     for arg in args:
         match = re.fullmatch(r"--?config(=(.*))?", arg, re.DOTALL)
         if match:
-            spec = match[2] if match[1] else next(args, "")
+            before, spec = spec, match[2] if match[1] else next(args, "")
+            if before not in ("", spec):
+                raise ConfigError(f"config: {before} and {spec} are both named; leave one of them out")
         else:
             rest.append(arg)
     return spec, rest

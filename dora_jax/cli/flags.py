@@ -26,7 +26,7 @@ from absl import app, flags, logging
 
 from dora_jax import config as configs
 from dora_jax.base import exits, helping
-from dora_jax.cli import arguments
+from dora_jax.cli import arguments, parents
 from dora_jax.config import Config, ConfigError, RunError, workdirs
 from dora_jax.config import files as config_files
 from dora_jax.models.families import config as models
@@ -67,6 +67,12 @@ class CommandLine:
     begin_anew: str = ""  # name of the folder that takes the workdir's history; empty: the run goes on
     accept_changes: bool = False  # that the workdir's run learns another thing from here on
     downloads: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> name of the hub, for --download
+    parent: parents.Parent | None = None  # the checkpoint of another run that model.path names
+
+    @property
+    def coming(self) -> list[str]:
+        """Fields whose models a start brings."""
+        return [*self.downloads, *(["model.path"] if self.parent else [])]
 
     @property
     def config(self) -> Config:
@@ -92,9 +98,11 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
 
                 aot.report(asked.config)
             return 0
-        if asked.downloads:
+        if asked.coming:
             for field, name in asked.downloads.items():
                 hub.fetch(field, name)
+            if asked.parent:
+                parents.make(asked.parent)
             _check(asked, purpose)  # once more: what has come may be no model
         if asked.begin_anew:
             print(workdirs.put_history_aside(asked.workdir, asked.config, asked.begin_anew), flush=True)
@@ -124,7 +132,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
     """What argv (program name first) asks for; ConfigError lists everything that is wrong with it."""
     spec, rest = arguments.split(argv)
     # Every program's own flags, shown by its --help.
-    flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values)
+    flags.DEFINE_string("workdir", "", WORKDIR_HELP, flag_values=flag_values, allow_overwrite=False)
     flags.DEFINE_boolean("dry_run", False, DRY_RUN_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("aot", False, AOT_HELP, flag_values=flag_values)
     flags.DEFINE_boolean("download", False, DOWNLOAD_HELP, flag_values=flag_values)
@@ -143,6 +151,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         "evaluate" if purpose in READERS else purpose,
         flag_values.dry_run,
     )
+    parent = parents.settle(tree, workdir) if purpose == "train" else None
     downloads = hub.settle(tree) if flag_values.download else {}
     plan = validate.read(tree, purpose)
     if flag_values.aot and not (flag_values.dry_run and purpose == "train"):
@@ -168,6 +177,7 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
         downloads=downloads,
         begin_anew=flag_values.begin_anew,
         accept_changes=flag_values.accept_changes,
+        parent=parent,
     )
     return _check(asked, purpose, owns=bool(flag_values.workdir) or not flag_values.dry_run)
 
@@ -192,7 +202,9 @@ def describe(asked: CommandLine) -> str:
         budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
     )
     notes = [f"note: {field}: --download would fetch {name}" for field, name in asked.downloads.items()]
-    notes += [f"note: {problem}" for problem in validate.missing_paths(asked.config, coming=asked.downloads)]
+    if asked.parent and not asked.parent.folder.exists():
+        notes.append(f"note: model.path: a start exports {asked.parent} to {asked.parent.folder}")
+    notes += [f"note: {problem}" for problem in validate.missing_paths(asked.config, coming=asked.coming)]
     return "\n".join(
         [
             json.dumps(configs.to_json(config), indent=2),
@@ -208,13 +220,12 @@ def describe(asked: CommandLine) -> str:
 
 def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdir: str | os.PathLike) -> CommandLine:
     """What a script asks for, checked and recorded as a command line is."""
-    tree = dataclasses.asdict(config) if isinstance(config, Config) else config
+    tree: Any = dataclasses.asdict(config) if isinstance(config, Config) else config
+    folder = local(workdir, "train")
+    if parent := parents.settle(tree, folder):
+        parents.make(parent)
     asked = CommandLine(
-        plan=validate.read(tree),
-        workdir=local(workdir, "train"),
-        overrides={},
-        dry_run=False,
-        in_bucket="://" in os.fspath(workdir),
+        plan=validate.read(tree), workdir=folder, overrides={}, dry_run=False, in_bucket="://" in os.fspath(workdir)
     )
     asked = _check(asked, "train")
     record(asked)
@@ -248,18 +259,20 @@ def local(workdir: str | os.PathLike, purpose: str, dry_run: bool = False) -> Pa
 def _check(asked: CommandLine, purpose: str, owns: bool = True) -> CommandLine:
     """The command line with the model in its plan; ConfigError lists what files, machine and, where the run `owns` it,
     the workdir say against this run."""
-    config = asked.config
-    problems = validate.model_problems(config) if purpose == "train" else []
+    config = described = asked.config
+    if asked.parent and not asked.parent.folder.exists():
+        described = dataclasses.replace(config, model=dataclasses.replace(config.model, path=asked.parent.model))
+    problems = validate.model_problems(described) if purpose == "train" else []
     if not problems and (purpose == "train" or asked.dry_run):
         try:
-            asked = dataclasses.replace(asked, plan=presets.with_model(asked.plan, presets.model_of(config)))
+            asked = dataclasses.replace(asked, plan=presets.with_model(asked.plan, presets.model_of(described)))
         except ConfigError as error:
             problems = list(error.problems)
     if purpose in READERS and not problems:
         return asked
     problems = problems or _machine(asked, purpose)
     if not asked.dry_run:
-        problems += validate.missing_paths(config, purpose, asked.downloads)
+        problems += validate.missing_paths(config, purpose, asked.coming)
     if problems := [*problems, *(workdirs.conflicts(asked.workdir, config, asked.accept_changes) if owns else ())]:
         raise ConfigError(problems)
     return asked

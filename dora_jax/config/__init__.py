@@ -46,7 +46,7 @@ MODEL_STAYS = "its weights are version 0 of the run, and its tokenizer has writt
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    path: str = field("", "a Hugging Face folder", change=MODEL_STAYS)
+    path: str = field("", "a Hugging Face folder; a run's workdir, or WORKDIR@STEP: its policy", change=MODEL_STAYS)
     size: str = field(
         "",
         "such as Qwen3-8B: what a dry run plans for while path is missing; a folder of other sizes is refused",

@@ -1,6 +1,6 @@
 """What a workdir remembers of its run's configuration: config.json (resolved, secrets blanked) and overrides.json.
 
-    WORKDIR/history.N/      what an earlier run left there, where one was begun anew (`put_history_aside`)
+    WORKDIR/history.N/      what an earlier run left there, with --begin_anew (`put_history_aside`)
 
 Consumes a `Config` and a folder; produces the two files, or the sentence that says why the folder is not this run's.
 Laws: a file is there whole or not at all; a workdir of a version whose journal and checkpoints this one does not read
@@ -26,7 +26,7 @@ from dora_jax.config import Config, ConfigError, changes
 from dora_jax.version import __version__
 
 HISTORY = re.compile(r"history\.[\w-]+")
-STAYS = ("config.json", "overrides.json", "wanted_instances")  # of the run that is begun anew too
+STAYS = ("config.json", "overrides.json", "wanted_instances")  # of the run that follows, too
 READS = (__version__,)  # versions of dora_jax whose workdirs this one goes on with
 UNNAMED = "0.1.0"  # the version that wrote a workdir which names none
 VERSION = "dora_jax"  # in config.json, beside the fields

@@ -43,6 +43,7 @@ SCORE = "score.weight"  # of a reward model: [1, D]
 DISK_DTYPES = ("F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
+MOST_NAMED = 3  # parameters, in a sentence
 
 Tensors = dict[str, tuple[Any, Path]]  # tensor name -> (open file, its path)
 Bounds = tuple[tuple[int, int], ...]  # half-open, one a dimension
@@ -101,6 +102,14 @@ def _load(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None, dtype) -
                 for name, leaf in abstract[key].items()
             }
     return params
+
+
+def check_finite(path: str | Path, params: dict) -> None:
+    """ValueError: weights that were read from this folder are not finite; every sample would be garbage."""
+    finite = jax.device_get(jax.jit(functools.partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))(params))
+    leaves = jax.tree_util.tree_leaves_with_path(finite)
+    if bad := [jax.tree_util.keystr(key, simple=True, separator=".") for key, whole in leaves if not whole]:
+        raise ValueError(f"{path} holds weights that are not finite, in {', '.join(bad[:MOST_NAMED])}")
 
 
 def save(

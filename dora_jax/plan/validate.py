@@ -24,8 +24,7 @@ from dora_jax.models.families import KNOWN
 from dora_jax.models.families.config import MAX_LAYERS, ModelConfig
 from dora_jax.models.hf_config import not_a_model, read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.plan import hub, presets
-from dora_jax.plan.devices import MIN_AUTO_INSTANCES
+from dora_jax.plan import devices, hub, presets
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.tasks import environment, mixture, solved
 from dora_jax.trainer import objective
@@ -69,7 +68,10 @@ def settle(config: Config) -> tuple[Config, list[str]]:
     planned = presets.plan(config, presets.here(config), presets.model_of(config))
     if found := [*_broken(planned.config), *model_problems(config), *presets.problems(planned)]:
         raise ConfigError(found)
-    choices = planned.choices
+    choices, count = planned.choices, planned.machines.trainer.devices
+    if not config.rollout.instances and count:
+        instances = len(devices.plan(count, planned.config).instances)
+        choices += (presets.Choice("rollout.instances", instances, "as many as the devices hold, and two at least"),)
     return planned.config, [f"chosen for {planned.machines}:", *presets.table(choices)] if choices else []
 
 
@@ -271,7 +273,7 @@ def _orchestrator(config: Config) -> Problems:
         )
     if section.group_size == 1 and section.filter_zero_variance:
         yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
-    slots = rollout.slots * (rollout.instances or MIN_AUTO_INSTANCES)
+    slots = rollout.slots * (rollout.instances or devices.MIN_AUTO_INSTANCES)
     if section.group_size > slots:
         yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"
 

@@ -136,6 +136,7 @@ def new_trainer(config: Config, tokenizer: Tokenizer, mesh: Mesh, dump_dir: Path
 
     with field_context("model.path"):
         model, params = hf.load(config.model.path, mesh)
+        hf.check_finite(config.model.path, params)
     adapter = None
     if config.lora.on:
         check_base(config, dump_dir / "checkpoints", params)
