@@ -155,12 +155,21 @@ def test_collectives_of_a_shard_map_share_a_channel_and_count_each():
     assert hlo.CompiledText(shared).collectives()["all-gather"] == hlo.Traffic(6 + 1 + 1, 8 * 64)
 
 
+def test_what_is_started_with_several_operands_counts_its_result():
+    """An operand may be longer than the result: the rows of a ragged exchange."""
+    operands = "(bf16[9,4]{1,0:T(2,128)(2,1)}, bf16[5,4]{1,0:T(2,128)(2,1)}, s32[4]{0:T(128)})"
+    line = f"  %x = ({operands}, bf16[5,4]{{1,0:T(2,128)(2,1)}}, u32[]{{:S(2)}}) ragged-all-to-all-start(%u), channel_id=1\n"
+    found = hlo.CompiledText(TEXT.replace("  %rs = ", line + "  %rs = ")).collectives()
+    assert found["ragged-all-to-all"] == hlo.Traffic(1, 5 * 4 * 2)
+
+
 def test_groups_of_one_device_send_nothing():
-    for groups in ("{{0},{1}}", "[2,1]<=[2]"):
+    for groups in ("{{0},{1}}", "[2,1]<=[2]", "mesh['a'=1,'b'=2,'c'=1] {'a','c'}"):
         alone = TEXT.replace("channel_id=9", f"channel_id=9, replica_groups={groups}")
         assert set(hlo.CompiledText(alone).collectives()) == {"all-gather"}
-    several = TEXT.replace("channel_id=9", "channel_id=9, replica_groups={{0,1}}")
-    assert hlo.CompiledText(several).collectives() == hlo.CompiledText(TEXT).collectives()
+    for groups in ("{{0,1}}", "mesh['a'=1,'b'=2,'c'=1] {'a','b'}", "mesh['a'=2,'b'=2] {'a':(1)2}"):
+        several = TEXT.replace("channel_id=9", f"channel_id=9, replica_groups={groups}")
+        assert hlo.CompiledText(several).collectives() == hlo.CompiledText(TEXT).collectives()
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ NOT_KERNELS = (
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _ALONE = re.compile(r"replica_groups=(\{\{\d+\}(,\{\d+\})*\}|\[\d+,1\])")  # groups of one device, which send nothing
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]* \{([^}]*)\}")  # axes with their sizes, and those of a group
 _COLLECTIVE = re.compile(rf"%?(\S+) = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
 _KERNEL = re.compile(r"%?\S+ = (\(.*?\)|\S+) custom-call\(.*custom_call_target=\"([^\"]+)\"")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -87,10 +88,14 @@ class CompiledText:
         for name, runs, line in self._lines():
             if not (match := _COLLECTIVE.match(line)) or _ALONE.search(line):
                 continue
+            axes = mesh.groups() if (mesh := _MESH.search(line)) else ("", "")
+            if axes[1] and {f"{axis}=1" for axis in axes[1].split(",")} <= set(axes[0].split(",")):
+                continue
             channel = re.search(r"channel_id=(\d+)", line)
             own = channel is not None and channel[1] != SHARED_CHANNEL
             key = (match[3], channel[1] if channel and own else f"{name}/{match[1]}")
-            sizes = _sizes(match[2])  # an operation that is only started lists its operand, too
+            # An operation that is only started lists its operand, too; where it has several, in a tuple of their own
+            sizes = _sizes(re.sub(r"^\(\(.*?[\]}]\), ", "", match[2]))
             found = Traffic(runs, runs * (max(sizes, default=0) if match[4] else sum(sizes)))
             rarest[key] = min(rarest.get(key, found), found, key=lambda t: t.runs)
         total: dict[str, Traffic] = {}

@@ -1,5 +1,6 @@
 """Libraries that are no dependency of ours, each in a virtual environment of its own, kept between test runs."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -18,7 +19,11 @@ def python_of(name):
     version = f"{sys.version_info.major}{sys.version_info.minor}"
     home, pins = CACHE / f"{name}-{version}", ROOT / f"tests/data/clients/{name}.txt"
     python, stamp = home / "bin/python", home / "installed.txt"
-    if not stamp.exists() or stamp.read_text() != pins.read_text():
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{home.name}.lock").open("w") as lock:  # of two workers of pytest one makes it, and the other waits
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists() and stamp.read_text() == pins.read_text():
+            return python
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", home], check=True)
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check"]
         done = subprocess.run([*pip, "--retries=1", "-r", pins], capture_output=True, text=True, check=False)
