@@ -6,7 +6,6 @@ import queue
 import signal
 import threading
 import time
-from multiprocessing import connection
 
 import pytest
 
@@ -17,8 +16,8 @@ from dora_jax.runtime.cluster.connection import RecordConnection
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, GangLimits
 from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
 from dora_jax.runtime.cluster.process_main import leave_multislice
-from dora_jax.runtime.common.listener import Listener, dial
 from tests.fakes.cluster import LIMITS, FakeHost, FakeLauncher, Kept, eventually
+from tests.fakes.members import RUN, dialled, new_listener
 
 
 class Ends:
@@ -26,17 +25,19 @@ class Ends:
 
     def __init__(self):
         self.received, self.ended = {"a": [], "b": []}, {}
-        self.links, self.ends = {}, {}
-        self.door = Listener("127.0.0.1", b"token", lambda end: self._link("b", end))
-        self._link("a", dial(self.door.address, b"token"))
+        self.links = {}
+        self.door = new_listener(lambda channel: self._link("b", channel))
+        self._link("a", dialled(self.door))
         eventually(lambda: len(self.links) == 2)
 
-    def _link(self, name, end):
+    def _link(self, name, channel):
         link = RecordConnection(
-            end, lambda _, item: self.received[name].append(item), lambda _, reason: self.ended.setdefault(name, reason)
+            channel,
+            lambda _, item: self.received[name].append(item),
+            lambda _, reason: self.ended.setdefault(name, reason),
         )
         link.start()
-        self.links[name], self.ends[name] = link, end
+        self.links[name] = link
 
 
 def test_records_go_both_ways_in_order():
@@ -63,18 +64,15 @@ def test_large_records_that_wait_together_are_no_frame_too_large(monkeypatch):
 @pytest.mark.parametrize("frame", [b"\x80\x04K\x01.", b"", b"\x91\xc4\x02\x91\xa1", b"\x01"])
 def test_bytes_that_are_no_records_end_the_link(frame):
     ends = Ends()
-    ends.ends["a"].send_bytes(frame)
+    ends.links["a"].channel.send(frame)
     eventually(lambda: "b" in ends.ended)
     assert ends.received["b"] == []
 
 
 def test_a_reader_that_stands_still_does_not_stop_the_sender():
-    door = Listener("127.0.0.1", b"token", lambda end: None)  # nobody ever reads
-    link = RecordConnection(
-        connection.Client(("127.0.0.1", int(door.address.split(":")[1])), authkey=b"token"),
-        lambda _, item: None,
-        lambda _, reason: None,
-    )
+    came = []
+    door = new_listener(came.append)  # nobody ever reads
+    link = RecordConnection(dialled(door), lambda _, item: None, lambda _, reason: None)
     link.start()
     for _ in range(100):
         link.send(
@@ -179,7 +177,7 @@ def lone_gang():
     limits = GangLimits(heartbeat_timeout_s=1.0, stall_timeout_s=1.0, start_s=99.0, restarts=1)
     gang = Gang("rollout 0", 1, 1, lambda item: None, lambda text: None, limits)
     link = FakeLink()
-    gang.join(link, messages.Hello(gang="rollout 0", epoch=1, pid=1, worker=0, coordinator="", leader=""))
+    gang.join(link, messages.Hello(pid=1, worker=0, coordinator="", leader=""))
     gang.ready.set()
     return gang, link
 
@@ -320,11 +318,9 @@ def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic, monkeypatch
 def test_nobody_of_another_epoch_is_let_in():
     with Kept(FakeLauncher()) as kept:
         gang = kept.up()
-        ticket = Ticket(controller=kept.hub.address, gang="rollout 0", epoch=7)
-        late = FakeHost(ticket, kept.hub.token, 0, None, lambda host: host.join())
-        with pytest.raises(queue.Empty):
-            late.inbox.get(timeout=0.3)
-        assert not gang.dead.is_set() and late.began is None
+        with pytest.raises(ConnectionError):
+            FakeHost(kept.hub.ticket("rollout 0", 7), 0, None, None)
+        assert not gang.dead.is_set()
 
 
 def test_a_rollout_leaves_the_job_that_joins_slices():
@@ -335,9 +331,9 @@ def test_a_rollout_leaves_the_job_that_joins_slices():
 
 def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
     came, beats = queue.SimpleQueue(), []
-    door = Listener("127.0.0.1", b"token", came.put)
-    ticket = Ticket(controller=door.address, gang="trainer", epoch=1)
-    started = ProcessLauncher(tmp_path).start(ticket, b"token", 1, "")
+    door = new_listener(came.put)
+    ticket = Ticket(run=RUN.run, controller=door.address, gang="trainer", epoch=1, credential=RUN.issue("trainer", 1))
+    started = ProcessLauncher(tmp_path).start(ticket, 1, "")
     link = RecordConnection(came.get(timeout=60), lambda _, item: beats.append(item), lambda _, reason: None)
     try:
         link.start()

@@ -19,7 +19,7 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import HeartbeatSender, Turns
 from dora_jax.runtime.cluster.gang import Gang, GangListener
-from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
+from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket, run_of_token
 from dora_jax.runtime.cluster.run_registry import RunRegistry, address_in
 from dora_jax.runtime.cluster.sample_transfer import TransferThreads
 from dora_jax.runtime.cluster.step_cache import StepCache
@@ -239,8 +239,7 @@ def halves(hub, place, both):
         host.ready()
         Half(host, Turns([], shared) if host.began.rank else Turns([follower]), both).run(host.inbox)
 
-    ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
-    return [FakeHost(ticket, hub.token, rank, None, incarnation) for rank in (0, 1)]
+    return [FakeHost(hub.ticket("trainer", 4), rank, None, incarnation) for rank in (0, 1)]
 
 
 def formed(hub, again):
@@ -283,8 +282,7 @@ def test_a_gang_of_which_one_process_does_not_come_back_is_ended_soon(monkeypatc
     hub = GangListener("127.0.0.1", RunRegistry())
     gang = Gang("trainer", 4, 2, lambda item: None, lambda text: None, LIMITS, again=True)
     hub.expect(gang)
-    ticket = Ticket(controller=hub.address, gang="trainer", epoch=4)
-    hosts = [FakeHost(ticket, hub.token, rank, None, lambda host: host.join()) for rank in (0, 1)]
+    hosts = [FakeHost(hub.ticket("trainer", 4), rank, None, lambda host: host.join()) for rank in (0, 1)]
     gang.form(begin)
     eventually(lambda: all(isinstance(host.began, messages.Rejoin) for host in hosts))
     time.sleep(0.4)
@@ -302,7 +300,12 @@ def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
     assert address_in(place) == "127.0.0.1:9" and (scheme or (tmp_path / ROSTER).stat().st_mode & 0o77 == 0)
     roster.enter("trainer", 3, (7, 8))
     again = RunRegistry(place, "build")
-    assert again.fits and again.token == roster.token and again.left["trainer"].pids == (7, 8)
+    assert (
+        again.fits
+        and again.authority.pem == roster.authority.pem
+        and again.incarnation == roster.incarnation + 1
+        and again.left["trainer"].pids == (7, 8)
+    )
     roster.close()
     assert address_in(place) is None
 
@@ -322,7 +325,15 @@ def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", '{"gangs": {}}', '{"token": "x"}', '{"token": "00", "gangs": {"trainer": 3}}']
+    "text",
+    [
+        "{",
+        "[1]",
+        '{"gangs": {}}',
+        '{"authority": "x", "gangs": {}}',
+        '{"token": 3}',
+        '{"token": "00", "gangs": {"a": 3}}',
+    ],
 )
 def test_what_no_controller_has_written_is_refused_in_a_sentence(tmp_path, text):
     (tmp_path / ROSTER).write_text(text)
@@ -353,17 +364,18 @@ def test_of_weights_from_before_what_is_live_is_kept(tmp_path, scheme):
     assert stored.versions == () and names() == set()
 
 
-def test_a_process_is_ended_by_its_number_only_where_it_is_of_this_run(tmp_path):
+@pytest.mark.parametrize("environ", [lambda run, token: {"DORA_RUN": run}, lambda run, token: {"DORA_TOKEN": token}])
+def test_a_process_is_ended_by_its_number_only_where_it_is_of_this_run(tmp_path, environ):
     """Numbers are given again."""
     processes = ProcessLauncher(tmp_path)
-    ticket = Ticket(controller="", gang="trainer", epoch=1)
-    child = subprocess.Popen(["sleep", "60"], env={"DORA_TOKEN": b"mine".hex()})
-    other = subprocess.Popen(["sleep", "60"], env={"DORA_TOKEN": b"another".hex()})
+    ticket = Ticket(run=run_of_token("mine"), controller="", gang="trainer", epoch=1, credential="")
+    child = subprocess.Popen(["sleep", "60"], env=environ(ticket.run, "mine"))
+    other = subprocess.Popen(["sleep", "60"], env=environ("another", "another"))
     try:
-        eventually(lambda: processes.find(ticket, b"mine", 1, "", [child.pid]) is not None)
-        found = processes.find(ticket, b"mine", 1, "", [child.pid])
+        eventually(lambda: processes.find(ticket, 1, "", [child.pid]) is not None)
+        found = processes.find(ticket, 1, "", [child.pid])
         assert found.ended() is None
-        assert processes.find(ticket, b"mine", 2, "", [child.pid, other.pid]) is None  # one is gone: so is the gang
+        assert processes.find(ticket, 2, "", [child.pid, other.pid]) is None  # one is gone: so is the gang
         assert child.wait(10) == -9 and found.ended() is not None and other.poll() is None
     finally:
         child.kill()

@@ -46,7 +46,7 @@ class Learners(FakeLauncher):
         trained, begun = host.__dict__.setdefault("trained", []), host.__dict__.setdefault("begun", [])
         rank = host.began.rank
         if rank == 0:
-            self.log.append((host.hello.epoch, name))
+            self.log.append((host.ticket.epoch, name))
         match what:
             case messages.TrainGroups(base=base, groups=groups):
                 assert base == len(trained), "steps come in order"
@@ -73,7 +73,7 @@ class Learners(FakeLauncher):
             metrics = {"loss": float(len(trained))}
             made = messages.StepFinished(digest=digest, metrics=metrics, views=(view,), gaps=(gap,))
             return made if isinstance(what, messages.FinishStep) else messages.Done(value=digest)
-        flipped = isinstance(what, messages.PublishWeights) and (host.hello.epoch, what.version) in self.flips
+        flipped = isinstance(what, messages.PublishWeights) and (host.ticket.epoch, what.version) in self.flips
         return messages.Done(value=len(trained) ^ 0x40 * flipped)
 
     def save(self, step, trained):

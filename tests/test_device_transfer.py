@@ -2,7 +2,6 @@
 and what a stranger sends to its port ends the stranger's connection alone."""
 
 import dataclasses
-import os
 import random
 import socket
 import struct
@@ -15,10 +14,10 @@ import numpy as np
 import pytest
 
 from dora_jax.runtime.common.codec import CodecError
-from dora_jax.runtime.common.listener import Listener, dial
+from dora_jax.runtime.common.listener import dial
 from dora_jax.runtime.transfer import device_transfer, slices
-from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, Manifest, Shard, WireError, check, deadline_s
+from tests.fakes.members import ANOTHER_RUN, anyone, credential, new_listener
 from tests.fakes.wire_peer import NAMED, key, new_wire, takes, whole
 
 P = jax.sharding.PartitionSpec
@@ -48,7 +47,7 @@ def works(ends):
 
     def check():
         sender, receiver = ends
-        x, k = {"x": np.arange(8.0)}, key(receiver="again")
+        x, k = {"x": np.arange(8.0)}, key(receiver="rollout0/again")
         takes(receiver, sender.give(k, whole(x)), x, k)
         sender.release(k)
 
@@ -251,7 +250,7 @@ def test_an_offer_is_there_until_it_is_released_and_lets_its_arrays_go_then(ends
 def test_a_sender_that_stands_still_ends_the_transfer_at_its_deadline(ends, speaks):
     k, let_in = key(), []
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        host = Listener("127.0.0.1", b"token", let_in.append)  # it lets the receiver in, and sends nothing
+        host = new_listener(let_in.append, "rollout0")  # it lets the receiver in, and sends nothing
         address = host.address if speaks else f"127.0.0.1:{mute.getsockname()[1]}"
         manifest = dataclasses.replace(ends[0].give(k, whole(NAMED)), address=address)
         began = time.monotonic()
@@ -267,7 +266,7 @@ def test_transfers_of_several_threads_do_not_disturb_each_other(ends):
     got = {}
 
     def pull(number):
-        named, k = {"x": np.full(1 << 16, number, np.float32)}, key(receiver=f"thread{number}")
+        named, k = {"x": np.full(1 << 16, number, np.float32)}, key(receiver=f"rollout0/thread{number}")
         (got[number],) = ends[1].take(ends[0].give(k, whole(named)), tuple(whole(named)), k, 20).values()
 
     threads = [threading.Thread(target=pull, args=(number,)) for number in range(8)]
@@ -287,8 +286,8 @@ def test_deadlines_grow_with_the_bytes():
 
 def test_a_process_of_another_run_is_given_nothing(ends, works):
     k, manifest = offered(ends[0])
-    with pytest.raises(WireError, match="failed: AuthenticationError"):
-        Wire("127.0.0.1", b"another").take(manifest, tuple(whole(NAMED)), k, 5)
+    with pytest.raises(WireError, match="failed: SSLCertVerificationError"):
+        new_wire(authority=ANOTHER_RUN).take(manifest, tuple(whole(NAMED)), k, 5)
     works()
 
 
@@ -326,9 +325,11 @@ def test_a_member_that_asks_for_what_is_not_there_is_answered_so(ends, works):
         (manifest.number, size, 1 << 63, b"\1"),
         (1 << 63, 0, 0, b"\0"),
     ):
-        with dial(manifest.address, b"token") as end, socket.socket(fileno=os.dup(end.fileno())) as peer:
-            peer.sendall(device_transfer.ASK.pack(number, start, stop))
-            assert peer.recv(99) == answer and peer.recv(99) == b""
+        channel = dial(manifest.address, credential("rollout0"), anyone)
+        channel.write(device_transfer.ASK.pack(number, start, stop))
+        assert channel.read(bytearray(1)) == answer
+        with pytest.raises(ConnectionError):
+            channel.read(bytearray(1))
     works()
 
 
@@ -339,6 +340,8 @@ def example():
     shard = Shard(path="layers/0/q", shape=(8, 4), dtype="bfloat16", start=(0, 2), stop=(8, 4), bytes=32)
     return Manifest(
         key=key(),
+        sender="trainer",
+        incarnation=3,
         address="127.0.0.1:1234",
         number=17,
         shards=(shard, dataclasses.replace(shard, path="scalar", shape=(), start=(), stop=(), bytes=2)),
@@ -369,6 +372,7 @@ def test_fuzzed_manifests_are_refused_with_a_sentence():
             unexpected += 1
             assert len(str(error)) > 10
         else:
-            carried = dict(address=good.address, number=good.number, crc32=good.crc32)  # which the bytes are to fit
+            given = "sender", "incarnation", "address", "number", "crc32"  # which the bytes are to fit
+            carried = {name: getattr(good, name) for name in given}
             assert dataclasses.replace(manifest, **carried) == good
     assert undecoded > 600 and unexpected > 50

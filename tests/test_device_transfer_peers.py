@@ -11,6 +11,7 @@ import pytest
 
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, WireError
 from tests.fakes import wire_peer
+from tests.fakes.members import RUN
 from tests.fakes.wire_peer import key, takes
 
 
@@ -22,7 +23,11 @@ def ends():
 class Peer:
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes.wire_peer"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.fakes.wire_peer"],
+            env={**os.environ, "WIRE_PEER_CREDENTIAL": RUN.issue("trainer", 1)},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def ready(self):

@@ -167,7 +167,7 @@ def test_a_sample_moves_mid_answer_over_the_wire_with_latents_alone(engines):
     row = CFG.kv_layers * CFG.latent.cache_dim * 4
     assert request.kv_bytes == request.n_pages * here.shapes.page_size * row
     assert len(request.table.routes) == request.kv_len == len(request.prompt_ids) + len(request.out_ids) - 1
-    key, wires = Key(epoch=1, version=0, receiver="there/0", sequence=1), (new_wire(), new_wire())
+    key, wires = Key(epoch=1, version=0, receiver="rollout0/0", sequence=1), (new_wire(), new_wire())
     lent = kv_transfer.CODEC.decode(kv_transfer.CODEC.encode(kv_transfer.lend(wires[0], key, request)))
     arrived = kv_transfer.fetch(wires[1], lent, key, kv_transfer.layout_of(there.page()), 20)
     wires[0].release(key)

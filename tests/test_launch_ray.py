@@ -12,7 +12,6 @@ from ray.util.placement_group import placement_group_table
 
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, GangListener
-from dora_jax.runtime.cluster.launch_process import Ticket
 from dora_jax.runtime.cluster.launch_ray import RayLauncher, intact_slices
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from tests.fakes.cluster import LIMITS, eventually
@@ -71,15 +70,12 @@ class Controller:
     def start(self, name, epoch=1):
         """A gang that is there, and waits to be told what to do."""
         gang = self.expect(name, epoch)
-        started = self.launcher.start(self.ticket(name, epoch), self.hub.token, 2, "v4-16")
+        started = self.launcher.start(self.hub.ticket(name, epoch), 2, "v4-16")
         eventually(lambda: started.ended() is None and len(gang.processes) == 2, 120)
         return gang, started
 
     def find(self, name, epoch=1):
-        return self.launcher.find(self.ticket(name, epoch), self.hub.token, 2, "v4-16", ())
-
-    def ticket(self, name, epoch):
-        return Ticket(controller=self.hub.address, gang=name, epoch=epoch)
+        return self.launcher.find(self.hub.ticket(name, epoch), 2, "v4-16", ())
 
 
 @pytest.fixture

@@ -1,16 +1,16 @@
 """The port of a process: strangers are turned away, and what they hold of it is bounded in number and in time."""
 
 import contextlib
-import os
 import socket
+import ssl
 import threading
 import time
-from multiprocessing import AuthenticationError, connection
 
 import pytest
 
-from dora_jax.runtime.common.listener import Listener, dial
+from dora_jax.runtime.common.listener import dial
 from tests.fakes.cluster import eventually
+from tests.fakes.members import ANOTHER_RUN, anyone, credential, dialled, new_listener
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def arrived():
 
 @pytest.fixture
 def door(arrived):
-    door = Listener("127.0.0.1", b"token", arrived.append)
+    door = new_listener(arrived.append)
     yield door
     door.close()
 
@@ -43,36 +43,36 @@ def ended(raw):
 
 
 def test_a_unverified_peer_is_turned_away_before_it_is_received(door, arrived):
-    with pytest.raises(AuthenticationError):
-        dial(door.address, b"guess")
+    with pytest.raises(ssl.SSLError):
+        dialled(door, authority=ANOTHER_RUN)
     with unverified(door):  # it does not hold up the others
-        assert dial(door.address, b"token")
+        assert dialled(door)
         eventually(lambda: len(arrived) == 1)
 
 
 def test_many_that_come_at_once_are_all_let_in(door, arrived):
     """With room for few, the kernel takes a connection for made of which the door never hears."""
-    dialled = []
-    threads = [threading.Thread(target=lambda: dialled.append(dial(door.address, b"token"))) for _ in range(200)]
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(dialled(door))) for _ in range(200)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert len(dialled) == 200
+    assert len(made) == 200
     eventually(lambda: len(arrived) == 200)
 
 
 def test_a_member_that_is_never_spoken_to_gives_up(monkeypatch):
     monkeypatch.setattr("dora_jax.runtime.common.listener.ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(OSError, match="has not sent anything"):
-        dial(f"127.0.0.1:{mute.getsockname()[1]}", b"token")
+        dial(f"127.0.0.1:{mute.getsockname()[1]}", credential(), anyone)
 
 
 def test_what_answers_in_another_protocol_is_no_process_of_the_run():
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].sendall(b"\0\0\0\x19" + b"hello" * 5), daemon=True).start()
-        with pytest.raises(AuthenticationError):
-            dial(f"127.0.0.1:{other.getsockname()[1]}", b"token")
+        with pytest.raises(ssl.SSLError):
+            dial(f"127.0.0.1:{other.getsockname()[1]}", credential(), anyone)
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -80,7 +80,7 @@ def test_a_unverified_peer_has_so_long_to_answer_however_slowly_its_bytes_come(d
     monkeypatch.setattr("dora_jax.runtime.common.listener.ANSWER_S", 0.3)
     with unverified(door) as raw:
         if drips:
-            raw.sendall(b"\0\0\0\xc8")  # 200 bytes are to come
+            raw.sendall(b"\x16\x03\x01\0\xc8\1\0\0\xc4\3\3")  # a handshake of 200 bytes is to come
 
             def drip():
                 with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def test_unverified_peers_are_bounded_and_members_come_through_between_them(door
     monkeypatch.setattr("dora_jax.runtime.common.listener.YIELD_S", 0.05)
     before = threading.active_count()
     idle = [unverified(door) for _ in range(40)]
-    assert dial(door.address, b"token")
+    assert dialled(door)
     eventually(lambda: arrived)
     assert threading.active_count() <= before + 8 + 1  # a thread a stranger, of which one may be about to end
     assert all(ended(raw) for raw in idle[:24])
@@ -114,7 +114,7 @@ def test_a_machine_without_a_file_number_left_is_asked_again(door, arrived, monk
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", accepts)
-    assert dial(door.address, b"token")
+    assert dialled(door)
     eventually(lambda: arrived and next(taken, None) is None)
 
 
@@ -123,32 +123,8 @@ def test_a_door_that_is_closed_lets_nobody_in(door):
 
     def shut():
         with contextlib.suppress(OSError):
-            dial(door.address, b"token").close()
+            dialled(door)
             return False
         return True
 
     eventually(shut)
-
-
-def test_who_answers_must_know_the_token_too():
-    """What dials sends the token to nobody, and takes nothing from one who cannot show it."""
-    answered = []
-
-    def impostor(listener):
-        raw, _ = listener.accept()
-        with raw:
-            end = connection.Connection(os.dup(raw.fileno()))
-            end.send_bytes(b"#CHALLENGE#" + bytes(20))
-            answered.append(end.recv_bytes())
-            end.send_bytes(b"#WELCOME#")  # whatever the answer was
-            answered.append(end.recv_bytes())  # the challenge of the one that dials
-            end.send_bytes(b"anything")
-            answered.append(end.recv_bytes())
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=impostor, args=(listener,), daemon=True)
-        thread.start()
-        with pytest.raises(AuthenticationError):
-            dial(f"127.0.0.1:{listener.getsockname()[1]}", b"token")
-        thread.join(5)
-    assert len(answered) == 3 and all(b"token" not in answer for answer in answered)

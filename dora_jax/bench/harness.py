@@ -349,9 +349,6 @@ def records_of(workdir: Path, name: str = "") -> list[dict[str, Any]]:
     return [record for record in records if not name or name in record]
 
 
-HERE = "127.0.0.1", b"bench"  # where the wires of processes listen, and what they know each other by
-
-
 def spawned(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
     """(our end of the pipe whose other one the target gets first, its process)."""
     context = multiprocessing.get_context("spawn")

@@ -1,6 +1,8 @@
 """What moves between processes: versions from a trainer to instances, and the KV of samples.
 
     python -m dora_jax.bench.transfer publish [--mib=1024] [--instances=1,2] [--rounds=3] [--folder=FOLDER] [--rank=0]
+                                              [--plain]
+    python -m dora_jax.bench.transfer wire [--mib=1024] [--rounds=3]
     python -m dora_jax.bench.transfer migrate [--contexts=512,2048,8192,32768] [--others=8] [--rounds=3]
     python -m dora_jax.bench.transfer migrate --processes [--contexts=512,2048,8192] [--rounds=3] [--latent]
     python -m dora_jax.bench.transfer migrate --waiting [--contexts=512,2048,4096] [--observed=64] [--rounds=3]
@@ -17,7 +19,11 @@ storage    the trainer writes the version to FOLDER (default: a temporary one), 
 pause      the engine takes the version that lies in host memory; h2d: the same bytes onto the same devices, alone
 model      `sim.network.publication` with the speeds of a quarter of the size and one instance, over what is measured
 The floors: memcpy onto pages already there and onto fresh ones, and one TCP connection between two processes.
+With --plain as under `cluster.encrypt=control`.
 Medians of the rounds, after one that is not counted. Controller, trainer and instances share the cores.
+
+wire: an array from one process to another, encrypted, and plain with keyed checksums; GiB/s, the share of one TCP
+connection's, and the CPU seconds that each side spends on a GiB. Checksums of whole shards are a part of the receiver's.
 
 migrate: what becomes of a sample's KV: moved to another engine, sent to another process, kept in host memory, or
 computed again.
@@ -50,6 +56,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import socket
 import statistics
@@ -76,11 +83,13 @@ from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import InFlightSample, observed, without_pages
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.common.codec import Codec
+from dora_jax.runtime.common.credentials import Authority, Credential
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import CODEC as KV_CODEC
 from dora_jax.runtime.transfer.kv_transfer import fetch, layout_of, lend
+from dora_jax.runtime.transfer.slices import shard_of
 from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, WeightDistribution
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
@@ -143,12 +152,15 @@ def size_of(model: ModelConfig, rank: int = 0) -> int:
     return 2 * sum(x.size for x in jax.tree.leaves(decoder.abstract_params(model)))
 
 
-def run_host(end: connection.Connection, trainer: bool, mib: float, folder: str, rank: int) -> None:
+def run_host(
+    end: connection.Connection, trainer: bool, mib: float, folder: str, rank: int, credential: str, plain: bool
+) -> None:
     """The trainer or an instance: calls the method of its side that is named, and answers with what it returns."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FSDP if trainer else TENSOR)
     config = harness.config_of(DTYPE, {"lora": Lora(rank=rank)}, slots=1, max_prompt_tokens=16, max_new_tokens=16)
-    side = (PublishingSide if trainer else InstanceSide)(config, model_of(mib), folder)
+    wire = Wire("127.0.0.1", Credential(credential), not plain)
+    side = (PublishingSide if trainer else InstanceSide)(config, model_of(mib), folder, wire)
     while True:
         try:
             name, *arguments = end.recv()
@@ -176,13 +188,13 @@ class Side:
 class PublishingSide(Side):
     """Masters, their copy, and what is offered of it."""
 
-    def __init__(self, config: Any, model: ModelConfig, folder: str):
+    def __init__(self, config: Any, model: ModelConfig, folder: str, wire: Wire):
         mesh = sharding.make_mesh(jax.devices(), 1, FSDP, 1)
         self._like = build.publishing_inputs(model, mesh, config.lora)
         copy: Any = build.publishing_copy(config, model, mesh)
         self._copy = copy.lower(self._like).compile()
         self._stored = StoredWeights(folder)
-        self.host = WeightEndpoint(0, Wire(*harness.HERE), HostWeights())
+        self.host = WeightEndpoint(0, wire, HostWeights())
 
     def put(self, version: Version, write: bool) -> tuple[float, ...]:
         """Makes a version. Seconds of the copy, of its way to the host and to storage."""
@@ -208,7 +220,7 @@ class PublishingSide(Side):
 class InstanceSide(Side):
     """An engine, and what it is sent."""
 
-    def __init__(self, config: Any, model: ModelConfig, folder: str):
+    def __init__(self, config: Any, model: ModelConfig, folder: str, wire: Wire):
         self._engine = build.engine_of(config, model, sharding.make_mesh(jax.devices(), 1, 1, TENSOR))
         if config.lora.on:  # on a base of zeros, as an engine takes it
             shardings = self._engine.base_shardings
@@ -217,7 +229,7 @@ class InstanceSide(Side):
             zeros = lambda x, where: jnp.zeros(x.shape, x.dtype, device=where)
             self._engine.residents.take_base(jax.tree.map(zeros, base, shardings))
         wanted = like(model, self._engine.param_shardings, build.published(config, model))
-        self.host = WeightEndpoint(0, Wire(*harness.HERE), HostWeights(), wanted, StoredWeights(folder))
+        self.host = WeightEndpoint(0, wire, HostWeights(), wanted, StoredWeights(folder))
 
     def put(self, version: Version, write: bool) -> tuple[float, ...]:
         """Takes a version into the engine. Seconds that it stands still for it, and that the devices take for as many
@@ -239,14 +251,15 @@ class InstanceSide(Side):
 class Cluster:
     """A trainer and instances as processes, and a controller here."""
 
-    def __init__(self, instances: int, mib: float, path: str, folder: Path, rank: int = 0):
-        """rank: of the adapters that versions are; 0: they are all weights."""
+    def __init__(self, instances: int, mib: float, path: str, folder: Path, rank: int = 0, plain: bool = False):
+        """rank: of the adapters that versions are; 0: they are all weights. plain: they are not encrypted."""
         self.names = ["trainer", *(f"r{i}" for i in range(instances))]
         self.path = path
         self.brain = WeightDistribution((path,), time.monotonic())
-        self.ends, self.children = {}, []
+        self.ends, self.children, authority = {}, [], Authority()
         for name in self.names:
-            self.ends[name], child = harness.spawned(run_host, name == "trainer", mib, str(folder), rank)
+            its = name == "trainer", mib, str(folder), rank, authority.issue(name, 1), plain
+            self.ends[name], child = harness.spawned(run_host, *its)
             self.children.append(child)
             self.brain.step(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
 
@@ -339,16 +352,18 @@ def _send(address: tuple[str, int], size: int) -> None:
             peer.sendall(data)
 
 
-def stages(path: str, instances: int, mib: float, rounds: int, folder: str | None, rank: int) -> dict[str, float]:
+def stages(
+    path: str, instances: int, mib: float, rounds: int, folder: str | None, rank: int, plain: bool
+) -> dict[str, float]:
     """Median seconds of each stage."""
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        cluster = stack.enter_context(contextlib.closing(Cluster(instances, mib, path, place, rank)))
+        cluster = stack.enter_context(contextlib.closing(Cluster(instances, mib, path, place, rank, plain)))
         times = [cluster.publish(version) for version in range(rounds + 1)][1:]
     return {name: statistics.median(each[name] for each in times) for name in times[0]}
 
 
-def publish(mib=1024, instances=(1, 2), rounds=3, folder=None, rank=0) -> Iterator[str]:
+def publish(mib=1024, instances=(1, 2), rounds=3, folder=None, rank=0, plain=False) -> Iterator[str]:
     floor = min(mib, 256) * MIB
     source, target = np.ones(floor, np.uint8), np.ones(floor, np.uint8)
     onto, fresh = (
@@ -358,7 +373,7 @@ def publish(mib=1024, instances=(1, 2), rounds=3, folder=None, rank=0) -> Iterat
     yield (
         f"floors, GiB/s: memcpy {onto:.2f}, onto fresh pages {fresh:.2f}, loopback TCP {tcp_bytes_s(floor) / GIB:.2f}"
     )
-    quarter, times = size_of(model_of(mib / 4), rank), stages(WIRE, 1, mib / 4, rounds, folder, rank)
+    quarter, times = size_of(model_of(mib / 4), rank), stages(WIRE, 1, mib / 4, rounds, folder, rank, plain)
     copy, home, out, place = (quarter / times[name] for name in ("copy", "home", "all", "pause"))
     # of this machine, whose cores carry both ends: a transfer and the joining behind it are one figure
     calibrated = Speeds(copy=copy, home=home, out=out, into=out, join=float("inf"), place=place)
@@ -371,10 +386,10 @@ def publish(mib=1024, instances=(1, 2), rounds=3, folder=None, rank=0) -> Iterat
                            "h2d s": "7.2f", "model/measured all": "20.2f", "pause": "7.2f"})  # fmt: skip
     yield table.head
     for name, path in (("transfer", WIRE), ("storage", STORAGE)):
-        empty_ms = 1e3 * stages(path, 1, 0, rounds, folder, rank)["all"]
+        empty_ms = 1e3 * stages(path, 1, 0, rounds, folder, rank, plain)["all"]
         for count in instances:
             size = size_of(model_of(mib / count), rank)
-            t = stages(path, count, mib / count, rounds, folder, rank)
+            t = stages(path, count, mib / count, rounds, folder, rank, plain)
             predicted = publication(size, calibrated, count)
             ratio = (predicted.last_s - predicted.copy_s - predicted.home_s) / t["all"] if path == WIRE else ""
             yield table.row(name, count, size / MIB, empty_ms, t["copy"], t["write"], t["first"], t["all"],
@@ -393,6 +408,45 @@ def publish(mib=1024, instances=(1, 2), rounds=3, folder=None, rank=0) -> Iterat
         yield table.row(name, f"{trainer} {chip}", f"{count} x {instance}", 2 * params / trainer / GIB,
                         fast.copy_s * 1e3, fast.home_s, f"{fast.first_s:.2f} / {slow.first_s:.2f}",
                         f"{fast.last_s:.2f} / {slow.last_s:.2f}", fast.pause_s)  # fmt: skip
+
+
+def run_sender(end: connection.Connection, credential: str, encrypted: bool, size: int) -> None:
+    """Offers an array under each number that comes, and says what the CPU has spent by then."""
+    wire, data = Wire("127.0.0.1", Credential(credential), encrypted), np.ones(size, np.uint8)
+    while number := end.recv():
+        wire.release(key(number - 1))
+        offer = wire.give(key(number), {shard_of("w", data): data})
+        end.send((KV_CODEC.encode(offer), time.process_time()))
+    end.send((b"", time.process_time()))
+
+
+def wire(mib=1024, rounds=3) -> Iterator[str]:
+    size, authority = mib * MIB, Authority()
+    wanted, gib = (shard_of("w", np.empty(size, np.uint8)),), mib / 1024
+    floor = tcp_bytes_s(size)
+    yield f"one TCP connection, into memory that is there: {floor / GIB:.2f} GiB/s"
+    table = harness.Table({"path": "9s", "GiB/s": "7.2f", "of TCP": "7.2f", "sender s/GiB": "13.2f",
+                           "receiver s/GiB": "15.2f"})  # fmt: skip
+    yield table.head
+    for name, encrypted in (("TLS", True), ("plain", False)):
+        end, child = harness.spawned(run_sender, authority.issue("trainer", 1), encrypted, size)
+        receiver = Wire("127.0.0.1", Credential(authority.issue("there", 1)))
+        took, spent, sent = [], [], []
+        for number in range(1, rounds + 2):
+            end.send(number)
+            offer, sender_s = end.recv()
+            sent.append(sender_s)
+            began, own_s = time.perf_counter(), time.process_time()
+            receiver.take(KV_CODEC.decode(offer), wanted, key(number))
+            took.append(time.perf_counter() - began)
+            spent.append(time.process_time() - own_s)
+        end.send(0)
+        sent.append(end.recv()[1])
+        child.join()
+        sender_s = statistics.median(b - a for a, b in itertools.pairwise(sent[1:]))
+        seconds = statistics.median(took[1:])
+        yield table.row(name, gib / seconds, size / seconds / floor, sender_s / gib,
+                        statistics.median(spent[1:]) / gib)  # fmt: skip
 
 
 # ------------------------------------------------------- KV of samples
@@ -504,9 +558,9 @@ def key(sequence: int) -> Key:
     return Key(epoch=1, version=0, receiver="there/0", sequence=sequence)
 
 
-def run_there(end: connection.Connection, context: int, model: ModelConfig) -> None:
+def run_there(end: connection.Connection, context: int, model: ModelConfig, credential: str) -> None:
     """The destination: fetches and imports what is lent; says when it has the pages, and when it has sampled."""
-    params, wire = harness.serving_params(model), Wire(*harness.HERE)
+    params, wire = harness.serving_params(model), Wire("127.0.0.1", Credential(credential))
     engine = new_engine(context, 0, params, model)
     layout = layout_of(engine.page())
     end.send_bytes(b"ready")
@@ -523,8 +577,10 @@ def run_there(end: connection.Connection, context: int, model: ModelConfig) -> N
 
 def measure_there(context: int, rounds: int, model: ModelConfig) -> list[Any]:
     """One line of the page."""
-    (end, child), params = harness.spawned(run_there, context, model), harness.serving_params(model)
-    here, wire, sequence = new_engine(context, 0, params, model), Wire(*harness.HERE), 0
+    authority, params = Authority(), harness.serving_params(model)
+    end, child = harness.spawned(run_there, context, model, authority.issue("there", 1))
+    here, sequence = new_engine(context, 0, params, model), 0
+    wire = Wire("127.0.0.1", Credential(authority.issue("here", 1)))
 
     def expect(word: bytes) -> float:
         if (received := end.recv_bytes()) != word:
@@ -627,4 +683,4 @@ def migrate(
 
 
 if __name__ == "__main__":
-    harness.run(publish, migrate)
+    harness.run(publish, wire, migrate)

@@ -28,6 +28,9 @@ class ClusterSection:
     wire: Literal["storage", "transfer"] = field(
         "storage", "of weights to the instances; transfer falls back to storage"
     )
+    encrypt: Literal["all", "control"] = field(
+        "all", "control: weights and KV go plain, with keyed checksums, where TLS is below 0.7 of TCP"
+    )
     heartbeat_timeout_s: float = field(10.0, "heartbeat timeout", gt=0)
     stall_timeout_s: float = field(300.0, "seconds without progress of a process; must exceed the longest step", gt=0)
     start_s: float = field(900.0, "from starting a gang until it is compiled", gt=0, tuning=True)

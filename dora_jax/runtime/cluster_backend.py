@@ -198,6 +198,7 @@ def gang_config(config: Config) -> dict[str, Any]:
     section = config.cluster
     mine = ClusterSection(
         wire=section.wire,
+        encrypt=section.encrypt,
         trainer_slice=section.trainer_slice,
         instance_slice=section.instance_slice,
         reattach_s=section.reattach_s if config.journal.on else 0.0,

@@ -10,6 +10,7 @@ from dora_jax.runtime.cluster.connection import ControllerConnection
 from dora_jax.runtime.cluster.gang import GangLimits, GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.run_registry import RunRegistry
+from dora_jax.runtime.common.credentials import Credential
 from dora_jax.types import ScoredGroup
 
 LIMITS = GangLimits(heartbeat_timeout_s=60.0, stall_timeout_s=60.0, start_s=60.0, restarts=2)
@@ -25,21 +26,16 @@ def eventually(done, timeout_s=10.0):
 class FakeHost:
     """One process: says Hello, then `answer`s calls; `incarnation(host)` replaces that."""
 
-    def __init__(self, ticket, token, worker, answer, incarnation):
+    def __init__(self, ticket, worker, answer, incarnation):
         self.done = threading.Event()
-        self.link = ControllerConnection(ticket.controller, token, self.done.set)
-        self.inbox = self.link.inbox
+        self.link = ControllerConnection(ticket.controller, Credential(ticket.credential), self.done.set)
+        self.inbox, self.ticket = self.link.inbox, ticket
         self.began = None
         self.received = []  # calls and posts
         self.gang = []  # of its launcher's making
         self._answer = answer
         self.hello = messages.Hello(
-            gang=ticket.gang,
-            epoch=ticket.epoch,
-            pid=1000 + worker,
-            worker=worker,
-            coordinator=f"coordinator of {worker}",
-            leader=f"leader of {worker}",
+            pid=1000 + worker, worker=worker, coordinator=f"coordinator of {worker}", leader=f"leader of {worker}"
         )
         threading.Thread(target=incarnation or FakeHost.live, args=(self,), daemon=True).start()
 
@@ -86,15 +82,15 @@ class FakeLauncher:
         self.started, self.killed = [], []
         self.spares = False  # as a controller that is killed
 
-    def start(self, ticket, token, hosts, slice_type):
-        started = [FakeHost(ticket, token, worker, self.answer, self.incarnation) for worker in self.workers[:hosts]]
+    def start(self, ticket, hosts, slice_type):
+        started = [FakeHost(ticket, worker, self.answer, self.incarnation) for worker in self.workers[:hosts]]
         self.gangs[ticket.gang, ticket.epoch] = started
         for host in started:
             host.gang = started
         self.started.append(FakeStarted(self, ticket, started))
         return self.started[-1]
 
-    def find(self, ticket, token, hosts, slice_type, pids):
+    def find(self, ticket, hosts, slice_type, pids):
         started = self.gangs.get((ticket.gang, ticket.epoch), [])
         return FakeStarted(self, ticket, started) if len(started) == hosts else None
 

@@ -123,7 +123,7 @@ class Oracles(FakeLauncher):
         host.join()
         if self.place is not None:
             host.link.wait_for_another(self.place, host.began.rank, 20.0)
-        name = host.hello.gang, host.hello.epoch
+        name = host.ticket.gang, host.ticket.epoch
         with self._lock:
             turns = self._turns.setdefault(name, queue.SimpleQueue())
             engines = self.engines.setdefault(name, {})
@@ -347,5 +347,11 @@ class OnePorter:
 
 
 OFFER = Manifest(
-    key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1), address="", number=1, shards=(), crc32=()
+    key=Key(epoch=1, version=0, receiver="rollout 1/0", sequence=1),
+    sender="rollout 0",
+    incarnation=1,
+    address="",
+    number=1,
+    shards=(),
+    crc32=(),
 )

@@ -34,7 +34,9 @@ class CountingWire:
         CountingWire.offers[number] = pieces
         self.mine[key] = number
         mine = tuple(pieces) if self.host == 0 else ()  # one process sends what all of them hold
-        return Manifest(key=key, address="here", number=number, shards=mine, crc32=(0,) * len(mine))
+        return Manifest(
+            key=key, sender="trainer", incarnation=1, address="here", number=number, shards=mine, crc32=(0,) * len(mine)
+        )
 
     def release(self, key):
         self.mine.pop(key, None)

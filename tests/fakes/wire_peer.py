@@ -4,21 +4,24 @@ A line on stdin names an epoch, a version, a receiver and a sequence number; the
 it and the manifest printed as hex. "release" and the same numbers release it.
 """
 
+import os
 import sys
 
 import ml_dtypes
 import numpy as np
 
+from dora_jax.runtime.common.credentials import Credential
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.slices import shard_of
 from dora_jax.runtime.transfer.transfer_manifest import CODEC, Key
+from tests.fakes.members import RUN, credential
 
 MB = 1 << 20
 NAMED = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "z": np.zeros(5, np.float32)}
 
 
-def new_wire(ip="127.0.0.1"):
-    return Wire(ip, b"token")
+def new_wire(ip="127.0.0.1", role="rollout0", incarnation=1, authority=RUN, encrypted=True):
+    return Wire(ip, credential(role, incarnation, authority), encrypted)
 
 
 def arrays(version):
@@ -37,7 +40,7 @@ def whole(named):
 
 
 def main():
-    wire = new_wire()
+    wire = Wire("127.0.0.1", Credential(os.environ["WIRE_PEER_CREDENTIAL"]))
     print(wire.address, flush=True)
     for line in sys.stdin:
         word, epoch, version, receiver, sequence = line.split()

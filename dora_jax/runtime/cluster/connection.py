@@ -2,10 +2,10 @@
 
     joined ... the connection ends -> alone: looks for the next controller -> found -> Rejoin -> `rejoin` -> joined
 
-`RecordConnection` carries records of messages.py over an authenticated connection (runtime/common/listener.py), many
-records a frame. `ControllerConnection` is a process's connection to its controller, and to the next controller after
-that one is killed. `Turns` gives every process of a gang the same commands before each tick.
-`HeartbeatSender` tells the controller every second that the process is alive, and how far it is.
+`RecordConnection` carries records of messages.py over a channel (runtime/common/channel.py), many records a frame.
+`ControllerConnection` is a process's connection to its controller, and to the next controller after that one is killed.
+`Turns` gives every process of a gang the same commands before each tick. `HeartbeatSender` tells the controller every
+second that the process is alive, and how far it is.
 
 Laws: nothing is unpickled; `send` never blocks, so a peer that has stopped reading stops nobody; `ended` is called
 once.
@@ -17,23 +17,22 @@ makes one tick after each batch of commands if its engine is busy; the engines a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import queue
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 import msgpack
 
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.run_registry import address_in
+from dora_jax.runtime.common.channel import Channel
 from dora_jax.runtime.common.codec import CodecError
+from dora_jax.runtime.common.credentials import CONTROLLER, Credential
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.listener import Listener, dial
 
@@ -50,8 +49,8 @@ Ended = Callable[["RecordConnection", str], None]  # with the reason
 class RecordConnection:
     """Use `start` once `receive` may be called; it runs on the link's own thread, as does `ended`."""
 
-    def __init__(self, end: connection.Connection, receive: Receive, ended: Ended):
-        self._end = end
+    def __init__(self, channel: Channel, receive: Receive, ended: Ended):
+        self.channel = channel
         self._receive = receive
         self._ended = ended
         self._out: queue.SimpleQueue = queue.SimpleQueue()
@@ -80,8 +79,7 @@ class RecordConnection:
         if not self._closed.acquire(blocking=False):
             return
         self._out.put(None)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._end.fileno())) as raw:
-            raw.shutdown(socket.SHUT_RDWR)  # it wakes a thread that reads, where a close would not
+        self.channel.hang_up()
         self._ended(self, reason)
 
     # ------------------------------------------------------------ private
@@ -89,12 +87,12 @@ class RecordConnection:
     def _read(self) -> None:
         try:
             while True:
-                frame = msgpack.unpackb(self._end.recv_bytes(MAX_FRAME_BYTES))
+                frame = msgpack.unpackb(self.channel.receive(MAX_FRAME_BYTES))
                 if not isinstance(frame, list):
                     raise CodecError(f"a {type(frame).__name__} stands where records are expected")
                 for data in frame:
                     self._receive(self, messages.CODEC.decode(data))
-        except (EOFError, OSError) as error:
+        except OSError as error:
             self.close(f"the connection ended: {type(error).__name__}")
         except BaseException as error:  # of this peer's bytes, or of what they led to: it is the link that ends
             self.close(f"{type(error).__name__}: {error}")
@@ -105,11 +103,11 @@ class RecordConnection:
                 batch, size = [data], len(data)
                 while len(batch) < BATCH_RECORDS and size < BATCH_BYTES and not self._out.empty():
                     if (data := self._out.get()) is None:
-                        self._end.send_bytes(msgpack.packb(batch))
+                        self.channel.send(msgpack.packb(batch))
                         return
                     batch.append(data)
                     size += len(data)
-                self._end.send_bytes(msgpack.packb(batch))
+                self.channel.send(msgpack.packb(batch))
         except OSError as error:
             self.close(f"the connection ended: {type(error).__name__}")
 
@@ -117,12 +115,13 @@ class RecordConnection:
 class ControllerConnection:
     """Any thread may use it. end: ends the process and does not return."""
 
-    def __init__(self, address: str, token: bytes, end: Callable[[], None] = lambda: os._exit(0)):
+    def __init__(self, address: str, credential: Credential, end: Callable[[], None] = lambda: os._exit(0)):
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.token, self._end = token, end
+        self.credential, self._end = credential, end
         self._hello: messages.Hello | None = None
         self._place = ""
         self._patience_s = 0.0
+        self._controller = 0  # the newest incarnation of it that this process has seen
         self.alone = False  # until Rejoin nobody listens: what could be sent is of an earlier controller's time
         self.own_ip = ""  # of this machine, as the controller sees it
         self.records = self._linked(address)
@@ -152,10 +151,11 @@ class ControllerConnection:
     # ------------------------------------------------------------ private
 
     def _linked(self, address: str) -> RecordConnection:
-        end = dial(address, self.token)
-        with socket.socket(fileno=os.dup(end.fileno())) as raw:
-            self.own_ip = raw.getsockname()[0]
-        link = RecordConnection(end, lambda _, item: self.inbox.put(item), self._lost)
+        channel = dial(
+            address, self.credential, lambda peer: peer.role == CONTROLLER and peer.incarnation >= self._controller
+        )
+        self._controller, self.own_ip = channel.peer.incarnation, channel.socket.getsockname()[0]
+        link = RecordConnection(channel, lambda _, item: self.inbox.put(item), self._lost)
         link.start()
         return link
 
@@ -173,7 +173,7 @@ class ControllerConnection:
                 if (address := address_in(self._place)) is None:
                     break
                 link = self._linked(address)
-            except (OSError, EOFError, AuthenticationError, ValueError):  # nobody is there yet
+            except (OSError, ValueError):  # nobody is there yet
                 time.sleep(LOOK_S)
                 continue
             link.send(self._hello)  # before anything else is
@@ -202,15 +202,15 @@ class HeartbeatSender:
 
 
 def join(
-    link: ControllerConnection, gang: str, epoch: int, worker: int, coordinator: str = ""
-) -> tuple[Listener, queue.SimpleQueue[connection.Connection], HeartbeatSender]:
+    link: ControllerConnection, worker: int, coordinator: str = ""
+) -> tuple[Listener, queue.SimpleQueue[Channel], HeartbeatSender]:
     """Sends Hello; the process is watched from now on. Returns where the others of the gang connect, should this
     process be the first, their connections, and the heartbeats."""
-    arrivals: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
-    listener, status = Listener(link.own_ip, link.token, arrivals.put), HeartbeatSender(link)
-    leader, pid = listener.address, os.getpid()
-    hello = messages.Hello(gang=gang, epoch=epoch, pid=pid, worker=worker, coordinator=coordinator, leader=leader)
-    link.hello(hello)
+    arrivals: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+    own = link.credential
+    listener, status = Listener(link.own_ip, own, own.member.__eq__, arrivals.put), HeartbeatSender(link)
+    pid, leader = os.getpid(), listener.address
+    link.hello(messages.Hello(pid=pid, worker=worker, coordinator=coordinator, leader=leader))
     status.start()
     return listener, arrivals, status
 
@@ -234,11 +234,14 @@ class Turns:
         return tuple(turn)
 
 
-def turns_of(begin: messages.Begin, token: bytes, arrivals: queue.SimpleQueue) -> Turns:
+def turns_of(begin: messages.Begin, own: Credential, arrivals: queue.SimpleQueue) -> Turns:
     """`arrivals`: connections that the others have opened. A lost one needs no answer: the controller ends the gang."""
     turns: queue.SimpleQueue = queue.SimpleQueue()
-    ends = [arrivals.get() for _ in range(begin.hosts - 1)] if begin.rank == 0 else [dial(begin.leader, token)]
-    links = [RecordConnection(end, lambda _, item: turns.put(item), lambda _, reason: None) for end in ends]
+    if begin.rank == 0:
+        channels = [arrivals.get() for _ in range(begin.hosts - 1)]
+    else:
+        channels = [dial(begin.leader, own, own.member.__eq__)]
+    links = [RecordConnection(channel, lambda _, item: turns.put(item), lambda _, reason: None) for channel in channels]
     for link in links:
         link.start()
     return Turns(links) if begin.rank == 0 else Turns([], turns)

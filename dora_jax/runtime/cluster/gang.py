@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from typing import Any
 
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import RecordConnection
+from dora_jax.runtime.cluster.launch_process import Ticket
 from dora_jax.runtime.cluster.run_registry import RunRegistry
+from dora_jax.runtime.common.channel import Channel
 from dora_jax.runtime.common.listener import Listener
 from dora_jax.types import Version
 
@@ -52,20 +53,25 @@ class GangListener(Listener):
 
     def __init__(self, ip: str, registry: RunRegistry):
         self.registry = registry
-        self.token = registry.token
-        self.expected: dict[tuple[str, int], Gang] = {}  # by name and epoch
-        super().__init__(ip, self.token, self._connected)
+        self.expected: dict[tuple[str, int], Gang] = {}  # by name and epoch, as a certificate names them
+        super().__init__(ip, registry.credential, self.expected.__contains__, self._connected)
 
     def expect(self, gang: Gang) -> None:
         self.expected[gang.name, gang.epoch] = gang
 
+    def ticket(self, name: str, epoch: int) -> Ticket:
+        """What a process of this gang needs to come in."""
+        authority = self.registry.authority
+        credential = authority.issue(name, epoch)
+        return Ticket(run=authority.run, controller=self.address, gang=name, epoch=epoch, credential=credential)
+
     # ------------------------------------------------------------ private
 
-    def _connected(self, end: connection.Connection) -> None:
-        RecordConnection(end, self._first, lambda link, reason: None).start()
+    def _connected(self, channel: Channel) -> None:
+        RecordConnection(channel, self._first, lambda link, reason: None).start()
 
     def _first(self, link: RecordConnection, item: Any) -> None:
-        gang = self.expected.get((item.gang, item.epoch)) if isinstance(item, messages.Hello) else None
+        gang = self.expected.get(link.channel.peer) if isinstance(item, messages.Hello) else None
         if gang is None:
             link.close("nobody of this epoch is expected")
         else:

@@ -113,7 +113,7 @@ class GangSupervisor:
 
     def _one_incarnation(self, gang: Gang, lost_s: float | None) -> bool:
         """Runs one gang from its start to its death; True where it came up."""
-        started = self._started(gang, Ticket(controller=self._listener.address, gang=gang.name, epoch=gang.epoch))
+        started = self._started(gang, self._listener.ticket(gang.name, gang.epoch))
         try:
             if started is None:
                 return False
@@ -140,11 +140,11 @@ class GangSupervisor:
     def _started(self, gang: Gang, ticket: Ticket) -> StartedGang | None:
         """The processes of the gang; None: there are none, and the gang is dead."""
         if not gang.again:
-            started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
+            started = self._launcher.start(ticket, self._hosts, self._slice_type)
             self._registry.enter(gang.name, gang.epoch, started.pids)
             return started
         left = self._registry.left[gang.name]
-        found = self._launcher.find(ticket, self._listener.token, self._hosts, self._slice_type, left.pids)
+        found = self._launcher.find(ticket, self._hosts, self._slice_type, left.pids)
         if found is None:
             gang.die("it has ended")
         elif not self._registry.fits:

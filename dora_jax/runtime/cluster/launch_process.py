@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -23,11 +24,13 @@ import psutil
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """What a process needs to find its gang. The token travels beside it: never on a command line."""
+    """What a process needs to find its gang, and to be known there: never on a command line."""
 
+    run: str
     controller: str
     gang: str
     epoch: int
+    credential: str = dataclasses.field(repr=False)  # see runtime/common/credentials.py
 
 
 class StartedGang(Protocol):
@@ -51,12 +54,10 @@ class StartedGang(Protocol):
 class Launcher(Protocol):
     ip: str  # where the controller is reached
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
+    def start(self, ticket: Ticket, hosts: int, slice_type: str) -> StartedGang:
         """`slice_type`: the TPU slice that they share; empty: any machine."""
 
-    def find(
-        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
-    ) -> StartedGang | None:
+    def find(self, ticket: Ticket, hosts: int, slice_type: str, pids: Sequence[int]) -> StartedGang | None:
         """The processes that an earlier controller has started for this gang and epoch; None: they are not all there,
         and every process that was has been ended. By default an earlier controller leaves none."""
         return None
@@ -75,8 +76,8 @@ class ProcessLauncher(Launcher):
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
-        env = {**os.environ, "DORA_TICKET": json.dumps(dataclasses.asdict(ticket)), "DORA_TOKEN": token.hex()}
+    def start(self, ticket: Ticket, hosts: int, slice_type: str) -> StartedGang:
+        env = {**os.environ, "DORA_RUN": ticket.run, "DORA_TICKET": json.dumps(dataclasses.asdict(ticket))}
         command = [sys.executable, "-m", "dora_jax.runtime.cluster.process_main"]
         children: list[subprocess.Popen] = []
         for number in range(hosts):
@@ -84,14 +85,15 @@ class ProcessLauncher(Launcher):
                 children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
         return LocalProcesses(children)
 
-    def find(
-        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
-    ) -> StartedGang | None:
+    def find(self, ticket: Ticket, hosts: int, slice_type: str, pids: Sequence[int]) -> StartedGang | None:
         processes = []
         for pid in pids:
             with contextlib.suppress(psutil.Error):  # it has ended
                 process = psutil.Process(pid)
-                if process.environ().get("DORA_TOKEN") == token.hex():  # else its id is another's now
+                environ = process.environ()
+                token = environ.get("DORA_TOKEN")  # of a process that another version has started
+                run = environ.get("DORA_RUN") if token is None else run_of_token(token)
+                if run == ticket.run:  # else its id is another's now
                     processes.append(process)
         found = LocalProcesses(processes)
         if len(found.pids) == hosts:
@@ -117,6 +119,11 @@ class LocalProcesses(StartedGang):
                 process.kill()
         while not all(map(_end_of, self._processes)):
             time.sleep(0.01)
+
+
+def run_of_token(token: str) -> str:
+    """The name of a run that had a token, and no authority."""
+    return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
 def _end_of(process: subprocess.Popen | psutil.Process) -> str | None:

@@ -42,7 +42,7 @@ FORWARDED = ("DORA_", "XLA_", "LIBTPU_", "PYTHONHASHSEED")  # of the controller'
 class RayProcess:
     """The Ray actor that becomes a process of a gang."""
 
-    def run(self, ticket: Ticket, token: bytes, lasting: bool) -> None:
+    def run(self, ticket: Ticket, lasting: bool) -> None:
         from dora_jax.runtime.cluster.process_main import serve
 
         room = get_current_placement_group()
@@ -53,7 +53,7 @@ class RayProcess:
             thread.start()
             thread.join(LEAVE_S)  # Ray may be gone, too
 
-        serve(ticket, token, *([leave] if lasting else []))
+        serve(ticket, *([leave] if lasting else []))
 
     def end(self) -> None:
         """Waits behind `run`, which never returns: this call fails when the actor ends."""
@@ -71,14 +71,12 @@ class RayLauncher:
         self._run, self._lasting = run, address != "local"
         self.slices = FreeSlices()
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
+    def start(self, ticket: Ticket, hosts: int, slice_type: str) -> StartedGang:
         for behind in self._left_behind(ticket.gang):
             behind.kill()
-        return RayGang(self.slices, self._name(ticket), hosts, slice_type, (ticket, token, self._lasting))
+        return RayGang(self.slices, self._name(ticket), hosts, slice_type, (ticket, self._lasting))
 
-    def find(
-        self, ticket: Ticket, token: bytes, hosts: int, slice_type: str, pids: Sequence[int]
-    ) -> StartedGang | None:
+    def find(self, ticket: Ticket, hosts: int, slice_type: str, pids: Sequence[int]) -> StartedGang | None:
         """The gang as an earlier controller left it; other epochs of it end."""
         found = None
         for behind in self._left_behind(ticket.gang, hosts, slice_type):
@@ -109,7 +107,7 @@ class RayLauncher:
         return [RayGang(self.slices, name, hosts, slice_type, None) for name in names]
 
 
-Work = tuple[Ticket, bytes, bool]  # what a RayProcess runs: ticket, token, whether it outlives the controller
+Work = tuple[Ticket, bool]  # what a RayProcess runs: ticket, whether it outlives the controller
 
 
 class RayGang(StartedGang):
@@ -148,7 +146,7 @@ class RayGang(StartedGang):
                 if self._room is None:
                     if now - self._looked_s > LOOK_S:
                         self._looked_s = self._asked_s = now
-                        named: dict[str, str] = {"name": self.name, "lifetime": "detached"} if self._work[2] else {}
+                        named: dict[str, str] = {"name": self.name, "lifetime": "detached"} if self._work[1] else {}
                         if not self._slice_type:
                             self._room = placement_group([{"CPU": 1}] * self._hosts, **named)
                         elif got := self._slices.take(self.name, self._slice_type, self._hosts):
@@ -193,7 +191,7 @@ class RayGang(StartedGang):
         env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         for index in range(self._hosts):
             where = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
-            named = {"name": f"{self.name}/{index}", "lifetime": "detached"} if work[2] else {}
+            named = {"name": f"{self.name}/{index}", "lifetime": "detached"} if work[1] else {}
             actor: Any = (
                 ray.remote(RayProcess)
                 .options(

@@ -52,10 +52,15 @@ class LentLauncher(Launcher):
     instance: InstanceId
     first: int  # of the trainer's processes that are the instance
 
-    def start(self, ticket: Ticket, token: bytes, hosts: int, slice_type: str) -> StartedGang:
+    def start(self, ticket: Ticket, hosts: int, slice_type: str) -> StartedGang:
         """RunError: there is no gang of the trainer to ask."""
-        where = dataclasses.asdict(ticket)  # gang, epoch, controller
-        call = messages.LendDevices(instance=self.instance, first=self.first, hosts=hosts, **where)
+        call = messages.LendDevices(
+            instance=self.instance,
+            first=self.first,
+            hosts=hosts,
+            controller=ticket.controller,
+            credential=ticket.credential,
+        )
         try:
             if (gang := self.trainer()) is None:
                 raise GangDied("it is being started")
@@ -108,7 +113,7 @@ class LentSupervisor(GangSupervisor):
         try:
             if self._lost > self._limits.restarts:
                 raise RunError(f"{self._lost} incarnations in a row were lost")
-            started = self._launcher.start(ticket, self._listener.token, self._hosts, self._slice_type)
+            started = self._launcher.start(ticket, self._hosts, self._slice_type)
         except RunError as error:
             gang.die(str(error))
             return None

@@ -12,7 +12,6 @@ incarnation ends the process.
 from __future__ import annotations
 
 import threading
-from multiprocessing import AuthenticationError
 
 import jax
 
@@ -20,6 +19,7 @@ from dora_jax.config import Config, ConfigError
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import ControllerConnection, join, turns_of
 from dora_jax.runtime.cluster.rollout_role import InstanceParts
+from dora_jax.runtime.common.credentials import Credential
 from dora_jax.runtime.instances.lent_instance import LentState, MovableState
 
 LAST_WORDS_S = 5.0
@@ -36,8 +36,8 @@ class Stays:
 class LentConnection(ControllerConnection):
     """Where it is lost the incarnation ends; the process does not."""
 
-    def __init__(self, address: str, token: bytes):
-        super().__init__(address, token, lambda: self.inbox.put(messages.HandOver()))
+    def __init__(self, address: str, credential: Credential):
+        super().__init__(address, credential, lambda: self.inbox.put(messages.HandOver()))
 
 
 class LentRole:
@@ -68,7 +68,9 @@ class LentRole:
         """Begins an incarnation of the instance, if this process is one of those that the call names."""
         if call.first <= self._rank < call.first + call.hosts:
             self.reload()
-            self._thread = threading.Thread(target=self._live, args=(call,), name=call.gang, daemon=True)
+            self._thread = threading.Thread(
+                target=self._live, args=(call,), name=f"instance {call.instance}", daemon=True
+            )
             self._thread.start()
 
     def reload(self) -> None:
@@ -89,15 +91,15 @@ class LentRole:
     def _live(self, call: messages.LendDevices) -> None:
         try:
             self._state.lend(self._instance)
-            link = self._worker = LentConnection(call.controller, self._link.token)
-        except (OSError, EOFError, AuthenticationError):  # that controller is gone
+            link = self._worker = LentConnection(call.controller, Credential(call.credential))
+        except OSError:  # that controller is gone
             return self._free()
         except BaseException as error:
             return self._fail(error)
-        listener, arrivals, status = join(link, call.gang, call.epoch, self._rank)
+        listener, arrivals, status = join(link, self._rank)
         try:
             if isinstance(begin := link.inbox.get(), messages.Begin):
-                role = self._parts.role(begin, link, status, turns_of(begin, link.token, arrivals), self._free)
+                role = self._parts.role(begin, link, status, turns_of(begin, link.credential, arrivals), self._free)
                 link.send(messages.Ready())
                 role.run(link.inbox)
                 link.records.flush(LAST_WORDS_S)  # what is handed over is sent before the process may end
@@ -108,6 +110,7 @@ class LentRole:
             self._worker = None
             status.ended.set()
             listener.close()
+            self._parts.close()
             link.inbox.put(None)  # its threads end
 
     def _free(self) -> None:

@@ -13,7 +13,7 @@ Heartbeat                            from every process: it is alive, and how fa
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,6 @@ from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    gang: str
-    epoch: int
     pid: int
     worker: int  # TPU_WORKER_ID, which decides its rank; -1: there is none
     coordinator: str  # where a world would meet, were this its first process
@@ -172,9 +170,8 @@ class LendDevices:
     lent_role.py."""
 
     instance: InstanceId
-    gang: str
-    epoch: int
     controller: str  # where these processes join the instance's gang
+    credential: str = field(repr=False)  # of that gang and this incarnation
     first: int
     hosts: int
 

@@ -3,7 +3,7 @@ everything else.
 
     Hello -> Begin -> [world, model, compile] -> Ready -> calls and posts, until the controller is gone
 
-Consumes the environment's ticket and token; the stages that it runs are those of one machine. Laws: whatever goes wrong
+Consumes the environment's ticket; the stages that it runs are those of one machine. Laws: whatever goes wrong
 ends this process, after one sentence to the controller; where the controller is killed it goes on, and ends if no other
 one comes; it never waits in an exit barrier for a member that is gone.
 """
@@ -37,24 +37,26 @@ SHUTDOWN_S = 5
 MULTISLICE = "MEGASCALE_"
 
 
-def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None) -> None:
+def serve(ticket: Ticket, leave: Callable[[], None] = lambda: None) -> None:
     """Never returns; `leave` is the last thing that this process does."""
     from dora_jax.config import ConfigError
     from dora_jax.runtime.cluster import messages
     from dora_jax.runtime.cluster.connection import ControllerConnection, join, turns_of
+    from dora_jax.runtime.common.credentials import Credential
 
     def end(code: int) -> None:
         leave()
         os._exit(code)
 
-    link = ControllerConnection(ticket.controller, token, lambda: end(0))
+    own = Credential(ticket.credential)
+    link = ControllerConnection(ticket.controller, own, lambda: end(0))
     pass_on_notice(link)
     try:
         worker = int(os.environ.get("TPU_WORKER_ID", "-1"))
         with socket.socket() as free:  # its port is for the world
             free.bind((link.own_ip, 0))
             coordinator = f"{link.own_ip}:{free.getsockname()[1]}"
-            listener, arrivals, status = join(link, ticket.gang, ticket.epoch, worker, coordinator)
+            listener, arrivals, status = join(link, worker, coordinator)
         begin = link.inbox.get()
         # opens the role of this process; it is compiled on return
         from dora_jax.plan import validate
@@ -66,7 +68,7 @@ def serve(ticket: Ticket, token: bytes, leave: Callable[[], None] = lambda: None
         from dora_jax.runtime.cluster.worker_roles import TrainerRole
 
         open_role = TrainerRole if begin.instance is None else open_rollout
-        role = open_role(begin, config, link, status, turns_of(begin, token, arrivals))
+        role = open_role(begin, config, link, status, turns_of(begin, own, arrivals))
         listener.close()
         link.send(messages.Ready())
         role.run(link.inbox)
@@ -133,4 +135,4 @@ def leave_multislice(environ: MutableMapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(Ticket(**json.loads(os.environ["DORA_TICKET"])), bytes.fromhex(os.environ.pop("DORA_TOKEN")))
+    serve(Ticket(**json.loads(os.environ.pop("DORA_TICKET"))))

@@ -49,7 +49,8 @@ def open_rollout(
 
 
 class InstanceParts:
-    """What the incarnations of an instance have in this process: its engine, which is compiled, and the wires."""
+    """What the incarnations of an instance have in this process: its engine, which is compiled, and the present one's
+    wires."""
 
     def __init__(self, config: Config, own: Sequence[jax.Device], begin: messages.Begin, link: ControllerConnection):
         """own: the devices of the instance, of all its processes."""
@@ -67,8 +68,7 @@ class InstanceParts:
         self._wanted = like(self._model, self.engine.param_shardings, build.published(config, self._model))
         self._layout = layout_of(self.engine.page())
         self._stored = StoredWeights(begin.workdir)
-        wired = config.cluster.wire == "transfer"
-        self._weights_wire, self._kv_wire = [Wire(link.own_ip, link.token) if wired else None for _ in range(2)]
+        self._wires: list[Wire] = []  # for weights, and for KV
 
     def role(
         self,
@@ -78,22 +78,30 @@ class InstanceParts:
         turns: Turns,
         free: Callable[[], None] = lambda: None,
     ) -> RolloutRole:
-        """The role of one incarnation. free: see RolloutRole."""
-        rollout = self._config.rollout
+        """The role of one incarnation, until `close`. free: see RolloutRole."""
+        rollout, cluster = self._config.rollout, self._config.cluster
+        if cluster.wire == "transfer":
+            self._wires = [Wire(link.own_ip, link.credential, cluster.encrypt == "all") for _ in range(2)]
+        weights_wire, kv_wire = self._wires or (None, None)
         return RolloutRole(
             begin,
             self.engine,
-            WeightEndpoint(begin.rank, self._weights_wire, HostWeights(), self._wanted, self._stored),
+            WeightEndpoint(begin.rank, weights_wire, HostWeights(), self._wanted, self._stored),
             link,
             status,
             turns,
             build.partial_s(self._config),
-            KVEndpoint(_instance(begin), begin.rank, self._kv_wire, self._layout),
+            KVEndpoint(_instance(begin), begin.rank, kv_wire, self._layout),
             holders_alike(begin.hosts, self._model.cache_heads),
             report_period_s(rollout.instances),
             progress_period_s(rollout.instances, rollout.slots),
             free,
         )
+
+    def close(self) -> None:
+        """Ends what the incarnation offers to others."""
+        for wire in self._wires:
+            wire.close()
 
 
 def _instance(begin: messages.Begin) -> InstanceId:

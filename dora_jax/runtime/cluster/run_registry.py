@@ -1,6 +1,7 @@
 """Where a run's controller is and which gangs it has: how they find each other again where the controller was killed.
 
-    WORKDIR/controller.json      token, address, build, {gang: [epoch, pids]}; in a folder only its owner may read it
+    WORKDIR/controller.json   authority, incarnation, address, build, {gang: [epoch, pids]}; in a folder only its owner
+                              may read it
 
 Consumes what the keepers start and end; produces what an earlier controller has left. Laws: it is always whole, and a
 damaged one is refused; no gang runs that is not in it, unless the storage refuses, which is reported and stops nobody;
@@ -12,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +21,12 @@ from typing import Any
 
 from dora_jax.base import state_files
 from dora_jax.config import ConfigError
+from dora_jax.runtime.cluster.launch_process import run_of_token
+from dora_jax.runtime.common.credentials import CONTROLLER, Authority, Credential
 from dora_jax.runtime.journal.object_storage import ROSTER, Objects
 
-FORMAT = 2  # of controller.json
-PRIVATE = 0o600  # it holds the token
+FORMAT = 3  # of controller.json; 2: with a token in the place of an authority, and no gang is taken over from it
+PRIVATE = 0o600  # it holds the authority's key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,15 @@ class RunRegistry:
         self._store = Objects(place) if place is not None and "://" in place else None
         try:
             data = None if place is None else _read(place)
-            found = {} if data is None else state_files.decode(data, f"{place}/{ROSTER}", FORMAT)
-            self.token = secrets.token_bytes(32) if data is None else bytes.fromhex(found["token"])
+            record = {} if data is None else state_files.decode(data, f"{place}/{ROSTER}", FORMAT)
+            former = data is not None and "token" in record
+            if data is None or former:
+                self.authority = Authority(run=run_of_token(record["token"]) if former else "")
+            else:
+                self.authority = Authority(record["authority"])
+            self.incarnation = int(record.get("incarnation", 0)) + 1  # of this controller
             self.left: dict[str, RegisteredGang] = {}
-            for name, (epoch, pids) in {} if data is None else found["gangs"].items():
+            for name, (epoch, pids) in {} if data is None else record["gangs"].items():
                 if not all(type(number) is int for number in (epoch, *pids)):
                     raise ValueError(f"gang {name!r:.40} has an epoch or a process that is no number")
                 self.left[name] = RegisteredGang(epoch=epoch, pids=tuple(pids))
@@ -56,7 +63,8 @@ class RunRegistry:
                 f"workdir: {place}/{ROSTER} is not what a controller writes ({error}): delete it once no "
                 f"process of this run is left"
             ) from error
-        self.fits = found.get("build") == build
+        self.credential = Credential(self.authority.issue(CONTROLLER, self.incarnation))
+        self.fits = record.get("build") == build and not former
         self._gangs = dict(self.left)
         self._address = ""
         self._lock = threading.Lock()
@@ -85,7 +93,13 @@ class RunRegistry:
             return
         with self._lock:
             gangs = {name: [member.epoch, member.pids] for name, member in self._gangs.copy().items()}
-            state = {"token": self.token.hex(), "address": self._address, "build": self._build, "gangs": gangs}
+            state = {
+                "authority": self.authority.pem,
+                "incarnation": self.incarnation,
+                "address": self._address,
+                "build": self._build,
+                "gangs": gangs,
+            }
             path, data = Path(self._place) / ROSTER, state_files.encode(state, FORMAT)
             try:
                 if self._store is not None and remove:

@@ -68,7 +68,9 @@ class TrainerRole:
         self._copy = build.publishing_copy(config, hf.read_config(config.model.path), mesh)
         self._stored, self._kept = StoredWeights(begin.workdir), HostWeights()
         self._copies: dict[Version, int] = {}  # digests of what was published
-        wire = Wire(link.own_ip, link.token) if config.cluster.wire == "transfer" else None
+        wire = None
+        if config.cluster.wire == "transfer":
+            wire = Wire(link.own_ip, link.credential, config.cluster.encrypt == "all")
         self._transfers = TransferThreads(WeightEndpoint(begin.rank, wire, self._kept), link, self._write)
         # opened by the first save: nothing else writes there by then
         self._checkpoints: checkpoint.Checkpoints | None = None

@@ -6,30 +6,30 @@
 
 Consumes and produces NumPy arrays, bit for bit; the owner of an array brings it from its devices to the host. Laws: a
 receiver takes exactly the shards that it expects, or nothing; a key is offered once; every transfer ends by its
-deadline, on both sides; a shard whose checksum is not the one that was offered is read again, then refused; the port
-serves only processes that know the token of the run (listener.py), so that bytes of an unverified peer end its
-connection and nothing else. `jax.experimental.transfer` is not used: it has no authentication, and a few bytes of
-garbage on one of its ports abort the process.
+deadline, on both sides; a shard whose checksum is not the one that was offered is read again, then refused; an offer is
+served to the incarnation that its key names, and taken from the one that its manifest names; bytes of an unverified
+peer end its connection and nothing else. What is sent is encrypted, or, where a network is faster than that, plain with
+checksums under a key that was sent encrypted. `jax.experimental.transfer` is not used: it has no authentication, and a
+few bytes of garbage on one of its ports abort the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from multiprocessing import AuthenticationError, connection
 
 import jax.numpy as jnp
 import numpy as np
 
 from dora_jax.publish import within
+from dora_jax.runtime.common.channel import KEY_BYTES, Channel
+from dora_jax.runtime.common.credentials import Credential, Member
 from dora_jax.runtime.common.listener import ANSWER_S, Listener, dial
 from dora_jax.runtime.transfer.transfer_manifest import (
     Key,
@@ -49,19 +49,20 @@ STREAM_BYTES = 8 << 20  # an offer of less than two such parts is read over one
 REREADS = 1  # of a shard that has not arrived as it was offered; what is damaged again is damaged at its sender
 READERS = 16  # connections that a receiver reads at a time
 ASK = struct.Struct("!QQQ")  # number of an offer; first byte and end of a part of its pieces, laid end to end
-HAS, HAS_NOT = b"\1", b"\0"
+HAS, HAS_PLAIN, HAS_NOT = b"\1", b"\2", b"\0"  # the second: behind the key of its checksums
 
 
 class Wire:
-    """The end of one process; any thread may use it. `ip`: the interface that other machines reach."""
+    """The end of one process; any thread may use it. `ip`: the interface that other machines reach. `encrypted`: what
+    it sends."""
 
-    def __init__(self, ip: str, token: bytes):
-        self._token = token
+    def __init__(self, ip: str, credential: Credential, encrypted: bool = True):
+        self._credential, self._encrypted = credential, encrypted
         self.offers: dict[Key, int] = {}  # that are not released -> their numbers
-        self._pieces: dict[int, list[np.ndarray]] = {}  # by the number of their offer
+        self._pieces: dict[int, tuple[Key, list[np.ndarray]]] = {}  # by the number of their offer
         self._last: dict[str, int] = {}  # receiver -> the last sequence number offered to it
         self._lock = threading.Lock()
-        self._listener = Listener(ip, token, self._serve)
+        self._listener = Listener(ip, credential, None, self._serve)
         self.address = self._listener.address
 
     def give(self, key: Key, pieces: Mapping[Shard, np.ndarray]) -> Manifest:
@@ -76,9 +77,18 @@ class Wire:
                 raise WireError(f"{words(key)} is not offered again: the last transfer to it was {last}")
             self._last[key.receiver] = key.sequence
             self.offers[key] = number
-            self._pieces[number] = arrays = [_bytes(np.ascontiguousarray(piece)) for piece in pieces.values()]
-        checksums = tuple(zlib.crc32(array.data) for array in arrays)
-        return Manifest(key=key, address=self.address, number=number, shards=tuple(pieces), crc32=checksums)
+            arrays = [_bytes(np.ascontiguousarray(piece)) for piece in pieces.values()]
+            self._pieces[number] = key, arrays
+        own = self._credential.member
+        return Manifest(
+            key=key,
+            sender=own.role,
+            incarnation=own.incarnation,
+            address=self.address,
+            number=number,
+            shards=tuple(pieces),
+            crc32=tuple(zlib.crc32(array.data) for array in arrays),
+        )
 
     def release(self, key: Key) -> None:
         """Forgets an offer, made or still to come. One that is being read stays until its reader has ended."""
@@ -147,59 +157,51 @@ class Wire:
 
     # ------------------------------------------------------------ private
 
-    def _serve(self, end: connection.Connection) -> None:
-        """Sends one part of one offer to a process of the run."""
-        with _socket(end) as peer, contextlib.suppress(OSError):  # the reader reports the failure
-            ask = bytearray(ASK.size)
-            _fill(peer, ask, time.monotonic() + ANSWER_S)
-            number, start, stop = ASK.unpack(ask)
-            pieces = self._pieces.get(number)
-            if pieces is None:
-                return peer.sendall(HAS_NOT)
-            stop = min(stop, sum(piece.nbytes for piece in pieces))
-            peer.settimeout(deadline_s(max(stop - start, 0)))  # for all bytes of a sendall together
-            peer.sendall(HAS)
+    def _serve(self, channel: Channel) -> None:
+        """Sends one part of one offer to the process that it is for."""
+        with channel.socket, contextlib.suppress(OSError):  # the reader reports the failure
+            channel.until_s = time.monotonic() + ANSWER_S
+            number, start, stop = ASK.unpack(channel.read(bytearray(ASK.size)))
+            key, pieces = self._pieces.get(number, (None, []))
+            if key is None or channel.peer != (key.receiver.partition("/")[0], key.epoch):
+                return channel.write(HAS_NOT)
+            stop = min(stop, _size(pieces))
+            channel.until_s = time.monotonic() + deadline_s(max(stop - start, 0))
+            if self._encrypted:
+                channel.write(HAS)
+            else:
+                channel.write(HAS_PLAIN + (secret := secrets.token_bytes(KEY_BYTES)))
+                channel.go_plain(secret)
             for part in _parts(pieces, start, stop):
-                peer.sendall(part)
+                channel.write(part)
 
     def _read(self, job: Job, until_s: float, timeout_s: float) -> None:
         manifest, targets, start, stop = job
-        what = f"{words(manifest.key)} from {manifest.address}"
+        what, left_s = f"{words(manifest.key)} from {manifest.address}", max(until_s - time.monotonic(), 0.0)
+        sender = Member(manifest.sender, manifest.incarnation)
         try:
-            with _socket(dial(manifest.address, self._token, max(until_s - time.monotonic(), 0.0))) as peer:
-                peer.sendall(ASK.pack(manifest.number, start, stop))
-                answer = bytearray(len(HAS))
-                _fill(peer, answer, until_s)
-                if answer != HAS:
+            channel = dial(manifest.address, self._credential, sender.__eq__, left_s)
+            with channel.socket:
+                channel.until_s = until_s
+                channel.write(ASK.pack(manifest.number, start, stop))
+                answer = channel.read(bytearray(len(HAS)))
+                if answer == HAS_PLAIN:
+                    channel.go_plain(bytes(channel.read(bytearray(KEY_BYTES))))
+                elif answer != HAS:
                     raise WireError(f"{what} is not offered there any more")
                 for part in _parts(targets, start, stop):
-                    _fill(peer, part, until_s)
+                    channel.read(part)
         except TimeoutError as error:
             raise WireError(f"{what} has not come within {timeout_s:.1f} s") from error
+        except OSError as error:
+            raise WireError(f"{what} failed: {type(error).__name__} {error}") from error
         except (OverflowError, ValueError) as error:
             raise WireError(f"{words(manifest.key)}: {manifest.address[:60]!r} is no address: {error}") from error
-        except (OSError, EOFError, AuthenticationError) as error:
-            raise WireError(f"{what} failed: {type(error).__name__} {error}") from error
 
 
 # ---------------------------------------------------------------- private
 
 Job = tuple[Manifest, list[np.ndarray], int, int]  # an offer, the bytes that its shards are read into; first byte, end
-
-
-def _socket(end: connection.Connection) -> socket.socket:
-    """The socket of a connection, which it replaces."""
-    with end:
-        return socket.socket(fileno=os.dup(end.fileno()))
-
-
-def _fill(peer: socket.socket, target: memoryview | bytearray, until_s: float) -> None:
-    view = memoryview(target)
-    while view:
-        peer.settimeout(max(until_s - time.monotonic(), 1e-3))
-        if not (count := peer.recv_into(view)):
-            raise ConnectionError("the sender has ended it")
-        view = view[count:]
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

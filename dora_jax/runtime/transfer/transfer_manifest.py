@@ -53,6 +53,8 @@ class Manifest:
     """The shards that one process offers under a key, in the order in which it sends them."""
 
     key: Key
+    sender: str  # the role and the incarnation of the process at
+    incarnation: int
     address: str
     number: int  # of the offer at that address
     shards: tuple[Shard, ...]
