@@ -39,6 +39,7 @@ def fit(
     model: str | os.PathLike[str] | None = None,
     prompts: Prompts | None = None,
     reward: Reward | Sequence[Reward] | None = None,
+    accept_changes: bool = False,
 ) -> RunResult:
     """Runs a configuration to its end, resuming what `workdir` (a path, or gs://bucket/folder) holds.
 
@@ -49,7 +50,8 @@ def fit(
     of a file of rows, or "reasoning_gym:DATASET"; task.prompt_column and task.answer_column rename the two.
     reward: one or several callables (prompt, response, answer) -> float | {term: float}, or their import paths; a
     parameter of another name gets that column of the row. Worker processes import the file that defines it; where that
-    file is the script itself, they run it down to this call.
+    file is the script itself, they run it down to this call. accept_changes: as --accept_changes, go on in a workdir
+    whose run learned under other values.
 
     Raises ConfigError for wrong input and RunError for a run that cannot go on. On the main thread Ctrl-C and SIGTERM
     stop the run, whose exit_code is then 42; any other thread may call it too. The process is the caller's and never
@@ -57,7 +59,7 @@ def fit(
     """
     from dora_jax import api
 
-    return api.fit(config, workdir, model, prompts, reward)
+    return api.fit(config, workdir, model, prompts, reward, accept_changes)
 
 
 def load_policy(workdir: str | os.PathLike[str], step: int | None = None) -> Policy:

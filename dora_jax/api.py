@@ -78,6 +78,7 @@ def fit(
     model: str | os.PathLike[str] | None,
     prompts: Prompts | None,
     reward: Reward | Sequence[Reward] | None,
+    accept_changes: bool,
 ) -> RunResult:
     """See `dora_jax.fit`."""
     callables.end_import()
@@ -94,7 +95,7 @@ def fit(
         if isinstance(config, Mapping):
             keep_heldout = "task.heldout" in config or "heldout" in (config.get("task") or {})
         _take_prompts(tree, prompts, asked_workdir, keep_heldout)
-    asked = flags.taken(tree, asked_workdir)
+    asked = flags.taken(tree, asked_workdir, accept_changes)
     from dora_jax.runtime.job import train  # JAX starts only after the configuration has passed
     from dora_jax.serving import live
     from dora_jax.trainer import manifest

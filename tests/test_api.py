@@ -15,9 +15,11 @@ import pytest
 
 import dora_jax
 from dora_jax.base import callables
+from dora_jax.cli import parents
 from dora_jax.config import ConfigError
 from dora_jax.config import files as config_files
 from dora_jax.runtime.journal import workdir_mirror
+from dora_jax.trainer import manifest
 from tests.fakes.command_line import parse, write_workspace
 from tests.fakes.hf_models import MODEL
 
@@ -78,6 +80,22 @@ def test_rows_and_rewards_given_as_objects_are_found_by_every_process(workspace,
     Path("w/metrics.jsonl").touch()  # the run has begun
     with pytest.raises(ConfigError, match=r"workdir: w belongs to another config, which differs in task.path"):
         dora_jax.fit(None, "w", model="model", prompts=[*ROWS, "text"], reward=[right, "dora_jax.tasks.rewards.exact"])
+    dora_jax.fit(None, "w", model="model", prompts=[*ROWS, "text"], reward=right, accept_changes=True)
+    assert workspace[-1][0].task.rewards == (f"{__name__}.right",)
+
+
+def test_a_run_s_workdir_given_as_the_model_and_a_section_that_is_none(workspace, monkeypatch):
+    made = []
+    monkeypatch.setattr(parents, "make", made.append)
+    dora_jax.fit(None, "x", model="model", prompts=ROWS)
+    step = Path("x/checkpoints/4")
+    step.mkdir(parents=True)
+    manifest.write(step)
+    with pytest.raises(ConfigError, match="model.path: x/hf/4 does not exist"):  # nothing was exported
+        dora_jax.fit(None, "w", model="x", prompts=ROWS)
+    assert made[0].folder == Path("x/hf/4")
+    with pytest.raises(ConfigError, match="model: 3 is not a section"):
+        dora_jax.fit({"model": 3}, "w", prompts=ROWS)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
-    ".": 1042,
+    ".": 1044,
     "aot": 372,
-    "base": 1663,
+    "base": 1664,
     "bench": 3730,
     "buffer": 320,
-    "cli": 447,
+    "cli": 459,
     "config": 780,
     "costs": 391,
     "models": 2557,

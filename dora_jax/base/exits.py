@@ -85,7 +85,8 @@ def refusal(error: BaseException) -> str | None:
         if code is not None and code in NOT_ALLOWED and where:
             return f"{where}: {os.strerror(code)}"
         if isinstance(cause, MemoryError) or any(words in str(cause) for words in XLA_NO_MEMORY):
-            return f"out of memory: {text or 'of this machine'}; a smaller model, or fewer slots and rows, need less"
+            less = "fewer slots, shorter rows or more micro_batches need less, and the same workdir goes on with them"
+            return f"out of memory: {text or 'of this machine'}; {less}"
         if NO_BACKEND in str(cause):
             return f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: this machine has no such devices: {text}"
         cause = cause.__cause__

@@ -218,14 +218,23 @@ def describe(asked: CommandLine) -> str:
     )
 
 
-def taken(config: Config | Mapping[str, Any] | ml_collections.ConfigDict, workdir: str | os.PathLike) -> CommandLine:
+def taken(
+    config: Config | Mapping[str, Any] | ml_collections.ConfigDict,
+    workdir: str | os.PathLike,
+    accept_changes: bool = False,
+) -> CommandLine:
     """What a script asks for, checked and recorded as a command line is."""
     tree: Any = dataclasses.asdict(config) if isinstance(config, Config) else config
     folder = local(workdir, "train")
     if parent := parents.settle(tree, folder):
         parents.make(parent)
     asked = CommandLine(
-        plan=validate.read(tree), workdir=folder, overrides={}, dry_run=False, in_bucket="://" in os.fspath(workdir)
+        plan=validate.read(tree),
+        workdir=folder,
+        overrides={},
+        dry_run=False,
+        in_bucket="://" in os.fspath(workdir),
+        accept_changes=accept_changes,
     )
     asked = _check(asked, "train")
     record(asked)

@@ -38,7 +38,10 @@ def settle(tree: MutableMapping[str, Any], workdir: Path) -> Parent | None:
 
     ConfigError: the run holds no checkpoint that verifies, or not that of the step.
     """
-    named = str(tree["model"]["path"])
+    try:
+        named = str(tree["model"]["path"])
+    except (KeyError, TypeError):
+        return None  # which is refused by name, a little later
     plain, _, number = named.rpartition("@")
     run = Path(plain if number.isdigit() and (Path(plain) / MARK).is_file() else named)
     if not named or not (run / MARK).is_file():
