@@ -8,13 +8,20 @@ import types
 import numpy as np
 import pytest
 
+from dora_jax.base.metrics import Writer
 from dora_jax.buffer import layout, pack
+from dora_jax.orchestrate import events as ev
 from dora_jax.report.load import load, samples
 from dora_jax.runtime.common.sample_log import SampleLog, TokenViews, files
+from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.journal import workdir_mirror
+from dora_jax.runtime.observe.metrics_log import RunLog
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.solved import Solved
 from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes import trainer_cases as cases
+from tests.fakes.sinks import quiet
 
 
 class Echo:
@@ -135,6 +142,39 @@ def test_rows_are_found_by_step_task_kind_and_text(tmp_path):
     assert (row["index"], row["reward"], row["text"], row["expected"]) == (1, 1.0, "<10><21><31>", "2")
     with pytest.raises(ValueError, match="kind = 'evaluated' is none of trained"):
         samples(tmp_path, kind="evaluated")
+
+
+def test_what_no_step_trains_on_is_kept_and_counted(tmp_path):
+    state = types.SimpleNamespace(
+        ledger=types.SimpleNamespace(base=4), groups={-1: types.SimpleNamespace(version=4)}, evaluating={4: 2},
+        config=types.SimpleNamespace(task_cycle=()),
+    )  # fmt: skip
+    facts = {"versions": {}, "moves": 0, "reloads": 0, "lends": {}, "drafts": {}}
+    brain = types.SimpleNamespace(state=state, waiting=dict, summary=lambda: facts)
+    tables = []
+    sink = types.SimpleNamespace(write=lambda *_: None, samples=lambda *row: tables.append(row[:2]))
+    with Writer(tmp_path, quiet(), [sink]) as writer:
+        log = RunLog(
+            workdir=tmp_path, writer=writer, orchestrator=brain, instances=[types.SimpleNamespace(wait_s=0.0)],
+            decode=spelt, prompt_of=lambda id: PROMPT, solved=Solved(term="total"), steps=9, max_failed_share=1.0,
+        )  # fmt: skip
+        log.record(scored(-1, [1, 0], version=4))
+        log.record(scored(-2, [0, 0], version=4))  # of an earlier process, which has kept it
+        for group, trainable in ((scored(7, [1, 1]), False), (GROUPS[1], True)):
+            log.record(group)
+            log.event(ev.GroupScored(group_id=group.group_id, trainable=trainable), [])
+        failed = scored(8, [0, 0]).samples
+        log.record(GroupFailure(group_id=8, reason="it took too long", lengths=(3, 3), samples=failed))
+        log.record(StepDone(version=5, groups=(GROUPS[1],), metrics={}, wait_s=0.0, step_s=0.1))
+        assert log.metrics["groups/filtered_share"] == 0.5
+        log.samples.evaluated(4)
+        log.close()
+    rows = samples(tmp_path)
+    assert [(row["step"], row["kind"], row["group"]) for row in rows if row["index"] == 1] == [
+        (4, "heldout", -1), (5, "filtered", 7), (5, "failed", 8), (5, "trained", 1),
+    ]  # fmt: skip
+    assert [row["solved"] for row in rows[:2]] == [True, False] and rows[-4]["reason"] == "it took too long"
+    assert tables == [(4, "heldout")]
 
 
 def test_a_workdir_of_one_group_a_step_is_read_too_and_damage_is_left_out(tmp_path):

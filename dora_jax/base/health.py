@@ -117,6 +117,8 @@ RULES = (
          "a higher environment.branches, or environment.renderer: the chat template rewrites earlier turns"),
     Rule("groups without a score", "groups/failed_share", "above", 0.05,
          "the console names the causes; a slow reward needs a higher task.reward_timeout_s"),
+    Rule("data exhausted", "groups/filtered_share", "above", 0.9,
+         "more or other prompts: the samples of nearly every group score alike, and teach nothing"),
     Rule("prompts left out", "prompts/skipped_share", "above", 0.2,
          "a higher rollout.max_prompt_tokens, or shorter prompts"),
 )  # fmt: skip

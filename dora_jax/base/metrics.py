@@ -135,11 +135,8 @@ class Writer:
     def samples(self, step: int, kind: str, groups: Sequence[SampleRow]) -> None:
         """Rows of groups (runtime.common.sample_log) to the sinks that show text: of held-out ones the first sample of
         each, of others all."""
-        rows: list[SampleRow] = []
-        for group in groups:
-            for sample in group["samples"][: 1 if kind == "heldout" else None]:
-                row = {**group, **sample}
-                rows.append({name: row[name] for name in COLUMNS})
+        first = 1 if kind == "heldout" else None
+        rows = [{name: {**g, **s}[name] for name in COLUMNS} for g in groups for s in g["samples"][:first]]
         if not rows:
             return
         if self._board:

@@ -94,6 +94,10 @@ METRICS: dict[str, Meaning] = SHARED | {
     "moe/dropped_share": ("tokens that an expert had no room for", "0"),
     "moe/replay_changed": ("replayed choices that the router would not make now", "below 0.1"),
     "groups/failed_share": ("groups without a score since this process began", "below task.max_failed_share"),
+    "groups/filtered_share": (
+        "share of the groups scored since the last step that are left out, since their samples score alike",
+        "below 0.8",
+    ),
     "groups/failed_length_p50": ("median length of their responses, tokens", ""),
     "groups/failed_length_p90": ("its 90 % quantile", ""),
     "prompts/skipped": ("prompts over rollout.max_prompt_tokens since this process began", ""),

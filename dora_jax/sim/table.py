@@ -80,7 +80,7 @@ def _fastest(lines: Sequence[Line]) -> list[str]:
                 (f"{r.mixed:.1%} of its samples are of several versions", decisions.mixes_versions),
                 ("nothing bounds its lag", decisions.max_lag is None),
                 (
-                    f"it gives up samples, {r.cancelled_tokens:,.0f} tokens a step",
+                    f"it may give up samples, here {r.cancelled_tokens:,.0f} tokens a step",
                     decisions.on_publish == "evict" or decisions.over_issued,
                 ),
             )

@@ -5,7 +5,7 @@ const hue = n => (n * 137.508) % 360;  // neighbours differ by the golden angle
 const colour = (n, alpha = 1) => `hsla(${hue(n)},65%,52%,${alpha})`;
 const dark = () => matchMedia('(prefers-color-scheme: dark)').matches;
 
-const short = v => v === null ? '' : v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(0) : v.toLocaleString('en', {maximumSignificantDigits: 4});
+const short = v => v === null ? '' : v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(1) : v.toLocaleString('en', {maximumSignificantDigits: 4});
 
 // ---------------------------------------------------------------- curves
 const plots = [];

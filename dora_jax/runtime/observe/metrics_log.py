@@ -193,17 +193,12 @@ class RunLog:
         self._instances = instances
         self._steps = steps
         self.samples = SampleLog(
-            workdir,
-            writer.note,
-            decode,
-            prompt_of,
-            views,
-            log_bytes=log_bytes,
-            samples_bytes=samples_bytes,
-            resumed_at=writer.resumed_at,
-        )
+            workdir, writer.note, decode, prompt_of, views,
+            log_bytes=log_bytes, samples_bytes=samples_bytes, resumed_at=writer.resumed_at,
+        )  # fmt: skip
         self._solved = solved
         self._scored: dict[GroupId, ScoredGroup] = {}  # whose GroupScored has not been seen
+        self._trainable: collections.Counter[bool] = collections.Counter()  # groups scored since the last step
         self._overlap = VersionOverlap()
         self._idle = IdleReport(orchestrator.waiting)
         self._evaluating = Evaluations(orchestrator.state, solved, self._evaluated, writer.note, noisy)
@@ -266,6 +261,7 @@ class RunLog:
                 self._moved.add(event.id)
             case ev.GroupScored(group_id=group_id, trainable=trainable):
                 scored = self._scored.pop(group_id, None)
+                self._trainable[trainable] += is_training(group_id)
                 if scored is not None and not trainable:
                     self.samples.keep(self._orchestrator.state.ledger.base + 1, "filtered", scored)
             case ev.TimePassed():
@@ -313,6 +309,9 @@ class RunLog:
         metrics = group_metrics(done.groups, done.version - 1)
         metrics |= {**self._served.metrics(done.groups), **done.metrics}
         metrics |= {**self._unscored.metrics(), **self._episodes.metrics()}
+        if scored := self._trainable.total():
+            metrics["groups/filtered_share"] = self._trainable[False] / scored
+            self._trainable.clear()
         metrics |= {
             "rollout/tokens_per_s": self._tokens / elapsed_s,
             "rollout/idle_share": idle_share,
