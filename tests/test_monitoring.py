@@ -164,6 +164,8 @@ for steps in ((1, 2, 3), (2, 3)):  # resumed at step 1
     with monitoring.opened(config, workdir) as sinks, Writer(workdir, others=sinks) as writer:
         for step in steps:
             writer.write(step, {"reward/mean": step / 10, "trainer/kl": float("nan")})
+        sample = {"reward": 1.0, "text": "4" * 5000}
+        writer.samples(3, "heldout", [{"group": -1, "prompt": "2 + 2 =", "expected": "4", "samples": [sample, sample]}])
 """
 WANDB_READ = """
 import json, sys
@@ -213,4 +215,8 @@ def test_wandb_gets_every_record_offline_and_a_resumed_run_is_the_same_run(tmp_p
     told = [json.loads(line) for line in read.splitlines()]
     runs = [row for row in told if "id" in row]
     assert {row["id"] for row in runs} == {(tmp_path / "wandb_id").read_text()} and runs[0]["project"] == "sums"
-    assert [row for row in told if "id" not in row] == [{"step": n, "reward/mean": n / 10} for n in (1, 2, 3, 2, 3)]
+    records = [row for row in told if "id" not in row and "reward/mean" in row]
+    assert records == [{"step": n, "reward/mean": n / 10} for n in (1, 2, 3, 2, 3)]
+    tables = [json.loads(file.read_text()) for file in tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json")]
+    assert [table["columns"] for table in tables] == [["group", "prompt", "expected", "reward", "text"]] * 2
+    assert tables[0]["data"] == [["-1", "2 + 2 =", "4", "1.0", "4" * 4000]]
