@@ -164,7 +164,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "log-prob mismatch": {"within": biased_engine, "trainer.max_instance_mismatch": 0.0},
     "few effective samples": {"trainer.learning_rate": 5e-2, "orchestrator.max_versions": 4,
                               "orchestrator.inflight": 3.0},
-    "far from the anchor": {"trainer.learning_rate": 1e-1, "trainer.updates": 4},
+    "far from the anchor": {"task.rewards": (f"{OWN}.noise",), "trainer.learning_rate": 5e-2, "trainer.updates": 4},
     "stale groups": {"orchestrator.max_versions": 24, "orchestrator.inflight": 24.0, "rollout.slots": 512,
                      "trainer.learning_rate": 1e-5},
     "gradient spikes": {"task.rewards": (f"{OWN}.spiked",), "trainer.advantage": f"{OWN}.centred"},
