@@ -55,9 +55,13 @@ def test_a_device_holds_the_head_of_its_queries_and_the_pool_stays_where_it_is(e
     for leaf in jax.tree.leaves(engine.device.pool):
         assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape
         assert TENSOR // CFG.n_kv_heads * leaf.nbytes == sum(shard.data.nbytes for shard in leaf.addressable_shards)
-    page_bytes = 2 * engine.shapes.page_size * CFG.head_dim * 4  # of one head in one layer
+    # The logits of a call's rows may be sorted across devices, in the branch of rows with sampling values of their own.
+    most = max(
+        2 * engine.shapes.page_size * CFG.head_dim * 4, 4 * engine.shapes.rows * CFG.vocab_size
+    )  # a page, logits
+    assert most < min(leaf.nbytes for leaf in jax.tree.leaves(engine.device.pool)) / 4
     programs = engine.calls.programs()
     call, arguments, static = programs[next(name for name in programs if name.startswith("decode"))]
     sent = hlo.CompiledText(call.trace(*arguments, **static).lower().compile().as_text()).collectives()
     assert sent.pop("all-reduce").runs
-    assert all(one.bytes < one.runs * page_bytes for one in sent.values())
+    assert all(one.bytes <= one.runs * most for one in sent.values())
