@@ -149,30 +149,22 @@ def refusal(config: Config, role: Role, needed: float, program: str = "") -> Doe
     """What is too large, and the fields that make it smaller, those of the largest part first."""
     parts = dict(sorted({**role.held, "the programs' work": role.work_bytes}.items(), key=lambda part: -part[1]))
     listed = ", ".join(f"{what} {size / GIB:.1f}" for what, size in parts.items() if size >= 0.05 * GIB)
-    advice = _trainer_advice(config, parts) if role.name == TRAINER else _instance_advice(config, parts)
+    largest, rollout, t = next(iter(parts)), config.rollout, config.trainer
+    if role.name == TRAINER:
+        work = [f"raise trainer.micro_batches (now {t.micro_batches})"]
+        work += ["set trainer.remat=full"] if t.remat != "full" else []
+        state = ["set trainer.moments=bfloat16"] if t.moments == "float32" else []
+        state += ["set trainer.optimizer_memory=host"] if t.optimizer_memory == "device" else []
+        state += ["raise trainer.fsdp or trainer.tensor with a larger slice"]
+        advice = work + state if largest == "the programs' work" else state + work
+    else:
+        pool, weights = [f"lower rollout.pages (now {rollout.pages})"], [f"raise rollout.tensor (now {rollout.tensor})"]
+        if rollout.residents > 1 and not config.lora.on:
+            weights += [f"lower rollout.residents (now {rollout.residents})"]
+        work = [f"lower rollout.slots (now {rollout.slots}) or rollout.prefill_tokens (now {rollout.prefill_tokens})"]
+        order = {"KV pool": pool + weights + work, "the programs' work": work + weights + pool}
+        advice = order.get(largest, weights + pool + work)
     return DoesNotFit(
         f"{role.name}: {program or 'all together'} needs {needed / GIB:.1f} GiB a chip on {role.slice_name}, which has "
         f"{role.chip.hbm_bytes / GIB:.1f}{f' ({listed})' if listed and not program else ''}: {', or '.join(advice)}"
     )
-
-
-def _trainer_advice(config: Config, parts: dict[str, float]) -> list[str]:
-    t = config.trainer
-    work = [f"raise trainer.micro_batches (now {t.micro_batches})"]
-    work += ["set trainer.remat=full"] if t.remat != "full" else []
-    state = ["set trainer.moments=bfloat16"] if t.moments == "float32" else []
-    state += ["set trainer.optimizer_memory=host"] if t.optimizer_memory == "device" else []
-    state += ["raise trainer.fsdp or trainer.tensor with a larger slice"]
-    return work + state if next(iter(parts)) == "the programs' work" else state + work
-
-
-def _instance_advice(config: Config, parts: dict[str, float]) -> list[str]:
-    rollout, largest = config.rollout, next(iter(parts))
-    pool = [f"lower rollout.pages (now {rollout.pages})"]
-    weights = [f"raise rollout.tensor (now {rollout.tensor})"]
-    weights += (
-        [f"lower rollout.residents (now {rollout.residents})"] if rollout.residents > 1 and not config.lora.on else []
-    )
-    work = [f"lower rollout.slots (now {rollout.slots}) or rollout.prefill_tokens (now {rollout.prefill_tokens})"]
-    order = {"KV pool": pool + weights + work, "the programs' work": work + weights + pool}
-    return order.get(largest, weights + pool + work)

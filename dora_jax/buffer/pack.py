@@ -181,19 +181,17 @@ class _PackedUpdate:
         if self._shape.skip_zero_advantage and not self._scored:
             moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
             if not moving.any(1).all():
-                return self._only(moving.any(1), mask, advantages, spread.gather(weights, mask.shape[1]))
+                # the samples that move the weights; the first one where none does, for its metrics
+                kept = np.flatnonzero(moving.any(1)) if moving.any() else np.array([0])
+                part = _PackedUpdate(
+                    [self.samples[i] for i in kept], self._shape, None, self._rewards[kept], self._group_ids[kept]
+                )
+                placed = part.spread.responses(mask[kept], bool)
+                weights = part.spread.responses(spread.gather(weights, mask.shape[1])[kept], np.float32)
+                batch = part._batch_with(placed, advantages[kept], weights)
+                return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
         returns = None if estimate.returns is None else spread.responses(estimate.returns[mine], np.float32)
         return self._batch_with(placed, advantages, weights, returns)
-
-    def _only(self, moving: np.ndarray, mask: np.ndarray, advantages: np.ndarray, weights: np.ndarray) -> TrainBatch:
-        """The batch of the samples that move the weights; of the first one where none does, for its metrics."""
-        kept = np.flatnonzero(moving) if moving.any() else np.array([0])
-        part = _PackedUpdate(
-            [self.samples[i] for i in kept], self._shape, None, self._rewards[kept], self._group_ids[kept]
-        )
-        placed, weights = part.spread.responses(mask[kept], bool), part.spread.responses(weights[kept], np.float32)
-        batch = part._batch_with(placed, advantages[kept], weights)
-        return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
 
     def _batch_with(
         self, placed: np.ndarray, advantages: np.ndarray, weights: np.ndarray, returns: np.ndarray | None = None

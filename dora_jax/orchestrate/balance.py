@@ -255,7 +255,15 @@ def rebalance(s: State) -> None:
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be released.
     cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
     shares = plan_shares(len(instances), weights, need, cap, s.decisions.spread, resident_slots)
-    changes = plan_partition([_view(h) for h in instances], shares, s.ledger.base)
+    views = []
+    for instance in instances:
+        versions = instance.versions
+        if instance.phase == fl.LOADING and instance.coming is not None:
+            versions = [*versions, instance.coming]
+        samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
+        speed, free = speed_class(instance.speed), instance.residents - len(versions)
+        views.append(InstanceView(instance.id, samples, free, instance.slots * speed, speed))
+    changes = plan_partition(views, shares, s.ledger.base)
     for instance in instances:
         if instance.phase != fl.LOADING:
             coming, leaving = changes.get(instance.id, (None, None))
@@ -292,15 +300,6 @@ def _demand(s: State) -> dict[Version, int]:
     credit = ledger.credit(s.decisions, s.ledger, meant, s.config.total_steps, s.budget)
     demand[meant] = demand.get(meant, 0) + credit * s.config.group_size
     return {version: samples for version, samples in demand.items() if samples}
-
-
-def _view(instance: Instance) -> InstanceView:
-    versions = instance.versions
-    if instance.phase == fl.LOADING and instance.coming is not None:
-        versions = [*versions, instance.coming]
-    samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
-    speed = speed_class(instance.speed)
-    return InstanceView(instance.id, samples, instance.residents - len(versions), instance.slots * speed, speed)
 
 
 # ---------------------------------------------------------------- samples

@@ -272,8 +272,19 @@ class Scheduler:
         self._take_slot(seq, nodes[:first_private], private, plan)
         if own:
             seq.filled, seq.fill_to = kv_len, len(prefix)
-        if seq.request is not None:
-            self._queue_uploads(seq, seq.request, kv_len, own)
+        if (request := seq.request) is not None:
+            for node in seq.path:
+                if not (node.ready or node.uploading) and node.stop <= kv_len:
+                    seq.uploads.append((Upload(request, node.start // self.shapes.page_size, node.pages), node))
+                    node.uploading = True
+                    node.routes = seq.known_routes(node.start, node.stop)
+            if own:
+                pages = seq.table[seq.first_private : self.shapes.pages_for(kv_len)].tolist()
+                seq.uploads.append((Upload(request, seq.first_private, pages), None))
+            if seq.uploads:
+                self._uploading[seq] = None
+            else:
+                seq.request = None
         return True
 
     def _go_on(self, seq: Seq, rest: Rest, plan: TickPlan) -> bool:
@@ -298,20 +309,6 @@ class Scheduler:
         if seq.announce:
             plan.started.append(seq.id)
         seq.announce = False
-
-    def _queue_uploads(self, seq: Seq, request: InFlightSample, kv_len: int, own: bool) -> None:
-        for node in seq.path:
-            if not (node.ready or node.uploading) and node.stop <= kv_len:
-                seq.uploads.append((Upload(request, node.start // self.shapes.page_size, node.pages), node))
-                node.uploading = True
-                node.routes = seq.known_routes(node.start, node.stop)
-        if own:
-            pages = seq.table[seq.first_private : self.shapes.pages_for(kv_len)].tolist()
-            seq.uploads.append((Upload(request, seq.first_private, pages), None))
-        if seq.uploads:
-            self._uploading[seq] = None
-        else:
-            seq.request = None
 
     # ----------------------------------------------------------- calls
 
