@@ -11,7 +11,7 @@ import pytest
 
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families import new_config
-from dora_jax.models.families.config import check_mesh
+from dora_jax.models.families.config import Scores, check_mesh
 from dora_jax.ops import segment_attention as ops
 from dora_jax.ops.segment_attention import context_attention, segment_attention
 
@@ -88,9 +88,9 @@ def test_a_loop_over_layers_takes_each_once_and_in_order(monkeypatch):
     monkeypatch.setattr(decoder, "TOGETHER", 2)
 
     def attend_with(state):
-        def attend(layer, q, k, v):
+        def attend(layer, *inputs):
             state[0] = state[0].at[layer].add(1 + state[0].sum())
-            return segment_attention(segments, positions)(layer, q, k, v)
+            return segment_attention(segments, positions)(layer, *inputs)
 
         return attend
 
@@ -183,7 +183,7 @@ def test_query_blocks_equal_plain_attention(length):
     q = rng.normal(size=(1, length, 4, 8)).astype(np.float32)
     k, v = rng.normal(size=(2, 1, length, 2, 8)).astype(np.float32)
     segments, positions = np.divmod(np.arange(length)[None], 70)
-    found = jax.jit(lambda q, k, v: segment_attention(segments, positions)(None, q, k, v))(q, k, v)
+    found = jax.jit(lambda *qkv: segment_attention(segments, positions)(None, *qkv, Scores(8**-0.5)))(q, k, v)
 
     k, v = (np.repeat(x, 2, axis=2) for x in (k, v))
     scores = np.einsum("blhd,bmhd->bhlm", q, k) / 8**0.5
@@ -229,9 +229,9 @@ def test_attend_learns_its_layer_from_the_list_layout_only():
     cfg, (tokens, positions, segments) = CONFIGS["qwen3"], batch()
     plain, calls = segment_attention(segments, positions), []
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, scores):
         calls.append((layer, q.shape, k.shape, v.shape))
-        return plain(layer, q, k, v)
+        return plain(layer, q, k, v, scores)
 
     params = noisy(cfg)
     forward = functools.partial(decoder.forward, cfg, attend=attend)
@@ -310,7 +310,7 @@ def test_long_rows_attend_block_by_block_to_the_same_values(monkeypatch, context
                 if context == 1
                 else context_attention(segments, positions, mesh=mesh)
             )
-            return jnp.sum(jnp.sin(attend(None, *qkv)))
+            return jnp.sum(jnp.sin(attend(None, *qkv, Scores(0.3))))
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
 
@@ -330,7 +330,9 @@ def test_attention_and_its_gradient_are_those_of_a_plain_softmax(dtype, toleranc
     mask = jnp.asarray((segments[:, None] == segments) & (at[:, None] >= at))[None, None, None]
 
     def plain(q, k, v):
-        scores = jnp.where(mask, jnp.einsum("bkgld,bkdm->bkglm", q, k, preferred_element_type=jnp.float32), -jnp.inf)
+        scores = jnp.where(
+            mask, 0.6 * jnp.einsum("bkgld,bkdm->bkglm", q, k, preferred_element_type=jnp.float32), -jnp.inf
+        )
         return jnp.einsum("bkglm,bkmd->bkgld", jax.nn.softmax(scores, axis=-1), v.astype(jnp.float32)).astype(dtype)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -338,7 +340,7 @@ def test_attention_and_its_gradient_are_those_of_a_plain_softmax(dtype, toleranc
         found, vjp = jax.vjp(attend, q, k, v)
         return found, *vjp(do)
 
-    found = with_gradient(lambda q, k, v: ops.attend_block(q, k, v, mask), q, k, v, do)
+    found = with_gradient(lambda q, k, v: ops.attend_block(0.6, q, k, v, mask), q, k, v, do)
     for a, b in zip(found, with_gradient(plain, q, k, v, do), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())

@@ -118,7 +118,7 @@ def test_engines_on_the_trainers_devices_get_one_copy_that_goes_over_no_host(mon
     store.put(0, place(3, on))
     monkeypatch.setattr("dora_jax.publish.sliced", None)
     first, second = store.get(0, shardings), store.get(0, shardings)
-    assert_equal(first, jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), decoder.serving_layout(cases.params())))
+    assert_equal(first, decoder.serving_layout(decoder.copied(cases.params(), jnp.bfloat16)))
     for a, b, where in zip(*map(jax.tree.leaves, (first, second, shardings)), strict=True):
         assert a is b and a.sharding == where
     assert store.get(0, None)["layers"][0]["q_proj"] is first["layers"][0]["q_proj"], "the stacked copy is let go"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dora_jax.models import sharding
+from dora_jax.models.families.config import Scores
 from dora_jax.ops import segment_attention as ops
 from dora_jax.trainer import objective, step
 from dora_jax.trainer.model import Model
@@ -41,7 +42,9 @@ def with_gradients(attend, inside, qkv):
     """Values inside the segments, and the gradients of a loss that reads those alone."""
 
     def loss(*qkv):
-        o = jnp.where(inside[:, :, None, None], attend(None, *qkv).astype(jnp.float32), 0)
+        o = jnp.where(
+            inside[:, :, None, None], attend(None, *qkv, Scores(qkv[0].shape[-1] ** -0.5)).astype(jnp.float32), 0
+        )
         return jnp.sum(jnp.sin(o)), o
 
     grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*qkv)
@@ -88,7 +91,7 @@ def test_cudnn_is_lowered_to_its_own_call(monkeypatch):
     segments, positions, _inside = packed()
     mesh = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
     attend = ops.packed_attention("cudnn", segments, positions, mesh)
-    grad = jax.jit(jax.grad(lambda *qkv: attend(None, *qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+    grad = jax.jit(jax.grad(lambda *qkv: attend(None, *qkv, Scores(0.25)).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
     text = grad.trace(*heads(jnp.bfloat16, 4, 2, 64)).lower(lowering_platforms=("cuda",)).as_text()
     for call in ("__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("):
         assert f"@{call}" in text, call

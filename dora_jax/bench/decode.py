@@ -185,13 +185,13 @@ def _generate_plain(cfg: decoder.ModelConfig, n: int, params, prompts_BxT, key):
     b, prompt = prompts_BxT.shape
     cache = {}
 
-    def keep(layer, q, k, v):
+    def keep(layer, q, k, v, of_scores):
         room = (0, n)
         cache[layer] = (
             jnp.pad(k.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, 0), room)),
             jnp.pad(v.transpose(0, 2, 1, 3), ((0, 0), (0, 0), room, (0, 0))),
         )
-        return attend_prompt(None, q, k, v)
+        return attend_prompt(None, q, k, v, of_scores)
 
     def sampled(hidden, i):
         logits = decoder.logits(cfg, params, hidden)
@@ -203,13 +203,13 @@ def _generate_plain(cfg: decoder.ModelConfig, n: int, params, prompts_BxT, key):
         cache = dict(cache)
         at = prompt + i
 
-        def attend(layer, q_Bx1xHxD, k, v):
+        def attend(layer, q_Bx1xHxD, k, v, of_scores):
             k_BxKxDxS, v_BxKxSxD = cache[layer]
             k_BxKxDxS = jax.lax.dynamic_update_slice_in_dim(k_BxKxDxS, k.transpose(0, 2, 3, 1), at, 3)
             v_BxKxSxD = jax.lax.dynamic_update_slice_in_dim(v_BxKxSxD, v.transpose(0, 2, 1, 3), at, 2)
             cache[layer] = k_BxKxDxS, v_BxKxSxD
             q = q_Bx1xHxD.reshape(b, k_BxKxDxS.shape[1], -1, cfg.head_dim)
-            scores = jnp.einsum("bkgd,bkds->bkgs", q, k_BxKxDxS) * cfg.head_dim**-0.5
+            scores = jnp.einsum("bkgd,bkds->bkgs", q, k_BxKxDxS) * of_scores.scale
             seen = jnp.arange(scores.shape[-1])[None, None, None] <= at
             weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
             return jnp.einsum("bkgs,bksd->bkgd", weights, v_BxKxSxD).reshape(q_Bx1xHxD.shape)

@@ -2,7 +2,7 @@
 
 Consumes a layer's weights by name and normed hidden states; produces what the residual stream gets. Scores are the
 business of an `attend` function, which the caller of decoder.forward gives: the engine's reads pages, the trainer's is
-ops.segment_attention's. What `attend(layer, q, k, v) -> o` is given:
+ops.segment_attention's. What `attend(layer, q, k, v, scores) -> o` is given:
   layer     number of the attention, counted over ModelConfig.kv_layers; traced in a loop, None under scan
   GQA       q [B, L, H, D], k and v [B, L, K, D], q and k rotated; o [B, L, H, D]
   MLA, expanded (training)  q and k [B, L, H, D], D = nope_dim + rope_dim, rotated; v as wide, padded by zeros; o the
@@ -10,9 +10,9 @@ ops.segment_attention's. What `attend(layer, q, k, v) -> o` is given:
   MLA, absorbed (serving)   q [B, L, H, C] and k [B, L, 1, C], C = kv_rank + rope_dim: a head's query in the latents'
             own space, and the latent with the rotated key behind it, which is all that a cache keeps. v is None: the
             values are the first kv_rank numbers of k. o [B, L, H, kv_rank]
-q is not scaled. GQA and absorbed MLA: `attend` multiplies scores by ModelConfig.attention_scale. Expanded MLA: q comes
-multiplied by what that differs from D ** -0.5, which is what kernels for training multiply by.
-Law: norms and rotary angles are computed in f32.
+  scores    families.config.Scores: q is not scaled, for a narrow type would round scale and product alike; `attend`
+            multiplies the products with keys, in f32
+Law: norms and rotary angles are computed in f32, the angles' frequencies as float64 constants.
 
 What a layer's backward pass keeps, and what it computes again.
 """
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
+from dora_jax.models.families.config import ModelConfig, RopeScaling, Scores, Yarn
 
 REMAT = ("none", "full", "dots")
 KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small
@@ -47,7 +48,7 @@ def rematerialized(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
     raise ValueError(f"remat {remat!r} is unknown; known: {', '.join(REMAT)}")
 
 
-Attend = Callable[[Any, jax.Array, jax.Array, "jax.Array | None"], jax.Array]
+Attend = Callable[[Any, jax.Array, jax.Array, "jax.Array | None", Scores], jax.Array]
 Weights = dict[str, Any]  # of one layer, by name
 ADAPTERS = "adapters"  # among a layer's weights: its adapters, by the name of what they adapt
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's own
@@ -159,11 +160,11 @@ def run(
 def rotary(cfg: ModelConfig, positions_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and signed sin f32[B, L, 1, rope_dim], computed once for all layers; see `_rotate`."""
     dim, theta, scaling = cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling
-    freq = 1.0 / theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)  # radians a position
+    freq = theta ** (-np.arange(0, dim, 2) / dim)  # radians a position
     if isinstance(scaling, RopeScaling):  # low frequencies stretched, a smooth middle
-        turns = scaling.original_max_position * freq / (2 * jnp.pi)  # full turns over the original context
+        turns = scaling.original_max_position * freq / (2 * np.pi)  # full turns over the original context
         smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        smooth = jnp.clip(smooth, 0.0, 1.0)
+        smooth = np.clip(smooth, 0.0, 1.0)
         freq = (1 - smooth) * freq / scaling.factor + smooth * freq
     elif scaling is not None:
         # Stretched where a dimension turns less than beta_slow times over the original context, kept above beta_fast
@@ -174,10 +175,10 @@ def rotary(cfg: ModelConfig, positions_BxL: jax.Array) -> tuple[jax.Array, jax.A
         if scaling.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / ((high - low) or 0.001)
-        stretched = jnp.clip(ramp, 0.0, 1.0)
+        ramp = (np.arange(dim // 2) - low) / ((high - low) or 0.001)
+        stretched = np.clip(ramp, 0.0, 1.0)
         freq = freq / scaling.factor * stretched + freq * (1 - stretched)
-    angle = positions_BxL.astype(jnp.float32)[:, :, None, None] * freq[None, None, None, :]
+    angle = positions_BxL.astype(jnp.float32)[:, :, None, None] * freq.astype(np.float32)[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if isinstance(scaling, Yarn) and scaling.rotary_gain != 1.0:
         cos, sin = cos * scaling.rotary_gain, sin * scaling.rotary_gain
@@ -212,7 +213,8 @@ def _gqa(cfg, layer, weights, h_BxLxD, rotary, attend, products):
             y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps)
         return y if which == "v" else _rotate(y, *rotary)
 
-    return attend(layer, heads("q", cfg.n_heads), heads("k", cfg.n_kv_heads), heads("v", cfg.n_kv_heads))
+    q, k, v = heads("q", cfg.n_heads), heads("k", cfg.n_kv_heads), heads("v", cfg.n_kv_heads)
+    return attend(layer, q, k, v, cfg.scores)
 
 
 # ----------------------------------------------------------------------- latent
@@ -223,10 +225,10 @@ def _mla(cfg, layer, weights, h_BxLxD, rotary, attend, products):
     q_nope, q_rope, latent_BxLxC, k_rope_BxLx1xR = latent_parts(cfg, weights, h_BxLxD, rotary, products)
     kv = products(weights, latent_BxLxC, "kv_b_proj").reshape(b, l, cfg.n_heads, -1)
     k_rope = jnp.broadcast_to(k_rope_BxLx1xR, (b, l, cfg.n_heads, m.rope_dim))
-    q = jnp.concatenate([q_nope, q_rope], axis=-1) * (cfg.attention_scale * math.sqrt(cfg.head_dim))
+    q = jnp.concatenate([q_nope, q_rope], axis=-1)
     k = jnp.concatenate([kv[..., : m.nope_dim], k_rope], axis=-1)
     v = jnp.pad(kv[..., m.nope_dim :], ((0, 0), (0, 0), (0, 0), (0, cfg.head_dim - m.v_dim)))
-    return attend(layer, q, k, v)[..., : m.v_dim]
+    return attend(layer, q, k, v, cfg.scores)[..., : m.v_dim]
 
 
 def _mla_absorbed(cfg, layer, weights, h_BxLxD, rotary, attend, products):
@@ -244,7 +246,7 @@ def _mla_absorbed(cfg, layer, weights, h_BxLxD, rotary, attend, products):
         q_latent = q_latent + _by_row("blhr,bcr->blhc", low, a_BxCxr)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
     k = jnp.concatenate([latent_BxLxC[:, :, None], k_rope_BxLx1xR], axis=-1)
-    o_BxLxHxC = attend(layer, q, k, None)
+    o_BxLxHxC = attend(layer, q, k, None, cfg.scores)
     o_BxLxHxV = jnp.einsum("blhc,chv->blhv", o_BxLxHxC, up_CxHxN[..., m.nope_dim :])
     if adapter is not None:
         low = _by_row("blhc,bcr->blhr", o_BxLxHxC, a_BxCxr)

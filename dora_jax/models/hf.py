@@ -39,6 +39,7 @@ END_TENSORS = {
     "final_norm": Tensor("model.norm.weight", False),
     "lm_head": Tensor("lm_head.weight"),
 }
+WIDE = ("router_bias",)  # f32 in every folder
 SCORE = "score.weight"  # of a reward model: [1, D]
 DISK_DTYPES = ("F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -299,7 +300,8 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool)
     """(name, value as stored), one parameter on the host at a time."""
 
     def stored(name: str, tensor: Tensor, value: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(value.T if tensor.transposed else value, decoder.kept_type(name, dtype))
+        # selections by biases in a narrow type have ties; hub folders hold them in f32 too
+        return np.ascontiguousarray(value.T if tensor.transposed else value, np.float32 if name in WIDE else dtype)
 
     for name, tensor in END_TENSORS.items():
         if name in params:

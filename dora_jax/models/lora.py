@@ -58,8 +58,8 @@ def merge(params: decoder.Params, adapter: Adapter, gain: float) -> decoder.Para
         merged[stack] = dict(params[stack])
         for name, factors in layers.items():
             a, b = (factors[x].astype(jnp.float32) for x in "ab")
-            matrix = params[stack][name]
-            merged[stack][name] = (matrix.astype(jnp.float32) + gain * (a @ b)).astype(matrix.dtype)
+            matrix, product = params[stack][name], jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+            merged[stack][name] = (matrix.astype(jnp.float32) + gain * product).astype(matrix.dtype)
     return merged
 
 

@@ -159,7 +159,8 @@ def route(
 
     counted_BxL: the tokens that load and scores are sums over; None: all.
     """
-    logits_BxLxE = jnp.einsum("bld,de->ble", *(x.astype(jnp.float32) for x in (h_BxLxD, router_DxE)))
+    wide = (x.astype(jnp.float32) for x in (h_BxLxD, router_DxE))
+    logits_BxLxE = jnp.einsum("bld,de->ble", *wide, precision=jax.lax.Precision.HIGHEST)
     scores_BxLxE = jax.nn.softmax(logits_BxLxE) if e.router == "softmax" else jax.nn.sigmoid(logits_BxLxE)
     ranks_BxLxE = jax.lax.stop_gradient(scores_BxLxE)
     if bias_E is not None:

@@ -45,11 +45,10 @@ def chunk_attention(
     kv = k_new_BxKxDxM.shape[1]
     group = heads // kv
     q = q_BxLxHxD.reshape(b, length, kv, group, d).transpose(0, 2, 3, 1, 4).reshape(b, kv, group * length, d)
-    q = q * jnp.asarray(scale, q.dtype)
 
     def scores(k_BxKxDxS, mask):
         s = jnp.einsum("bkqd,bkds->bkqs", q, k_BxKxDxS, preferred_element_type=jnp.float32)
-        return jnp.where(mask, s, MASKED)
+        return jnp.where(mask, s * scale, MASKED)
 
     parts, start = [], 0
     for k, v in past:

@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.models.attention import KEPT
-from dora_jax.models.decoder import Attend
+from dora_jax.models.decoder import Attend, Scores
 from dora_jax.models.sharding import spec
 
 MIN_QUERY_BLOCK = 128  # smaller blocks skip more of the scores, but cost compile time
@@ -61,11 +61,13 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
     del positions_BxL
     context = mesh.shape["context"]
 
-    def local(kernel, segment_ids_BxC, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD):
+    def local(scale, kernel, segment_ids_BxC, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD):
         def whole(x):
             return x if context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
-        q_BxKxGxCxD = _grouped(q_BxCxHxD, k_BxCxKxD.shape[2])
+        # the kernel does not scale: queries come scaled, and are rounded once more
+        scaled = (q_BxCxHxD.astype(jnp.float32) * scale).astype(q_BxCxHxD.dtype)
+        q_BxKxGxCxD = _grouped(scaled, k_BxCxKxD.shape[2])
         k_BxKxLxD, v_BxKxLxD = (jnp.einsum("blkd->bkld", whole(x)) for x in (k_BxCxKxD, v_BxCxKxD))
 
         def one_row(queries, keys, q_KxGxCxD, k_KxLxD, v_KxLxD):
@@ -75,14 +77,15 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
         o_BxKxGxCxD = jax.vmap(one_row)(segment_ids_BxC, whole(segment_ids_BxC), q_BxKxGxCxD, k_BxKxLxD, v_BxKxLxD)
         return jnp.einsum("bkgld->blkgd", o_BxKxGxCxD).reshape(q_BxCxHxD.shape)
 
-    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
         length, group = q_BxLxHxD.shape[1], q_BxLxHxD.shape[2] // k_BxLxKxD.shape[2]
         kernel = splash_kernel(group, length, context, interpret, q_BxLxHxD.shape[3])
         shards = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "context")))
         rows, heads = spec("batch", "sequence"), spec("batch", "sequence", "heads")
         keys = spec("batch", "sequence", "kv_heads")
+        scaled = functools.partial(local, scores.scale)
         run = jax.shard_map(
-            local, mesh=mesh, in_specs=(shards, rows, heads, keys, keys), out_specs=heads, check_vma=False
+            scaled, mesh=mesh, in_specs=(shards, rows, heads, keys, keys), out_specs=heads, check_vma=False
         )  # the kernel's outputs do not say over which axes they vary
         return run(kernel, segment_ids_BxL, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
 
@@ -126,9 +129,9 @@ def _block(length: int, most: int) -> int:
 
 
 def _grouped(q_BxLxHxD, n_kv: int):
-    """[B, K, G, L, D]: queries by KV head, scaled by the root of their width."""
+    """[B, K, G, L, D]: queries by KV head."""
     b, length, heads, d = q_BxLxHxD.shape
-    return jnp.einsum("blkgd->bkgld", (q_BxLxHxD * d**-0.5).reshape(b, length, n_kv, heads // n_kv, d))
+    return jnp.einsum("blkgd->bkgld", q_BxLxHxD.reshape(b, length, n_kv, heads // n_kv, d))
 
 
 def cudnn_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> Attend:
@@ -138,19 +141,27 @@ def cudnn_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> 
     it writes.
     """
 
-    def local(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where):
+    def local(scale, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where):
         same_Bx1xLxL = _may_see(where, where)[:, None]
         o_BxLxHxD = jax.nn.dot_product_attention(
-            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True, implementation="cudnn"
+            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True, scale=scale, implementation="cudnn"
         )
         return jax.ad_checkpoint.checkpoint_name(o_BxLxHxD, KEPT)
 
     where = (segment_ids_BxL, positions_BxL, *prefix_ids)
     rows, heads, keys = spec("batch"), spec("batch", None, "heads"), spec("batch", None, "kv_heads")
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads, check_vma=False
-    )
-    return lambda layer, q, k, v: run(q, k, v, *where)
+
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
+        run = jax.shard_map(
+            functools.partial(local, scores.scale),
+            mesh=mesh,
+            in_specs=(heads, keys, keys, *[rows] * len(where)),
+            out_specs=heads,
+            check_vma=False,
+        )
+        return run(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where)
+
+    return attend
 
 
 def segment_attention(segment_ids_BxL, positions_BxL, *prefix_ids) -> Attend:
@@ -162,8 +173,8 @@ def segment_attention(segment_ids_BxL, positions_BxL, *prefix_ids) -> Attend:
     """
     where_BxL = (segment_ids_BxL, positions_BxL, *prefix_ids)
 
-    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
-        return _attend_blocks(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, where_BxL, where_BxL, triangular=True)
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
+        return _attend_blocks(scores, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, where_BxL, where_BxL, triangular=True)
 
     return attend
 
@@ -175,18 +186,23 @@ def context_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -
     so that none waits for another; the half that `segment_attention` leaves out is the price.
     """
 
-    def local(q_BxCxHxD, k_BxCxKxD, v_BxCxKxD, *mine):
+    def local(scores: Scores, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD, *mine):
         def whole(x):
             return jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
         return _attend_blocks(
-            q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)), triangular=False
+            scores, q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)), triangular=False
         )
 
     rows, (heads, keys) = spec("batch", "sequence"), (spec("batch", "sequence", x) for x in ("heads", "kv_heads"))
     where = (segment_ids_BxL, positions_BxL, *prefix_ids)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads)
-    return lambda layer, q, k, v: sharded(q, k, v, *where)
+    specs = dict(in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads)
+
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
+        sharded = jax.shard_map(functools.partial(local, scores), mesh=mesh, **specs)
+        return sharded(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where)
+
+    return attend
 
 
 def _may_see(q_where, k_where):
@@ -197,7 +213,7 @@ def _may_see(q_where, k_where):
     return same & (q_where[1][:, :, None] >= k_where[1][:, None, :])
 
 
-def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
+def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
     """`where` of queries and of keys: see `_may_see`. triangular: no query sees a key that stands after it."""
     q_BxKxGxLxD = _grouped(q_BxLxHxD, k_BxMxKxD.shape[2])
     k_BxKxDxM, v_BxKxMxD = jnp.einsum("blkd->bkdl", k_BxMxKxD), jnp.einsum("blkd->bkld", v_BxMxKxD)
@@ -208,7 +224,7 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
 
         def attend(part):
             q, *where = part
-            return attend_block(q, k_BxKxDxM, v_BxKxMxD, _may_see(where, k_where)[:, None, None])
+            return attend_block(scores.scale, q, k_BxKxDxM, v_BxKxMxD, _may_see(where, k_where)[:, None, None])
 
         parts = tuple(
             jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :]), axis, 0)
@@ -224,6 +240,7 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
         o_BxKxGxLxD = jnp.concatenate(
             [
                 attend_block(
+                    scores.scale,
                     q_BxKxGxLxD[..., start:stop, :],
                     k_BxKxDxM[..., :end],
                     v_BxKxMxD[:, :, :end],
@@ -236,19 +253,19 @@ def _attend_blocks(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangu
     return jnp.einsum("bkgld->blkgd", o_BxKxGxLxD).reshape(q_BxLxHxD.shape)
 
 
-@jax.custom_vjp
-def attend_block(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_block(scale: float, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
     """Softmax attention; the G query heads of a KV head are folded into rows, so that each is one large matmul.
 
     Passes over the scores are what it costs, so they are divided by their sums after the second matmul, and the
     gradient takes sum(probs * d probs) of a row as sum(o * d o) (FlashAttention, arXiv 2205.14135, appendix B.4).
     """
-    return _attend_block_forward(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM)[0]
+    return _attend_block_forward(scale, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM)[0]
 
 
-def _attend_block_forward(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
+def _attend_block_forward(scale, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
     scores = jnp.matmul(_folded(q_BxKxGxLxD), k_BxKxDxM, preferred_element_type=jnp.float32)
-    scores = scores.reshape(*q_BxKxGxLxD.shape[:4], -1)
+    scores = scale * scores.reshape(*q_BxKxGxLxD.shape[:4], -1)
     scores = jnp.where(mask_Bx1x1xLxM, scores, -jnp.inf)
     weights_BxKxGxLxM = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights_BxKxGxLxM, axis=-1, keepdims=True)
@@ -258,14 +275,14 @@ def _attend_block_forward(q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
     return o_BxKxGxLxD.astype(q_BxKxGxLxD.dtype), kept
 
 
-def _attend_block_backward(kept, do_BxKxGxLxD):
+def _attend_block_backward(scale, kept, do_BxKxGxLxD):
     q, k_BxKxDxM, v_BxKxMxD, o, weights, total = kept
     do = (do_BxKxGxLxD / total).astype(q.dtype)  # of the weights before they are divided
     along = jnp.sum(do.astype(jnp.float32) * o, axis=-1, keepdims=True)
     do, rows = _folded(do), _folded(q)
     dv = jnp.matmul(do.swapaxes(-1, -2), _folded(weights).astype(q.dtype)).swapaxes(-1, -2)
     dweights = jnp.matmul(do, v_BxKxMxD.swapaxes(-1, -2), preferred_element_type=jnp.float32).reshape(weights.shape)
-    dscores = _folded(weights * (dweights - along)).astype(q.dtype)
+    dscores = _folded(weights * (dweights - along) * scale).astype(q.dtype)
     dq = jnp.matmul(dscores, k_BxKxDxM.swapaxes(-1, -2)).reshape(q.shape)
     return dq, jnp.matmul(rows.swapaxes(-1, -2), dscores), dv, None
 

@@ -96,14 +96,16 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
         else PlanLine("moments", moments, t.moments),
     ]
     if config.lora.on:
-        lines.append(PlanLine("the base", BYTES[dtype] * weights, f"in {dtype}: adapters are trained, lora.rank"))
+        base = BYTES[dtype] * weights + wide_bytes(model, dtype)
+        lines.append(PlanLine("the base", base, f"in {dtype}: adapters are trained, lora.rank"))
     if t.kl != "none":
         lines.append(PlanLine("reference model", 4 * trained, "float32, trainer.kl"))
     if objective.needs_value(t):
         value = (4 + 2 * BYTES[t.moments]) * weights
         lines.append(PlanLine("value model", value, "float32 and its moments, trainer.advantage"))
-    copies = published_copies(config)
-    lines.append(PlanLine(PUBLISHED, copies * BYTES[dtype] * trained, f"{copies} in {dtype}, until they are read"))
+    copies, copy = published_copies(config), BYTES[dtype] * trained
+    copy += 0 if config.lora.on else wide_bytes(model, dtype)
+    lines.append(PlanLine(PUBLISHED, copies * copy, f"{copies} in {dtype}, until they are read"))
     return lines
 
 
@@ -113,6 +115,11 @@ def trained_params(model: ModelConfig, config: Config, mesh: Mesh) -> float:
     if config.lora.on:
         return adapter_params(model, config.lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
     return model.matrix_params / mesh.shards + model.gain_params
+
+
+def wide_bytes(model: ModelConfig, dtype: str) -> float:
+    """Bytes that a copy in this type has beyond that type's, for what it keeps in float32."""
+    return (BYTES["float32"] - BYTES[dtype]) * model.wide_params
 
 
 def published_copies(config: Config) -> int:
@@ -204,7 +211,7 @@ def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
     """Bytes of the resident versions, and of the version that arrives while they run; where versions are adapters, of
     one base and of the adapters beside it."""
     rollout = config.rollout
-    whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor)
+    whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor) + wide_bytes(model, config.model.dtype)
     stored = whole
     if rollout.weights:  # 8 bits for the projections, the ends as published
         stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params() / rollout.tensor

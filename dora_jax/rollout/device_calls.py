@@ -151,7 +151,7 @@ class Calls:
 
     def _jit(self, computed: forward.Forward, kv: Gathered | Paged, compiler_options: dict[str, Any] | None) -> None:
         pool, rep = self.pool_sharding, self.replicated
-        jit = functools.partial(jax.jit, compiler_options=compiler_options or None)
+        jit = functools.partial(decoder.jitted, dtype=computed.dtype, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: forward.empty(kv, self.shapes), out_shardings=(pool, rep))
         how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep))
         if self.chooses:

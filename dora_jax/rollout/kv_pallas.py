@@ -12,6 +12,7 @@ the host has the layout of kv_xla.py, so that a sample moves between instances w
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -127,7 +128,7 @@ class Paged:
         impl, kv, size = self.shapes.attention, self.kv, self.shapes.page_size
         lens_S = positions_SxL[:, -1] + 1
 
-        def run(q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL):
+        def run(scale, q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL):
             rows = self._rows(k, v)
             kept = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
             rows = narrow(jnp.where(kept, rows, 0), self.pool_dtype)
@@ -136,20 +137,20 @@ class Paged:
                 held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1)[:, 0]]
                 stays = jnp.expand_dims(is_kept_SxL[:, :size], range(2, rows.ndim))
                 rows = rows.at[:, :size].set(jnp.where(stays, held, rows[:, :size]))
-            o, pages = attention.paged_step(
-                self._padded(q), rows, pages, lens_S, tables_SxM, kv.scale, impl, rank=kv.rank
-            )
+            o, pages = attention.paged_step(self._padded(q), rows, pages, lens_S, tables_SxM, scale, impl, rank=kv.rank)
             return o[..., : kv.rank or kv.value_dim], pages
 
         heads = PartitionSpec(None, None, serving_table(self.mesh)["heads"])
         own = WHOLE if kv.rank else KV_HEADS
-        split = jax.shard_map(
-            run, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 4), out_specs=(heads, own), check_vma=False
-        )  # a kernel is opaque to the check
+        split = functools.partial(
+            jax.shard_map, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 4), out_specs=(heads, own),
+            check_vma=False,  # a kernel is opaque to the check
+        )  # fmt: skip
 
-        def attend(layer, q, k, v=None):
+        def attend(layer, q, k, v, scores):
             tables = tables_SxM + layer * (self.shapes.pages + 1)
-            o, pool[0] = split(q, k, v, pool[0], tables, lens_S, real_SxL, is_kept_SxL)
+            inputs = q, k, v, pool[0], tables, lens_S, real_SxL, is_kept_SxL
+            o, pool[0] = split(functools.partial(run, scores.scale))(*inputs)
             return o
 
         return attend

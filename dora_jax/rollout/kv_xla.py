@@ -54,11 +54,11 @@ class Gathered:
         past, past_B = fixed
         seen_1xN = (jnp.arange(self.shapes.steps) <= i)[None]
 
-        def attend(layer, q, k, v=None):
+        def attend(layer, q, k, v, scores):
             for name, x in self._turned(k, v).items():
                 new[name][layer] = jax.lax.dynamic_update_slice_in_dim(new[name][layer], x, i, POSITIONS[name] % 4)
             now = {name: of_layers[layer] for name, of_layers in new.items()}
-            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), seen_1xN, self.kv.scale)
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), seen_1xN, scores.scale)
 
         return attend
 
@@ -67,12 +67,12 @@ class Gathered:
         del active_B
         past, past_B = fixed
 
-        def attend(layer, q, k, v=None):
+        def attend(layer, q, k, v, scores):
             now = self._turned(k, v)
             for name, x in now.items():
                 new[name][layer] = x
             causal_LxL = jnp.tri(k.shape[1], dtype=bool)
-            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), causal_LxL, self.kv.scale)
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), causal_LxL, scores.scale)
 
         return attend
 
@@ -109,7 +109,7 @@ class Gathered:
         causal_LxL = jnp.arange(chunk)[:, None] >= jnp.arange(chunk)[None]
         is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
 
-        def attend(layer, q, k, v=None):
+        def attend(layer, q, k, v, scores):
             now = self._turned(k, v)
             for name, x in now.items():
                 axis, pages = POSITIONS[name] % 4, pool[name][layer]
@@ -119,7 +119,7 @@ class Gathered:
                 now[name] = jax.lax.dynamic_update_slice_in_dim(x, jnp.where(is_kept, held, first), 0, axis)
                 new = narrow(_cut(now[name], name, size), self.pool_dtype)
                 pool[name][layer] = pages.at[write_RxW].set(new)
-            return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), causal_LxL, self.kv.scale)
+            return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), causal_LxL, scores.scale)
 
         return attend
 

@@ -39,7 +39,6 @@ class KVLayout:
     key_dim: int
     value_dim: int  # numbers beside the key; 0: the value is a part of the key
     rank: int = 0  # how many of the key's first numbers are the value, where value_dim is 0
-    scale: float  # what products of queries and keys are multiplied by
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,12 +50,12 @@ class KVLayout:
 
 
 def kv_layout(cfg: ModelConfig) -> KVLayout:
-    layers, scale, latent = cfg.kv_layers, cfg.attention_scale, cfg.latent
+    layers, latent = cfg.kv_layers, cfg.latent
     if latent is not None:
         width, rank = latent.cache_dim, latent.kv_rank
-        return KVLayout(layers=layers, scale=scale, heads=1, key_dim=width, value_dim=0, rank=rank)
+        return KVLayout(layers=layers, heads=1, key_dim=width, value_dim=0, rank=rank)
     width = cfg.head_dim
-    return KVLayout(layers=layers, scale=scale, heads=cfg.n_kv_heads, key_dim=width, value_dim=width)
+    return KVLayout(layers=layers, heads=cfg.n_kv_heads, key_dim=width, value_dim=width)
 
 
 # columns of a decode call's control array; then the pages to read, then those to write

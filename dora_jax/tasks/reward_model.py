@@ -67,14 +67,14 @@ class RewardModel:
         self._head_D = jax.device_put(head_D, self._whole)
         self._shape = section.rows or section.data * section.fsdp, section.pack_tokens
         self._pad_id = read_json(Path(section.path) / "config.json").get("pad_token_id")
-        self._forward = functools.partial(_scores, self._cfg, mesh, jnp.dtype(dtype))
+        forward = functools.partial(_scores, self._cfg, mesh, jnp.dtype(dtype))
+        self._jitted = decoder.jitted(forward, dtype, out_shardings=self._whole)
         self._run: Any = None
 
     def compile(self) -> None:
         """Once; every batch has this shape."""
         rows = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._rows_over)
-        jitted = jax.jit(self._forward, out_shardings=self._whole)
-        self._run = jitted.lower(self._params, self._head_D, rows, rows, rows).compile()
+        self._run = self._jitted.lower(self._params, self._head_D, rows, rows, rows).compile()
 
     def scores(self, samples: Sequence[Sample]) -> np.ndarray:
         """f32[n]; the samples share batches with each other only."""
@@ -211,4 +211,5 @@ def _scores(
     hidden_BxLxD = decoder.forward(
         cfg, params, tokens_BxL, positions_BxL, attend, dtype=dtype, constrain=sharding.constrain_rows(mesh)
     )
-    return jnp.einsum("bld,d->bl", hidden_BxLxD.astype(jnp.float32), head_D)
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bld,d->bl", hidden_BxLxD.astype(jnp.float32), head_D, precision=highest)

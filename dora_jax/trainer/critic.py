@@ -52,7 +52,8 @@ class Critic:
     def values(self, params: Any, arrays: Any) -> jax.Array:
         """f32[B, L]"""
         hidden, _ = self.model.hidden(params["body"], unrouted(arrays))
-        return jnp.einsum("bld,d->bl", hidden.astype(jnp.float32), params["head"])
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum("bld,d->bl", hidden.astype(jnp.float32), params["head"], precision=highest)
 
     def loss(self, params: Any, arrays: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Clipped value loss under the policy's own loss weights, and its sums."""

@@ -42,7 +42,8 @@ class Recipe:
         self.tx = optim.optimizer(self.rate, section)
         self.critic = Critic(model, section)
         self.routes = RouteShape.of(model.cfg) if section.routing_replay == "rollout" else None
-        self.jit = functools.partial(jax.jit, compiler_options=dict(section.compiler_options) or None)
+        options = dict(section.compiler_options) or None
+        self.jit = functools.partial(decoder.jitted, dtype=model.dtype, compiler_options=options)
         cfg, mesh = model.cfg, model.mesh
         self.base_specs = sharding.param_specs(cfg, mesh)
         # where the masters lie, and so their gradients

@@ -56,6 +56,13 @@ class Yarn:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How one attention makes scores of queries and keys."""
+
+    scale: float  # their products are multiplied by it, in f32
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
     """Multi-head latent attention (MLA): keys and values of all heads follow from one latent vector a token."""
@@ -191,10 +198,9 @@ class ModelConfig:
         return self.n_layers - self.experts.first_dense if self.experts else 0
 
     @property
-    def attention_scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+    def scores(self) -> Scores:
         gain = self.rope_scaling.score_gain if self.latent and isinstance(self.rope_scaling, Yarn) else 1.0
-        return self.head_dim**-0.5 * gain
+        return Scores(self.head_dim**-0.5 * gain)
 
     @property
     def q_width(self) -> int:
@@ -249,6 +255,11 @@ class ModelConfig:
         attention += self.latent.q_rank + self.latent.kv_rank if self.latent else 0
         biases = self.expert_layers * self.experts.choices if self.experts and self.experts.corrected else 0
         return self.kv_layers * (attention + self.d_model) + biases + self.d_model
+
+    @property
+    def wide_params(self) -> int:
+        """Parameters that every copy keeps in f32: gains, and the routers with their biases."""
+        return self.gain_params + self.expert_layers * (self.d_model * self.experts.choices if self.experts else 0)
 
     def _all_params(self, active: bool) -> int:
         ends = (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model

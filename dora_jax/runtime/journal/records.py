@@ -25,7 +25,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 10  # of the records that this version writes; the head of a segment says its own
+FORMAT = 11  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -35,7 +35,7 @@ class Published:
 
     epoch: int
     digest: int  # of the trainer's params
-    copy: int = 0  # of the copy in the engines' dtype that travels, stacked; 0: an older format did not take it
+    copy: int = 0  # of the copy in the engines' dtype that travels, stacked; 0: an older format took none, or another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +134,9 @@ def upgrade(row: Any, written: int) -> Any:
                 row = _with_episodes(row)
             if _is(row, Head) and older in CONFIGURED:
                 row = [*row[:3], CONFIGURED[older] | row[3], *row[4:]]
-            if _is(row, Head) and older == 8 and isinstance(row[5], dict):
+            if _is(row, Head) and older in (8, 10) and isinstance(row[5], dict):
                 digests = {version: _with_added(published, older) for version, published in row[5].items()}
-                row = [*row[:5], digests, *row[6:], {}]
+                row = [*row[:5], digests, *row[6:], *([{}] if older == 8 else [])]
             if _is(row, Head) and older == 9:
                 row = [*row, {}]
             if _is(row, Batch) and isinstance(row[1], list):
@@ -163,6 +163,8 @@ CONFIGURED: dict[int, dict[str, Any]] = {
 
 
 def _with_added(row: Any, older: int) -> Any:
+    if older == 10 and _is(row, Published):  # a copy in a narrow type had its gains and routers rounded too
+        row = [*row[:3], row[3] if row[3] == row[2] else 0]
     return [*row, *next((added for record, added in ADDED.get(older, {}).items() if _is(row, record)), ())]
 
 

@@ -207,7 +207,8 @@ def _steps(
     rows = jax.device_put(data, replicated)
     specs = sharding.param_specs(cfg, mesh)
     moments = jax.jit(tx.init, out_shardings=optim.state_shardings(tx, params, specs, replicated))(params)
-    dispatch = jax.jit(functools.partial(_dispatch, cfg, sharding.batch_spec(mesh), tx), donate_argnums=(0, 1))
+    updates = functools.partial(_dispatch, cfg, sharding.batch_spec(mesh), tx)
+    dispatch = decoder.jitted(updates, np.float32, donate_argnums=(0, 1))
     params, moments, past = kept.load(WarmStartState(params, moments, []))
     for start in range(len(past), len(order), STEPS_PER_DISPATCH):
         chosen = jax.device_put(order[start : start + STEPS_PER_DISPATCH], replicated)
