@@ -4,13 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dora_jax.models import hf
+from dora_jax.models import decoder, hf
 from dora_jax.models.families import KNOWN
 from dora_jax.models.hf_config import read_config
+from dora_jax.ops.segment_attention import segment_attention
+from tests.fakes.hf_models import EXTRAS, SIZES, our_logits, tokens, torch_logits, torch_model, transformers
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
@@ -55,16 +58,14 @@ def folder(tmp_path, family, changes=None, tensors=None):
         ),
         ("longcat_flash", {"oe_vocab_size": 9}, "has oe_vocab_size: the decoder computes no n-gram embeddings"),
         ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy'; the decoder computes"),
+        ("qwen3_moe", {"decoder_sparse_step": 9}, "leaves no layer behind experts.first_dense 2"),
         (
-            "qwen3_moe",
-            {"mlp_only_layers": [1]},
-            "mlp_only_layers=.1.; the decoder takes dense layers before the others",
+            "deepseek_v3",
+            {"num_key_value_heads": 2},
+            "num_key_value_heads=2; latent attention has as many as num_attention",
         ),
-        (
-            "qwen3_moe",
-            {"decoder_sparse_step": 2},
-            "decoder_sparse_step=2; the decoder computes decoder_sparse_step=1 only",
-        ),
+        ("deepseek_v3", {"model_type": "deepseek_v4"}, "model_type='deepseek_v4' .*The nearest is deepseek_v3, whose"),
+        ("qwen3", {"model_type": "qwen33"}, "The nearest is qwen3, whose layers may be other ones all the same"),
         ("qwen3_moe", {"num_experts": 5}, "has num_local_experts and num_experts that disagree"),
         ("mistral", {"sliding_window": 4096}, "sliding_window=4096; the decoder computes sliding_window=None only"),
     ],
@@ -104,3 +105,65 @@ def test_multi_token_prediction_is_ignored_with_a_line(tmp_path, capsys, family,
 def test_known_sizes_have_the_parameters_that_their_authors_name(name, total, active):
     cfg = KNOWN[name]
     assert cfg.matrix_params == pytest.approx(total, rel=2e-3) and cfg.active_params == pytest.approx(active, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"decoder_sparse_step": 2, "mlp_only_layers": [], "num_hidden_layers": 5}, {"mlp_only_layers": [1, 3]}],
+    ids=["every second", "two of four"],
+)
+def test_layers_without_experts_stand_anywhere(tmp_path, changes):
+    """Unrolled, under scan and in an engine's loop; what is exported is the same model."""
+    transformers()
+    model = torch_model("qwen3_moe", tied=False, **{"num_hidden_layers": 4} | changes)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = torch_logits(model, tokens())
+    for serving in (True, False):
+        np.testing.assert_allclose(our_logits(tmp_path / "theirs", tokens(), serving), expected, atol=2e-5)
+    cfg, params = hf.load(tmp_path / "theirs")
+    at = np.broadcast_to(np.arange(tokens().shape[1]), tokens().shape)
+    attend = segment_attention(np.zeros_like(at), at)
+    hidden, _, ids = decoder.forward_carrying(cfg, params, tokens(), at, lambda state: attend, [])
+    np.testing.assert_allclose(decoder.logits(cfg, params, hidden), expected, atol=2e-5)
+    assert len(ids) == cfg.expert_layers == 2
+    hf.save(tmp_path / "ours", cfg, params, tmp_path / "theirs")
+    again, reread = hf.load(tmp_path / "ours")
+    assert again == cfg and read_config(tmp_path / "ours") == cfg
+    jax.tree.map(np.testing.assert_array_equal, reread, params)
+
+
+def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
+    copy = folder(tmp_path, "deepseek_v3", {"model_type": "kimi_k2"})
+    assert read_config(copy) == read_config(GOLDEN / "deepseek_v3") and hf.check(copy)
+    config = json.loads((copy / "config.json").read_text())
+    del config["n_group"]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="leaves n_group out, and no class in transformers has a default of kimi"):
+        read_config(copy)
+
+
+FULL = {name: dict(SIZES | extras) for name, extras in EXTRAS.items()}
+
+
+@pytest.mark.parametrize("family", EXTRAS)
+def test_a_field_that_is_left_out_says_what_it_says_in_transformers_or_is_refused(tmp_path, family):
+    """Each field of the class, one at a time: read as what transformers then writes in full."""
+    library = transformers()
+    file, whole, said = tmp_path / "config.json", tmp_path / "whole", {}
+    whole.mkdir()
+    config = library.AutoConfig.for_model(family, **FULL[family]).to_dict()
+    for name in config:
+        file.write_text(json.dumps({field: x for field, x in config.items() if field != name}))
+        try:
+            library.AutoConfig.from_pretrained(tmp_path).save_pretrained(whole)
+            theirs = read_config(whole)
+        except Exception as error:  # their classes refuse by errors of their own
+            theirs = error
+        try:
+            ours = read_config(tmp_path)
+        except ValueError:
+            said[name] = "refused"
+            continue
+        assert ours == theirs, name
+        said[name] = "equal"
+    assert list(said.values()).count("equal") > 20, said

@@ -8,42 +8,15 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
 
-from dora_jax.models import decoder, hf
-from dora_jax.ops.segment_attention import segment_attention
-from tests.fakes.hf_models import FAMILIES, OTHERS, SIZES, torch_model, transformers
+from dora_jax.models import hf
+from tests.fakes.hf_models import FAMILIES, OTHERS, our_logits, tokens, torch_logits, torch_model, transformers
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 TOLERANCE = 1e-4  # f32, CPU
-
-
-def tokens() -> np.ndarray:
-    """Two rows long enough to pass the original context of LLAMA3_ROPE."""
-    return np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, 48))
-
-
-def torch_logits(model, tokens_BxL) -> np.ndarray:
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor(tokens_BxL)).logits.numpy()
-
-
-def our_logits(path, tokens_BxL, serving: bool = False) -> np.ndarray:
-    cfg, params = hf.load(path)
-    positions = jnp.broadcast_to(jnp.arange(tokens_BxL.shape[1]), tokens_BxL.shape)
-    attend = segment_attention(jnp.zeros_like(positions), positions)
-
-    @jax.jit
-    def logits(params):
-        params = decoder.serving_layout(params) if serving else params
-        return decoder.logits(cfg, params, decoder.forward(cfg, params, jnp.asarray(tokens_BxL), positions, attend))
-
-    return np.asarray(logits(params))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 from dora_jax.models import decoder, hf, lora, peft
 from dora_jax.models.lora_config import Lora
 from dora_jax.ops.segment_attention import segment_attention
-from tests.fakes.hf_folder import QWEN3, folder
+from tests.fakes.hf_folder import QWEN3
+from tests.fakes.hf_models import EXTRAS, tokens, torch_logits, torch_model
 
 LORA = Lora(rank=2, alpha=3.0, targets=("attention", "mlp"))
 
@@ -36,16 +37,48 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"use_dora": True}, "adapter_config.json has use_dora=True; the decoder computes False only"),
+        ({"use_dora": True}, "adapter_config.json has use_dora=True; the decoder computes adapters without it only"),
         ({"r": 4}, "has r=4, and lora.rank is 2: they must be equal"),
         ({"lora_alpha": 32}, "has lora_alpha=32, and lora.alpha is 3: they must be equal"),
         ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern="),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "has init_lora_weights='pissa_niter_4'; the decoder computes True only",
+        ),
+        ({"alora_invocation_tokens": [3, 4]}, "has alora_invocation_tokens="),
+        ({"of_a_later_peft": {"a": 1}}, "has of_a_later_peft=.*; the decoder computes adapters without it only"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "only adapters of matrices are read"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_is_not_computed_is_refused(saved, fields, message):
     with pytest.raises(ValueError, match=message):
         peft.check(edited(saved, **fields), LORA)
+
+
+OTHER_VALUES = {list: ["x"], dict: {"x": 1}, bool: True, int: 5, str: "x"}
+UNREAD = {"r", "lora_alpha"}  # compared with the section lora instead
+
+
+def test_every_option_of_peft_is_computed_or_refused(saved):
+    """Each field of its class at another value than its default: what changes the function is refused."""
+    theirs = pytest.importorskip("peft")
+    edited(
+        saved,
+        **json.loads(json.dumps(theirs.LoraConfig(r=2, lora_alpha=3).to_dict(), default=str)) | {"peft_type": "LORA"},
+    )
+    peft.check(saved, LORA)
+    accepted = set()
+    for name, default in theirs.LoraConfig().to_dict().items():
+        kept = (saved / peft.CONFIG).read_text()
+        value = "olora" if name == "init_lora_weights" else OTHER_VALUES.get(type(default), "x") if default else ["x"]
+        try:
+            peft.check(edited(saved, **{name: value}), LORA)
+            accepted.add(name)
+        except ValueError as error:
+            assert name in str(error)
+        (saved / peft.CONFIG).write_text(kept)
+    assert accepted == set(peft.READ) - UNREAD - {"target_parameters"}
 
 
 @pytest.mark.slow
@@ -65,28 +98,46 @@ def test_a_folder_comes_back_and_no_tensor_is_passed_over(saved, tmp_path):
         peft.load(tmp_path, QWEN3, LORA, 0)
 
 
-@pytest.mark.slow
-def test_peft_reads_our_folders_and_computes_the_same(tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+CASES = [
+    ("deepseek_v3", ("attention", "mlp")),
+    *(
+        pytest.param(family, targets, marks=pytest.mark.slow)
+        for family in EXTRAS
+        for targets in (("attention",), ("attention", "mlp"), ("attention", "experts"), ("attention", "mlp", "experts"))
+        if "experts" not in targets or family in ("qwen3_moe", "deepseek_v3", "longcat_flash")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "targets"), CASES)
+def test_peft_computes_what_our_folder_says_and_we_what_theirs_says(family, targets, tmp_path):
     theirs = pytest.importorskip("peft")
-    cfg = decoder.new_config(
-        "qwen3", vocab_size=32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24
-    )
-    folder(tmp_path / "base", cfg)
-    peft.save(tmp_path / "ours", cfg, LORA, adapter(cfg), str(tmp_path / "base"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    model = theirs.PeftModel.from_pretrained(model, tmp_path / "ours")
-    tokens = np.random.default_rng(0).integers(0, 32, (2, 9))
-    with torch.no_grad():
-        expected = model(torch.from_numpy(tokens)).logits.numpy()
-    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    attend = segment_attention(jnp.zeros((2, 9), jnp.int32), positions)
+    shape = Lora(rank=2, alpha=3.0, targets=targets)
+    model = torch_model(family, tied=False)
+    model.save_pretrained(tmp_path / "base")
+    cfg, base = hf.load(tmp_path / "base")
+    rng = np.random.default_rng(2)
+    ours = jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.3).astype(np.float32), lora.abstract(cfg, shape))
+    at = jnp.broadcast_to(jnp.arange(tokens().shape[1]), tokens().shape)
+    attend = segment_attention(jnp.zeros_like(at), at)
 
+    @jax.jit
     def logits(found):
-        options = dict(adapters=found, adapter_gain=LORA.gain)
-        base = hf.load(tmp_path / "base")[1]
-        return decoder.logits(cfg, base, decoder.forward(cfg, base, jnp.asarray(tokens), positions, attend, **options))
+        options = dict(adapters=found, adapter_gain=shape.gain)
+        return decoder.logits(cfg, base, decoder.forward(cfg, base, jnp.asarray(tokens()), at, attend, **options))
 
-    np.testing.assert_allclose(logits(adapter(cfg)), expected, atol=2e-4)
-    model.save_pretrained(tmp_path / "theirs")  # and the way back
-    np.testing.assert_array_equal(logits(peft.load(tmp_path / "theirs", cfg, LORA, 0)), logits(adapter(cfg)))
+    if family == "longcat_flash" and "experts" in targets:
+        with pytest.raises(ValueError, match="peft has no adapters of the experts of longcat_flash, some of which"):
+            peft.save(tmp_path / "ours", cfg, shape, ours, str(tmp_path / "base"))
+        return
+    peft.save(tmp_path / "ours", cfg, shape, ours, str(tmp_path / "base"))
+    jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "ours", cfg, shape, 0), ours)
+    wrapped = theirs.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
+    np.testing.assert_allclose(logits(ours), torch_logits(wrapped, tokens()), atol=2e-4)
+    wrapped.save_pretrained(tmp_path / "theirs")  # and the way back
+    try:
+        found = peft.load(tmp_path / "theirs", cfg, shape, 0)
+    except ValueError as error:  # of experts it makes one tensor, of another rank
+        assert "experts" in targets and "has alpha_pattern={'.*" in str(error)
+    else:
+        np.testing.assert_array_equal(logits(found), logits(ours))

@@ -27,7 +27,7 @@ CODE = {
     "cli": 459,
     "config": 780,
     "costs": 391,
-    "models": 2576,
+    "models": 2695,
     "ops": 610,
     "orchestrate": 2780,
     "plan": 1187,

@@ -11,8 +11,8 @@ logits. Two layouts of the same weights, kept [in, out]:
   serving              params["layers"] = [{name: [...]}, ...]     -> Python loop; on CPU a static index into
                        stacked weights copies them at every step
 An engine on a TPU takes the stacked layout too ("scanned"): a loop compiles in the time of one layer. Where a model
-with experts begins with dense layers, those are a stack of their own, params["first_layers"]; the serving layout has
-one list.
+with experts has dense layers, those are a stack of their own, params["first_layers"]; the serving layout has one list,
+stack after stack.
 Laws: the layouts give the same function; a parameter's first value depends on (seed, layer, name) alone, so a new
 parameter shifts no other; norms, rotary angles, softmax and routers are computed in f32, with gains and routers that
 every copy keeps in f32: a rate of 1e-6 moves a gain of 1 for 4,000 steps before bfloat16 shows it.
@@ -69,18 +69,69 @@ class Stack(NamedTuple):
     """Layers of one block that are stacked together."""
 
     block: str  # dense, moe or shortcut
-    first: int  # number of its first layer
-    count: int  # type: ignore[assignment]  # hides the method of a tuple
+    layers: tuple[int, ...]  # their numbers
+    place: int = 0  # of the first one in the list of the serving layout, where stack follows stack
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
-    """The stacks of the canonical layout, by their key in the params, in the order of the layers."""
-    n = cfg.n_layers
+    """The stacks of the canonical layout, by their key in the params: of a mixture, layers without experts are one of
+    their own."""
+    n = range(cfg.n_layers)
     if cfg.experts is None:
-        return {LAYERS: Stack("dense", 0, n)}
-    dense = cfg.experts.first_dense
-    rest = {LAYERS: Stack("shortcut" if cfg.shortcut else "moe", dense, n - dense)}
-    return {FIRST: Stack("dense", 0, dense), **rest} if dense else rest
+        return {LAYERS: Stack("dense", tuple(n))}
+    dense, rest = (tuple(i for i in n if cfg.has_experts(i) == has) for has in (False, True))
+    experts = {LAYERS: Stack("shortcut" if cfg.shortcut else "moe", rest, len(dense))}
+    return {FIRST: Stack("dense", dense), **experts} if dense else experts
+
+
+def order(cfg: ModelConfig) -> list[tuple[str, int]]:
+    """The stack of each layer, and its index there."""
+    places = {layer: (name, at) for name, stack in stacks(cfg).items() for at, layer in enumerate(stack.layers)}
+    return [places[layer] for layer in range(cfg.n_layers)]
+
+
+class Run(NamedTuple):
+    """Layers whose order repeats."""
+
+    first: int  # number of the first one
+    repeats: int
+    layers: tuple[tuple[str, int], ...]  # of one repeat: the stack of each, and its place among those of that stack
+    starts: dict[str, int]  # of these stacks, the index of the first one's layer
+    counts: dict[str, int]  # layers of one repeat
+
+    def of(self, name: str, stacked):
+        """The layers of a stacked tree as [repeats, ...], or [repeats, layers of a repeat, ...] where it has several;
+        what is a whole stack is not copied."""
+        start, count = self.starts[name], self.counts[name]
+
+        def one(x):
+            x = x if count * self.repeats == len(x) else x[start : start + count * self.repeats]
+            return x.reshape(self.repeats, count, *x.shape[1:]) if count > 1 else x
+
+        return jax.tree.map(one, stacked)
+
+
+@functools.cache
+def runs(cfg: ModelConfig) -> tuple[Run, ...]:
+    """All layers in their order, as few runs: of those that begin at a layer, the one that covers most."""
+    places, spans, first = order(cfg), [], 0
+    kinds = [name for name, _ in places]
+    while first < cfg.n_layers:
+        period, repeats = 1, 1
+        for length in range(1, (cfg.n_layers - first) // 2 + 1):
+            times = 1
+            while kinds[first + times * length :][:length] == kinds[first:][:length]:
+                times += 1
+            if times > 1 and times * length > period * repeats:
+                period, repeats = length, times
+        starts: dict[str, int] = {}
+        for name, at in places[first : first + period]:
+            starts.setdefault(name, at)
+        layers = tuple((name, at - starts[name]) for name, at in places[first : first + period])
+        counts = {name: sum(name == other for other, _ in layers) for name in starts}
+        spans.append(Run(first, repeats, layers, starts, counts))
+        first += period * repeats
+    return tuple(spans)
 
 
 def _param(key: jax.Array, name: str, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None) -> nnx.Param:
@@ -157,7 +208,7 @@ def _init(cfg: ModelConfig, seed: int, dtype) -> Params:
     params = pure(functools.partial(Ends, cfg), cfg.n_layers)
     for name, stack in stacks(cfg).items():
         one = functools.partial(pure, functools.partial(Layer, cfg, stack.block))
-        params[name] = jax.vmap(one)(stack.first + jnp.arange(stack.count))
+        params[name] = jax.vmap(one)(jnp.array(stack.layers))
     return params
 
 
@@ -180,7 +231,7 @@ def abstract_params(cfg: ModelConfig, dtype=jnp.float32) -> Params:
     return jax.eval_shape(functools.partial(_init, cfg, 0, dtype))
 
 
-def init_params(cfg: ModelConfig, seed: int, shardings: Any = None, dtype=jnp.float32) -> Params:
+def init_params(cfg: ModelConfig, seed: int, shardings=None, dtype=jnp.float32) -> Params:
     """Fresh stacked weights, made on their shards (`sharding.param_specs`); the same values on every mesh."""
     return jax.jit(functools.partial(_init, cfg, seed, dtype), out_shardings=shardings)()
 
@@ -206,7 +257,7 @@ def stacked_layout(cfg: ModelConfig, params: Params) -> Params:
     layers = params[LAYERS]
     if not isinstance(layers, list):
         return params
-    found = params | {name: layers[part.first :][: part.count] for name, part in stacks(cfg).items()}
+    found = params | {name: layers[x.place :][: len(x.layers)] for name, x in stacks(cfg).items()}
     stack = functools.partial(jax.tree.map, lambda *of_layers: jnp.stack(of_layers))
     return {name: stack(*x) if name in (FIRST, LAYERS) else x for name, x in found.items()}
 
@@ -238,7 +289,7 @@ class _Pass(NamedTuple):
     compute: Compute
     counted_BxL: jax.Array | None = None
 
-    def layer(self, block: str, layer: Any, weights: Params, x_BxLxD, attend: Attend, forced_BxLxk=None):
+    def layer(self, block: str, layer, weights: Params, x_BxLxD, attend: Attend, forced_BxLxk=None):
         """(x, what its router did or None) behind one layer: pre-norm, all parts residual."""
         if block != "shortcut":
             x_BxLxD, h_BxLxD = self._attention(layer, weights, x_BxLxD, attend)
@@ -322,18 +373,31 @@ def forward_routed(
         return constrain(x, "batch", "sequence"), routed
 
     every: list[Routed] = []  # with an axis of layers
-    for name, stack in stacks(cfg).items():
-        routes = None if stack.block == "dense" or routes_BxLxMxk is None else jnp.moveaxis(routes_BxLxMxk, 2, 0)
-        if isinstance(params[LAYERS], list):
-            for i in range(stack.count):
-                layer = stack.first + i
-                body = rematerialized(functools.partial(run, stack.block, layer), remat, cfg)
-                x_BxLxD, routed = body(x_BxLxD, (params[LAYERS][layer], None if routes is None else routes[i]))
-                every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
-        else:
-            body = rematerialized(functools.partial(run, stack.block, None), remat, cfg)
-            x_BxLxD, routed = jax.lax.scan(body, x_BxLxD, (params[name], routes))
-            every += [] if routed is None else [routed]
+    blocks, routes = stacks(cfg), None if routes_BxLxMxk is None else jnp.moveaxis(routes_BxLxMxk, 2, 0)
+
+    def body(name: str, layer: int | None):
+        return rematerialized(functools.partial(run, blocks[name].block, layer), remat, cfg)
+
+    if isinstance(params[LAYERS], list):
+        for layer, (name, at) in enumerate(order(cfg)):
+            forced = None if routes is None or blocks[name].block == "dense" else routes[at]
+            x_BxLxD, routed = body(name, layer)(x_BxLxD, (params[LAYERS][blocks[name].place + at], forced))
+            every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
+    else:
+        for span in runs(cfg):
+
+            def repeat(x, given, span=span):
+                did = []
+                for name, at in span.layers:
+                    take = lambda w, at=at, name=name: w[at] if span.counts[name] > 1 else w
+                    x, routed = body(name, None)(x, jax.tree.map(take, given[name]))
+                    did += [] if routed is None else [routed]
+                return x, jax.tree.map(lambda *each: jnp.stack(each), *did) if did else None
+
+            mixture = {name for name in span.counts if blocks[name].block != "dense" and routes is not None}
+            given = {name: (params[name], routes if name in mixture else None) for name in span.counts}
+            x_BxLxD, routed = jax.lax.scan(repeat, x_BxLxD, {name: span.of(name, x) for name, x in given.items()})
+            every += [] if routed is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
     hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
     return hidden_BxLxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *every) if every else None
 
@@ -372,26 +436,30 @@ def forward_carrying(
     ids = None
     if cfg.experts:
         ids = jnp.zeros((cfg.expert_layers, *tokens_BxL.shape, cfg.experts.per_token), jnp.int32)
-    for name, stack in stacks(cfg).items():
-        x_BxLxD, state, ids = _looped(one_pass, stack, params[name], x_BxLxD, attend_with, state, ids)
+    for span in runs(cfg):
+        x_BxLxD, state, ids = _looped(one_pass, span, params, x_BxLxD, attend_with, state, ids)
     return rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps), state, ids
 
 
-def _looped(one_pass: _Pass, stack: Stack, stacked: Params, x_BxLxD, attend_with, state, ids):
-    """The layers of one stack, whose weights stay stacked; ids: the routers' choices so far, None without experts."""
-    together = next(n for n in range(TOGETHER, 0, -1) if stack.count % n == 0)
+def _looped(one_pass: _Pass, span: Run, params: Params, x_BxLxD, attend_with, state, ids):
+    """The layers of one run, whose weights stay stacked; ids: the routers' choices so far, None without experts."""
+    period, blocks = len(span.layers), stacks(one_pass.cfg)
+    most = max(1, TOGETHER // period)  # repeats of the run
+    together = next(n for n in range(most, 0, -1) if span.repeats % n == 0)
 
     def body(i, carry):
         x_BxLxD, state, ids = carry
-        for at in [i * together + j for j in range(together)]:
-            take = functools.partial(jax.lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
-            weights = jax.tree.map(take, stacked)
-            state = jax.tree.map(lambda x: x, state)
-            x_BxLxD, routed = one_pass.layer(stack.block, stack.first + at, weights, x_BxLxD, attend_with(state))
-            ids = ids if routed is None else ids.at[at].set(routed.ids)
+        for repeat in [i * together + j for j in range(together)]:
+            for j, (name, place) in enumerate(span.layers):
+                at = span.starts[name] + repeat * span.counts[name] + place
+                take = functools.partial(jax.lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
+                weights, layer = jax.tree.map(take, params[name]), span.first + repeat * period + j
+                state = jax.tree.map(lambda x: x, state)
+                x_BxLxD, routed = one_pass.layer(blocks[name].block, layer, weights, x_BxLxD, attend_with(state))
+                ids = ids if routed is None else ids.at[at].set(routed.ids)
         return x_BxLxD, state, ids
 
-    return jax.lax.fori_loop(0, stack.count // together, body, (x_BxLxD, state, ids))
+    return jax.lax.fori_loop(0, span.repeats // together, body, (x_BxLxD, state, ids))
 
 
 def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:

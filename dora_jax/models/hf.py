@@ -98,7 +98,7 @@ def _load(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None, dtype) -
                 name: _place(
                     leaf,
                     shardings[key][name],
-                    functools.partial(_read_stacked, files, family(cfg.family).tensors[name], stack.first, leaf.dtype),
+                    functools.partial(_read_stacked, files, family(cfg.family).tensors[name], stack.layers, leaf.dtype),
                 )
                 for name, leaf in abstract[key].items()
             }
@@ -225,7 +225,7 @@ def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[st
     places = [(tensor.name, tensor, abstract[name].shape) for name, tensor in END_TENSORS.items() if name in abstract]
     for _, tensor, stack, leaf in _layer_parameters(cfg, abstract):
         names = [tensor.name.format(e=e) for e in range(leaf.shape[1])] if tensor.per_expert else [tensor.name]
-        for layer in range(stack.first, stack.first + stack.count):
+        for layer in stack.layers:
             shape = leaf.shape[2 if tensor.per_expert else 1 :]
             places += [(f"model.layers.{layer}.{name}", tensor, shape) for name in names]
     expected = {name: shape[::-1] if tensor.transposed else shape for name, tensor, shape in places} | head
@@ -279,11 +279,13 @@ def read_slice(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) ->
     return value.T if tensor.transposed else value
 
 
-def _read_stacked(tensors: Tensors, tensor: Tensor, first: int, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
-    """These bounds of a parameter [layers, ...], or [layers, experts, ...]; `first` is the first layer's number."""
+def _read_stacked(
+    tensors: Tensors, tensor: Tensor, layers: tuple[int, ...], dtype: np.dtype, bounds: Bounds
+) -> np.ndarray:
+    """These bounds of a parameter [layers, ...], or [layers, experts, ...], of the layers of these numbers."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
     for row, layer in enumerate(range(*bounds[0])):
-        prefix = f"model.layers.{first + layer}."
+        prefix = f"model.layers.{layers[layer]}."
         if not tensor.per_expert:
             out[row] = read_slice(tensors, tensor, prefix, bounds[1:])
             continue
@@ -307,7 +309,7 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool)
         if name in params:
             yield tensor.name, stored(name, tensor, np.asarray(params[name]))
     for name, tensor, stack, leaf in _layer_parameters(cfg, params):
-        for layer, value in enumerate(np.asarray(leaf), stack.first):
+        for layer, value in zip(stack.layers, np.asarray(leaf), strict=True):
             each = list(enumerate(value)) if tensor.per_expert else [(0, value)]
             if padded and cfg.experts and name in ("experts_gate", "experts_up"):
                 each += [(e, np.zeros_like(value[0])) for e in range(cfg.experts.count, cfg.experts.choices)]

@@ -7,14 +7,15 @@ transformers 5 (rope_parameters, dtype). Law: what the decoder does not compute 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-from dora_jax.models.families import FAMILIES, NOT_COMPUTED, family
+from dora_jax.models.families import ALIASES, FAMILIES, NOT_COMPUTED, family
 from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
-from dora_jax.models.families.family import Fields
+from dora_jax.models.families.family import DEFAULTS, Fields
 
 # Switches that would change the function; the value here is the only one the decoder computes.
 FIXED = {
@@ -74,16 +75,24 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     file = Path(path) / "config.json"
     raw = read_json(file)
     fields = Fields(raw, file)
-    listed, endings = fields.value("architectures", list) or [], ("ForCausalLM", SCORER)[: 1 + scorer]
-    architectures = [[each.architecture.replace("ForCausalLM", end) for end in endings] for each in FAMILIES]
-    for known, its_own in zip(FAMILIES, architectures, strict=True):
-        if raw.get("model_type") == known.model_type and listed in ([], *([name] for name in its_own)):
-            break
-    else:
-        found, every = (listed or [raw.get("model_type")])[0], ", ".join(itertools.chain(*architectures))
-        if lacking := NOT_COMPUTED.get(str(raw.get("model_type"))):
-            raise ValueError(f"{file} names the architecture {found!r}; the decoder does not compute {lacking}")
-        raise ValueError(f"{file} names the architecture {found!r}; known: {every}")
+    given, listed = str(raw.get("model_type")), fields.value("architectures", list) or []
+    known = next((each for each in FAMILIES if each.model_type == ALIASES.get(given, given)), None)
+    endings = ("ForCausalLM", SCORER)[: 1 + scorer]
+    architectures = {
+        each.model_type: [each.architecture.replace("ForCausalLM", x) for x in endings] for each in FAMILIES
+    }
+    if known is None or listed not in ([], *([name] for name in architectures[known.model_type])):
+        named, every = (listed or [given])[0], ", ".join(itertools.chain(*architectures.values()))
+        if lacking := NOT_COMPUTED.get(given):
+            raise ValueError(f"{file} names the architecture {named!r}; the decoder does not compute {lacking}")
+        nearest = difflib.get_close_matches(given, architectures, 1, cutoff=0.0)[0]
+        raise ValueError(
+            f"{file} has model_type={given!r} and names the architecture {named!r}; known: {every}. The nearest is "
+            f"{nearest}, whose layers may be other ones all the same"
+        )
+    if given in ALIASES and (absent := [name for name in known.defaults if name not in {**DEFAULTS, **raw}]):
+        raise ValueError(f"{file} leaves {absent[0]} out, and no class in transformers has a default of {given}")
+    fields = Fields({**known.defaults, **raw}, file)
     for name, value in FIXED.items():
         unused = name == "sliding_window" and raw.get("use_sliding_window") is False
         if raw.get(name, value) not in (value, None) and not unused:
@@ -103,7 +112,7 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
         "n_heads": n_heads,
         "n_layers": fields.size(known.layers_field),
         "n_kv_heads": fields.size("num_key_value_heads", n_heads),
-        "head_dim": fields.size("head_dim", known.head_dim or d_model // n_heads),
+        "head_dim": fields.size("head_dim", known.defaults.get("head_dim") or d_model // n_heads),
         "d_ff": fields.size(known.d_ff_field),
         "max_position": fields.size("max_position_embeddings"),
     }
@@ -112,10 +121,10 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
         return ModelConfig(
             family=known.model_type,
             **known.switches,
-            rope_theta=thetas.pop() if thetas else known.rope_theta,
+            rope_theta=thetas.pop() if thetas else known.defaults["rope_theta"],
             rope_scaling=scalings[0] if scalings else None,
             tie_embeddings=scorer or bool(tied),
-            norm_eps=fields.number("rms_norm_eps", known.norm_eps),
+            norm_eps=fields.number("rms_norm_eps", known.defaults["rms_norm_eps"]),
             **sizes | known.read(fields),
         )
     except ValueError as error:

@@ -40,7 +40,7 @@ def abstract(cfg: ModelConfig, lora: Lora, dtype: Any = jnp.float32) -> Adapter:
         }
         if not found[stack]:
             raise ValueError(
-                f"lora.targets: {', '.join(lora.targets)} name no matrix of the {part.count} {part.block} layers "
+                f"lora.targets: {', '.join(lora.targets)} name no matrix of the {len(part.layers)} {part.block} layers "
                 f"of this {cfg.family} model"
             )
     return found
@@ -105,6 +105,6 @@ def _init(cfg: ModelConfig, lora: Lora, seed: int) -> Adapter:
     for stack, part in decoder.stacks(cfg).items():
         for name, shapes in like[stack].items():
             one = functools.partial(layer, shape=shapes["a"].shape[1:], name=name)
-            a = jax.vmap(one)(part.first + jnp.arange(part.count))
+            a = jax.vmap(one)(jnp.array(part.layers))
             adapter[stack][name] = {"a": a, "b": jnp.zeros(shapes["b"].shape)}
     return adapter

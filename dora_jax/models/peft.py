@@ -26,17 +26,17 @@ from dora_jax.models.lora_config import Lora
 
 CONFIG, TENSORS = ADAPTER, "adapter_model.safetensors"
 PREFIX = "base_model.model."
-PLAIN: dict[str, tuple[Any, ...]] = {  # switches of an adapter, and what the decoder computes of them
+# Fields that change no number, or that are read here; any other one has to be empty
+READ: tuple[str, ...] = ("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "lora_dropout")
+READ += ("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
+READ += ("layers_pattern", "megatron_core", "qalora_group_size", "target_parameters")  # see `check` of the last
+PLAIN: dict[str, tuple[Any, ...]] = {  # what the decoder computes of the others
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_rslora": (False, None),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
-    "target_parameters": (None, []),
+    # ways to begin that leave the base as it is; pissa, olora, corda and others change it
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
+NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
 
 def check(path: str | Path, shape: Lora) -> None:
@@ -45,9 +45,14 @@ def check(path: str | Path, shape: Lora) -> None:
     if not file.is_file():
         raise ValueError(f"{path} holds no {CONFIG}, so it is no PEFT folder")
     raw = read_json(file)
-    for field, computed in PLAIN.items():
-        if raw.get(field) not in computed:
-            raise ValueError(f"{file} has {field}={raw.get(field)!r:.60}; the decoder computes {computed[0]!r} only")
+    for field in {**PLAIN, **raw}:
+        computed = PLAIN.get(field, NOTHING)
+        if field not in READ and raw.get(field, None if field == "peft_type" else computed[0]) not in computed:
+            only = "adapters without it" if computed is NOTHING else f"{computed[0]!r}"
+            raise ValueError(f"{file} has {field}={raw.get(field)!r:.60}; the decoder computes {only} only")
+    for parameter in raw.get("target_parameters") or []:  # of experts that are one tensor: no matrix has this name here
+        if not str(parameter).endswith(".weight"):
+            raise ValueError(f"{file} has target_parameters={parameter!r}; only adapters of matrices are read")
     for field, ours, value in (("r", "lora.rank", shape.rank), ("lora_alpha", "lora.alpha", shape.alpha)):
         if raw.get(field) != value:
             raise ValueError(f"{file} has {field}={raw.get(field)!r:.60}, and {ours} is {value:g}: they must be equal")
@@ -80,9 +85,14 @@ def load(path: str | Path, cfg: ModelConfig, shape: Lora, seed: int) -> lora.Ada
 
 def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter, base: str, dtype: Any = None) -> None:
     """Writes a stacked adapter as a folder; base: the folder of the weights beside it. ValueError if `path` already
-    holds something."""
+    holds something, or peft would not read it."""
     path = Path(path)
     check_vacant(path)
+    if cfg.experts and cfg.experts.zero and "experts" in shape.targets:
+        raise ValueError(
+            f"lora.targets: peft has no adapters of the experts of {cfg.family}, some of which compute nothing; the "
+            "merged weights can be exported"
+        )
     host = {
         stack: {name: {x: np.asarray(factor) for x, factor in factors.items()} for name, factors in layers.items()}
         for stack, layers in adapter.items()
@@ -93,14 +103,18 @@ def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter,
     part.mkdir(parents=True)
     save_file(tensors, part / TENSORS, metadata={"format": "pt"})
     (part / TENSORS).chmod(part.stat().st_mode & 0o666)  # safetensors lets the owner alone read
-    modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0].split(".")[-1] for name in tensors})
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0].split(".", 3)[3] for name in tensors}
+    # peft takes gate_proj, up_proj and down_proj of a mixture for those of its experts, wherever they stand: of the
+    # other feed-forwards it is given the parameters
+    beside = {name for name in modules if cfg.experts and name.startswith("mlp") and ".experts." not in name}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": shape.rank,
         "lora_alpha": shape.alpha,
-        "target_modules": modules,
+        "target_modules": sorted({name.split(".")[-1] for name in modules - beside}),
+        "target_parameters": sorted(f"{name}.weight" for name in beside) or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -118,8 +132,8 @@ def _places(cfg: ModelConfig, adapter: Any) -> Iterator[tuple[str, np.ndarray]]:
         for name, factors in adapter[key].items():
             module = tensors[name].name.removesuffix(".weight")
             for x, factor in factors.items():
-                for layer in range(stack.count):
-                    place = f"{PREFIX}model.layers.{stack.first + layer}.{module}.lora_{x.upper()}.weight"
+                for layer, number in enumerate(stack.layers):
+                    place = f"{PREFIX}model.layers.{number}.{module}.lora_{x.upper()}.weight"
                     if not tensors[name].per_expert:
                         yield place, factor[layer]
                     for e in range(factor.shape[1]) if tensors[name].per_expert else ():

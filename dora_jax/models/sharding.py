@@ -112,7 +112,7 @@ def placed_axes(
     named = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
     if layout == "serving":
         stacks = decoder.stacks(cfg)
-        layers = [named(lambda names: names[1:], axes[key]) for key, s in stacks.items() for _ in range(s.count)]
+        layers = [named(lambda names: names[1:], axes[key]) for key, s in stacks.items() for _ in s.layers]
         axes = {**{name: names for name, names in axes.items() if name not in stacks}, decoder.LAYERS: layers}
     return named(place, axes)
 
@@ -126,7 +126,7 @@ def stacked_like(cfg: ModelConfig, serving: Any) -> Any:
     def stacked(where: NamedSharding) -> NamedSharding:
         return NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
 
-    return serving | {name: jax.tree.map(stacked, layers[part.first]) for name, part in decoder.stacks(cfg).items()}
+    return serving | {name: jax.tree.map(stacked, layers[part.place]) for name, part in decoder.stacks(cfg).items()}
 
 
 def row_shards(mesh: Mesh) -> int:

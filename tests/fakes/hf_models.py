@@ -1,6 +1,12 @@
 """Tiny Hugging Face models: a random one of each family, and the config.json of one."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from dora_jax.models import decoder, hf
+from dora_jax.ops.segment_attention import segment_attention
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 OTHERS = ("mistral", "qwen3_moe", "deepseek_v3", "longcat_flash")
@@ -90,19 +96,46 @@ def transformers():
     return pytest.importorskip("transformers", reason="transformers is not installed: see tests/data/golden")
 
 
-def torch_model(family: str, *, tied: bool, seed: int = 0):
-    """A tiny random model whose every parameter, gains and biases included, is away from its usual start."""
+def torch_model(family: str, *, tied: bool, seed: int = 0, **changes):
+    """A tiny random model whose every parameter, gains and biases included, is away from its usual start; changes: of
+    its config's fields."""
     library = transformers()
     import torch
 
     torch.manual_seed(seed)
-    config = library.AutoConfig.for_model(family, **SIZES | EXTRAS[family], tie_word_embeddings=tied)
+    fields = SIZES | EXTRAS[family] | {"tie_word_embeddings": tied} | changes
+    config = library.AutoConfig.for_model(family, **fields)
     model = library.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         biases = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for name, weight in [*model.named_parameters(), *biases]:
             weight.normal_(1.0 if "norm" in name else 0.0, 0.3)
     return model
+
+
+def tokens() -> np.ndarray:
+    """Two rows long enough to pass the original context of LLAMA3_ROPE."""
+    return np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, 48))
+
+
+def torch_logits(model, tokens_BxL) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens_BxL)).logits.numpy()
+
+
+def our_logits(path, tokens_BxL, serving: bool = False) -> np.ndarray:
+    cfg, params = hf.load(path)
+    positions = jnp.broadcast_to(jnp.arange(tokens_BxL.shape[1]), tokens_BxL.shape)
+    attend = segment_attention(jnp.zeros_like(positions), positions)
+
+    @jax.jit
+    def logits(params):
+        params = decoder.serving_layout(params) if serving else params
+        return decoder.logits(cfg, params, decoder.forward(cfg, params, jnp.asarray(tokens_BxL), positions, attend))
+
+    return np.asarray(logits(params))
 
 
 MODEL = {

@@ -15,6 +15,7 @@ _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
 FAMILIES = tuple(module.FAMILY for module in _MODULES)
 
 
+ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type -> the family whose every field and tensor it has
 NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
     "gemma3": "layers that attend in windows beside those that attend in full, and norms behind them",
     "gemma3_text": "layers that attend in windows beside those that attend in full, and norms behind them",

@@ -90,6 +90,7 @@ class Experts:
     zero: int = 0  # that return their input
     shared: int = 0  # that every token takes besides; they are computed as one expert of shared x width
     first_dense: int = 0  # layers before the first that has experts
+    dense: tuple[int, ...] = ()  # numbers of further layers that have none, in their order
     router: str = "softmax"  # softmax or sigmoid: what makes scores of logits
     corrected: bool = False  # whether a bias takes part in the selection
     groups: int = 1  # of experts, of which top_groups take part in the selection
@@ -156,9 +157,10 @@ class ModelConfig:
         if self.rope_dim % 2:
             name = "rope_dim" if self.latent else "head_dim"
             raise ValueError(f"model {name} {self.rope_dim} is odd; rotary embeddings need pairs")
-        if self.experts and self.experts.first_dense >= self.n_layers:
+        if self.experts and not self.expert_layers:
             raise ValueError(
-                f"model n_layers {self.n_layers} leaves no layer behind experts.first_dense {self.experts.first_dense}"
+                f"model n_layers {self.n_layers} leaves no layer behind experts.first_dense {self.experts.first_dense} "
+                f"and experts.dense {self.experts.dense}"
             )
 
     @property
@@ -195,7 +197,11 @@ class ModelConfig:
     @property
     def expert_layers(self) -> int:
         """Layers that have a router."""
-        return self.n_layers - self.experts.first_dense if self.experts else 0
+        return sum(map(self.has_experts, range(self.n_layers)))
+
+    def has_experts(self, layer: int) -> bool:
+        e = self.experts
+        return e is not None and layer >= e.first_dense and layer not in e.dense
 
     @property
     def scores(self) -> Scores:
@@ -266,12 +272,11 @@ class ModelConfig:
         return sum(self.layer_params(i, active) for i in range(self.n_layers)) + ends
 
     def layer_params(self, layer: int | None = None, active: bool = False) -> int:
-        """Parameters of one layer's matrices: of the last layer, for the first ones may be dense; active: of those that
-        one token is multiplied with."""
-        layer = self.n_layers - 1 if layer is None else layer
+        """Parameters of one layer's matrices: of the last layer that has experts, if any has; active: of those that one
+        token is multiplied with."""
         e, d, dense = self.experts, self.d_model, 3 * self.d_model * self.d_ff
         sublayers = 2 if self.shortcut else 1
-        if e is None or layer < e.first_dense:
+        if e is None or not (layer is None or self.has_experts(layer)):
             return sublayers * (self.attention_params + dense)
         count = e.per_token * e.count / e.choices if active else e.count  # a zero expert multiplies nothing
         mixture = round(3 * d * e.width * (count + e.shared)) + d * e.choices

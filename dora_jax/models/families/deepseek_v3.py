@@ -3,7 +3,7 @@
 from typing import Any
 
 from dora_jax.models.families.config import Experts, Latent, ModelConfig, Yarn
-from dora_jax.models.families.family import EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
+from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
 
 _ROUTING: dict[str, Any] = {"router": "sigmoid", "corrected": True}
 
@@ -18,6 +18,11 @@ def read_latent(fields: Fields) -> dict[str, Any]:
         v_dim=fields.size("v_head_dim"),
         q_rank=fields.size("q_lora_rank", 0, least=0),
     )
+    if (heads := fields.size("num_attention_heads")) != fields.size("num_key_value_heads", heads):
+        raise ValueError(
+            f"{fields.file} has num_key_value_heads={fields.raw['num_key_value_heads']}; latent attention has as many "
+            f"as num_attention_heads, {heads}"
+        )
     return {"latent": latent, "head_dim": latent.nope_dim + latent.rope_dim}
 
 
@@ -45,8 +50,8 @@ def _read(fields: Fields) -> dict[str, Any]:
         shared=fields.size("n_shared_experts", 0, least=0),
         first_dense=fields.size("first_k_dense_replace", 0, least=0),
         **_ROUTING,
-        groups=fields.size("n_group", 1),
-        top_groups=fields.size("topk_group", 1),
+        groups=fields.size("n_group"),
+        top_groups=fields.size("topk_group"),
         renormalize=bool(fields.value("norm_topk_prob", bool)),
         scale=fields.number("routed_scaling_factor", 1.0),
     )
@@ -78,6 +83,18 @@ ROUTER = {"router": Tensor("mlp.gate.weight"), "router_bias": Tensor("mlp.gate.e
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    defaults=DEFAULTS
+    | {
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
     mixture=_ROUTING,
     latent=True,
     read=_read,

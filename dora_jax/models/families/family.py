@@ -25,14 +25,15 @@ class Fields:
     file: Path
 
     def value(self, name: str, kind: type) -> Any:
-        """The value of a field that may be left out (None)."""
+        """The value of a field that may be null, or left out (None)."""
         value = self.raw.get(name)
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{self.file} has {name}={value!r:.60}; a JSON {JSON_NAMES[kind]} is needed")
         return value
 
-    def size(self, name: str, absent: int | None = None, *, least: int = 1) -> int:
-        value = absent if self.raw.get(name) is None else self.raw[name]
+    def size(self, name: str, null: int | None = None, *, least: int = 1) -> int:
+        """null: the value of a field that is null, or left out."""
+        value = null if self.raw.get(name) is None else self.raw[name]
         if type(value) is not int or value < least:  # a bool is an int too
             raise ValueError(f"{self.file} has {name}={value!r:.60}; a whole number of at least {least} is needed")
         return value
@@ -58,9 +59,10 @@ class Fields:
         return values.pop()
 
     def only(self, name: str, *values: Any) -> None:
-        """Refuses a switch that the decoder does not compute; absent and null mean the first value."""
-        value = self.raw.get(name)
-        if value is not None and value not in values:
+        """Refuses a switch that the decoder does not compute; absent means the first value, and so does null where that
+        is nothing."""
+        value = self.raw.get(name, values[0])
+        if value not in values and (value is not None or values[0]):
             raise ValueError(f"{self.file} has {name}={value!r:.60}; the decoder computes {name}={values[0]!r} only")
 
 
@@ -87,11 +89,9 @@ class Family:
 
     model_type: str
     architecture: str  # the class name that config.json lists
+    defaults: Mapping[str, Any]  # fields of config.json that may be left out, and what its class in transformers takes
     qk_norm: bool = False
     qkv_bias: bool = False
-    head_dim: int | None = None  # where config.json leaves it out; None: hidden_size / num_attention_heads
-    norm_eps: float = 1e-6  # the same
-    rope_theta: float = 10000.0  # the same
     layers_field: str = "num_hidden_layers"
     d_ff_field: str = "intermediate_size"
     mixture: Mapping[str, Any] | None = None  # of Experts: what the family's router fixes; None: the family has none
@@ -109,6 +109,7 @@ class Family:
         return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, "shortcut": self.shortcut}
 
 
+DEFAULTS = {"rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 NORMS = {
     "attn_norm": Tensor("input_layernorm.weight", False),
     "mlp_norm": Tensor("post_attention_layernorm.weight", False),

@@ -9,7 +9,7 @@ from typing import Any
 
 from dora_jax.models.families.config import Experts, Latent, ModelConfig
 from dora_jax.models.families.deepseek_v3 import read_latent, write_latent
-from dora_jax.models.families.family import EXPERTS, MLA, Family, Fields, Tensor
+from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, Family, Fields, Tensor
 
 _ROUTING: dict[str, Any] = {"corrected": True, "renormalize": False}
 
@@ -69,8 +69,15 @@ for _j in (0, 1):
 FAMILY = Family(
     model_type="longcat_flash",
     architecture="LongcatFlashForCausalLM",
-    norm_eps=1e-5,
-    rope_theta=1e7,
+    defaults=DEFAULTS
+    | {
+        "rope_theta": 1e7,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 1536,
+        "moe_topk": 12,
+        "zero_expert_num": 256,
+        "routed_scaling_factor": 6.0,
+    },
     layers_field="num_layers",
     d_ff_field="ffn_hidden_size",
     mixture=_ROUTING,

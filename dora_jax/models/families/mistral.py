@@ -3,7 +3,7 @@
 from typing import Any
 
 from dora_jax.models.families.config import ModelConfig
-from dora_jax.models.families.family import GQA, MLP, NORMS, Family, Fields
+from dora_jax.models.families.family import DEFAULTS, GQA, MLP, NORMS, Family, Fields
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -19,5 +19,10 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    model_type="mistral", architecture="MistralForCausalLM", read=_read, write=_write, tensors=NORMS | GQA | MLP
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    defaults=DEFAULTS | {"num_key_value_heads": 8},
+    read=_read,
+    write=_write,
+    tensors=NORMS | GQA | MLP,
 )

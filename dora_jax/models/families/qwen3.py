@@ -1,9 +1,13 @@
 """Qwen3, dense: grouped-query attention with normed queries and keys."""
 
-from dora_jax.models.families.family import GQA, MLP, NORMS, Family
+from dora_jax.models.families.family import DEFAULTS, GQA, MLP, NORMS, Family
 
 FAMILY = Family(
-    model_type="qwen3", architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=128, tensors=NORMS | GQA | MLP
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults=DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+    qk_norm=True,
+    tensors=NORMS | GQA | MLP,
 )
 _COMMON = {"vocab_size": 151936, "head_dim": 128, "n_kv_heads": 8, "rope_theta": 1e6, "max_position": 40960}
 _UNTIED = _COMMON | {"tie_embeddings": False}

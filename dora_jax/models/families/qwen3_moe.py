@@ -3,22 +3,20 @@
 from typing import Any
 
 from dora_jax.models.families.config import Experts, ModelConfig
-from dora_jax.models.families.family import EXPERTS, GQA, MLP, NORMS, Family, Fields, Tensor
+from dora_jax.models.families.family import DEFAULTS, EXPERTS, GQA, MLP, NORMS, Family, Fields, Tensor
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("decoder_sparse_step", 1)
-    dense = sorted(fields.value("mlp_only_layers", list) or [])
-    if dense != list(range(len(dense))):
-        raise ValueError(
-            f"{fields.file} has mlp_only_layers={dense}; the decoder takes dense layers before the others only"
-        )
+    only, step = fields.value("mlp_only_layers", list) or [], fields.size("decoder_sparse_step")
+    dense = [i for i in range(fields.size("num_hidden_layers")) if i in only or (i + 1) % step]
+    first = next((i for i, layer in enumerate(dense) if i != layer), len(dense))
     return {
         "experts": Experts(
             count=fields.either("num_local_experts", "num_experts"),
-            per_token=fields.size("num_experts_per_tok", 8),
-            width=fields.size("moe_intermediate_size", 768),
-            first_dense=len(dense),
+            per_token=fields.size("num_experts_per_tok"),
+            width=fields.size("moe_intermediate_size"),
+            first_dense=first,
+            dense=tuple(dense[first:]),
             renormalize=bool(fields.value("norm_topk_prob", bool)),
         )
     }
@@ -30,7 +28,7 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
         "num_experts": e.count,
         "num_experts_per_tok": e.per_token,
         "moe_intermediate_size": e.width,
-        "mlp_only_layers": list(range(e.first_dense)),
+        "mlp_only_layers": [i for i in range(cfg.n_layers) if not cfg.has_experts(i)],
         "decoder_sparse_step": 1,
         "norm_topk_prob": e.renormalize,
     }
@@ -39,6 +37,14 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    defaults=DEFAULTS
+    | {
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
     qk_norm=True,
     mixture={},
     read=_read,
