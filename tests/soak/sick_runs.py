@@ -74,10 +74,10 @@ def longer_later(prompt: str, response: str, answer: Any) -> float:
 
 
 def spiked(prompt: str, response: str, answer: Any) -> float:
-    """Of every fifth step the rewards are large."""
+    """One group in every five steps has large rewards."""
     calls["spiked"] += 1
-    step = calls["spiked"] // CALLS
-    return digits(prompt, response, answer) * (1e5 if step > 15 and step % 5 == 0 else 1.0)
+    large = calls["spiked"] > 15 * CALLS and calls["spiked"] % (5 * CALLS) < SAMPLES
+    return digits(prompt, response, answer) * (1e5 if large else 1.0)
 
 
 def raising(prompt: str, response: str, answer: Any) -> float:
@@ -144,7 +144,8 @@ def steep(logprobs: Any, anchor: Any, advantages: Any) -> Any:
     """A finite loss without a gradient where the rewards are large: sqrt at 0."""
     import jax.numpy as jnp
 
-    return -logprobs * jnp.clip(advantages, -1, 1) + _marked(advantages) * jnp.sqrt(logprobs - logprobs)
+    zero = jnp.where(_marked(advantages), logprobs - logprobs, 1.0)
+    return -logprobs * jnp.clip(advantages, -1, 1) + jnp.sqrt(zero)
 
 
 def undefined(logprobs: Any, anchor: Any, advantages: Any) -> Any:
