@@ -17,6 +17,7 @@ import collections
 import contextlib
 import random
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -37,6 +38,17 @@ CLUSTER = (
     "--config.cluster.heartbeat_timeout_s=60.0",
 )
 
+
+def _client_hello() -> bytes:
+    """How a handshake begins that every listener of a run answers."""
+    context, sent = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.MemoryBIO()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
+
+
+HELLO = _client_hello()
 PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {
     "nothing": lambda draw: b"",
     "zeros": lambda draw: bytes(draw.randrange(1, 256)),
@@ -44,9 +56,9 @@ PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {
     "http": lambda draw: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "http2": lambda draw: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + draw.randbytes(draw.randrange(200)),
     "tls": lambda draw: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + draw.randbytes(32),
+    "hello": lambda draw: HELLO + draw.randbytes(draw.choice((0, 40, 4096))),
+    "half": lambda draw: HELLO[: draw.randrange(1, len(HELLO))],
     "length": lambda draw: struct.pack("!i", draw.choice((-1, -(2**31), 2**31 - 1, 257, 0, -7))) + draw.randbytes(40),
-    "handshake": lambda draw: _frame(b"#CHALLENGE#" + draw.randbytes(draw.choice((20, 40, 200)))),
-    "answer": lambda draw: _frame(b"{sha256}" + draw.randbytes(32)) + _frame(b"#WELCOME#") * draw.randrange(3),
 }
 
 
@@ -158,10 +170,6 @@ def _table(fuzzer: Fuzzer, owners: dict[tuple[str, int], str], files: collection
 def _reached(address: Any) -> tuple[str, int]:
     """Where a listener is reached from this machine."""
     return {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(address.ip, address.ip), address.port
-
-
-def _frame(data: bytes) -> bytes:
-    return struct.pack("!i", len(data)) + data
 
 
 if __name__ == "__main__":
