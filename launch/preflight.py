@@ -93,7 +93,13 @@ def inputs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"git {words[0]}: {' '.join(done.stderr.split())}")
         return done.stdout.split("\0")
 
-    config = flags.parse(["dora_jax.train", *args, "--dry_run"], flag_values=absl_flags.FlagValues()).config
+    asked = flags.parse(["dora_jax.train", *args, "--dry_run"], flag_values=absl_flags.FlagValues())
+    if (parent := asked.parent) and not parent.folder.exists():
+        raise ConfigError(
+            f"model.path: {parent} is on this machine only, and no folder of a model yet: python -m dora_jax.export_hf "
+            f"--workdir={parent.run} --step={parent.step} --out={parent.folder}{' --merged' * parent.merged}"
+        )
+    config = asked.config
     here, committed = Path.cwd(), set(git("ls-tree", "-r", "-z", "--name-only", "HEAD"))
     named = [("config", module.__name__) for module in [*sys.modules.values()]]
     named += [("task.rewards", name.rpartition(".")[0]) for name in config.task.rewards]

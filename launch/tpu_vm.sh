@@ -73,7 +73,7 @@ prepare() {
   fi
   checks="mkdir -p dora && tar -xzf dora.tar.gz -C dora && cd dora"
   # reasoning-gym's pycosat is built on the machine.
-  checks+=" && { command -v gcc || sudo apt-get -o DPkg::Lock::Timeout=300 install -qy gcc libc6-dev; } >/dev/null"
+  checks+=" && { command -v gcc || sudo DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -qy gcc libc6-dev; } >/dev/null"
   for (( i = 0; i < ${#inputs[@]}; i += 2 )); do
     place=inputs/${inputs[i]}
     copied run "${inputs[i+1]}" "${inputs[i+1]}" "$stage/${inputs[i]}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dora_jax.cli import parents
 from dora_jax.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -205,6 +206,18 @@ def test_what_a_configuration_reads_here_and_the_commit_lacks_is_found(tmp_path,
         found(*reward)
     committed(tmp_path, "my_rewards.py")
     assert found(*reward) == []
+
+
+def test_a_run_of_this_machine_is_exported_before_another_machine_starts_from_it(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("")
+    committed(tmp_path, "a")
+    parent = parents.Parent(Path("runs/x"), 40, "models/base", Path("runs/x/hf/40"), False)
+    monkeypatch.setattr(parents, "settle", lambda tree, workdir: parent)
+    with pytest.raises(ConfigError, match=r"^model.path: checkpoint 40 of runs/x is on this .*--out=runs/x/hf/40$"):
+        list(preflight.inputs((CONFIG,)))
+    shutil.copytree(ROOT / "tests/data/golden/qwen3", parent.folder)
+    found = list(preflight.inputs((CONFIG, "--config.model.path=runs/x/hf/40", "--config.sft.out=")))
+    assert found == [("model.path", "runs/x/hf/40")]
 
 
 def test_inputs_of_a_folder_without_a_commit_are_refused():
