@@ -23,7 +23,7 @@ def digest(tree: Any) -> int:
     """Blocks until the number is on the host. What rests in host memory passes through the devices leaf by leaf."""
     leaves = jax.tree.leaves(tree)
     if any(map(_on_host, leaves)):
-        total = np.zeros(2, np.uint32)
+        total: np.ndarray = np.zeros(2, np.uint32)
         for number, leaf in enumerate(leaves):
             here = jax.device_put(leaf, leaf.sharding.with_memory_kind("device")) if _on_host(leaf) else leaf
             total = (total ^ (total >> 15)) * MIX_1 + np.asarray(_leaf_alone(here, number))
