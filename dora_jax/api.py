@@ -100,8 +100,9 @@ def fit(
     from dora_jax.serving import live
     from dora_jax.trainer import manifest
 
-    with live.opened(asked.config) as endpoint:
-        code, folder = train(asked.config, asked.workdir, endpoint=endpoint), asked.workdir
+    here, folder = flags.staged(asked, "train"), asked.workdir
+    with live.opened(here) as endpoint:
+        code = train(here, folder, endpoint=endpoint)
     history = load(folder, folder.name, texts=False)
     return RunResult(
         exit_code=code,

@@ -146,6 +146,9 @@ def test_shards_of_a_split_are_read_together_and_several_splits_are_named(folder
         opened(folder, folder, heldout=2)
     with pytest.raises(ValueError, match="may mean .*/test, .*/train; name one of them"):
         opened(folder / "t", folder, heldout=2)
+    (folder / "train-00001-of-00002.jsonl").unlink()
+    with pytest.raises(ValueError, match="train has 1 of its 2 shards"):
+        opened(folder / "train", folder, heldout=2)
 
 
 def test_a_system_message_and_variables_reach_the_chat_template(folder):

@@ -39,7 +39,9 @@ CONFIG_HELP = (
 )
 WORKDIR_HELP = "where the run keeps its files, a folder or gs://bucket/folder; default: runs/<name of the config file>"
 DRY_RUN_HELP = "print the resolved config, what was chosen and why, devices and memory, and stop"
-DOWNLOAD_HELP = "fetch models that are named as the Hugging Face hub does, OWNER/NAME, into models/OWNER/NAME first"
+DOWNLOAD_HELP = (
+    "fetch models and data that are named as the Hugging Face hub does, OWNER/NAME, into models/ and data/ first"
+)
 ANEW_HELP = (
     "begin at version 0: move what an earlier run left in --workdir into this new folder of it, such as history.1; "
     "where that is there already, an earlier start of this command has done so, and the run goes on"
@@ -106,9 +108,10 @@ def run(main: Callable[[Config, Path], int | None], purpose: str = "train") -> N
             _check(asked, purpose)  # once more: what has come may be no model
         if asked.begin_anew:
             print(workdirs.put_history_aside(asked.workdir, asked.config, asked.begin_anew), flush=True)
+        config = staged(asked, purpose)
         if purpose not in READERS:
             record(asked)
-        code = main(asked.config, asked.workdir)
+        code = main(config, asked.workdir)
         return exits.leave(code) if code == exits.RETRY else code  # what is unfinished still computes
 
     exits.listen()
@@ -204,6 +207,9 @@ def describe(asked: CommandLine) -> str:
     notes = [f"note: {field}: --download would fetch {name}" for field, name in asked.downloads.items()]
     if asked.parent and not asked.parent.folder.exists():
         notes.append(f"note: model.path: a start exports {asked.parent} to {asked.parent.folder}")
+    notes += [
+        f"note: {field}: a run copies {url} to this machine first" for field, url in validate.urls(config).items()
+    ]
     notes += [f"note: {problem}" for problem in validate.missing_paths(asked.config, coming=asked.coming)]
     return "\n".join(
         [
@@ -239,6 +245,18 @@ def taken(
     asked = _check(asked, "train")
     record(asked)
     return asked
+
+
+def staged(asked: CommandLine, purpose: str) -> Config:
+    """The configuration for this process: what it names by URL is copied to this machine, and checked once more."""
+    if not (urls := validate.urls(asked.config)):
+        return asked.config
+    from dora_jax.runtime.journal import staged_inputs  # a local run needs none of it
+
+    config = staged_inputs.staged(asked.config, urls)
+    plan = validate.read(dataclasses.asdict(config), purpose)
+    _check(dataclasses.replace(asked, plan=plan), purpose, owns=False)
+    return config
 
 
 def record(asked: CommandLine) -> None:
@@ -313,8 +331,8 @@ def _folder(path: str, coming: bool) -> ml_collections.ConfigDict:
     tree = configs.defaults()
     tree.model.path = path
     there = (Path(path) / "config.json").is_file()
-    if not there and not coming:
-        raise ConfigError(f"model: {not_a_model(path)}{hub.advice(path)}")
+    if not there and not coming and "://" not in path:
+        raise ConfigError(f"model: {not_a_model(path)}{hub.advice('model.path', path)}")
     with configs.field_context("model"):
         positions = read_config(path).max_position if there else 2 * SERVED_TOKENS
     tree.rollout.max_prompt_tokens = tree.rollout.max_new_tokens = min(SERVED_TOKENS, positions // 2)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from dora_jax.base.config_tree import AFRESH, FREE, LEARNS, field
 
 HELD_OUT = "prompts that were trained on would be held out"
+
+ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")
+ABOUT_ROWS = ("dataset_infos.json", "dataset_dict.json", "state.json")  # which the libraries of a hub write beside them
+SHARD = re.compile(r"(-\d+-of-(\d+))?\.\w+$")
+
+
+def splits(files: Iterable[str]) -> dict[str, list[str]]:
+    """Split -> its files, of the names of any files: data/train of data/train-00000-of-00002.parquet and its like."""
+    known: dict[str, list[str]] = {}
+    for file in sorted(files):
+        name = file.rpartition("/")[2]
+        if name.endswith(ROW_FILES) and name not in ABOUT_ROWS and not name.startswith("."):
+            known.setdefault(SHARD.sub("", file), []).append(file)
+    return known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ rollout.shapes, tasks.solved, models.config); what depends on the number of devi
 from __future__ import annotations
 
 import dataclasses
+import glob
 import re
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -102,14 +103,24 @@ def named_paths(config: Config, purpose: str = "train") -> dict[str, str]:
     return named
 
 
+def urls(config: Config) -> dict[str, str]:
+    """Field -> URL, of the inputs that are copied to this machine first."""
+    return {field: path for field, path in named_paths(config).items() if "://" in path}
+
+
 def missing_paths(config: Config, purpose: str = "train", coming: Container[str] = ()) -> list[str]:
-    """One sentence for each of `named_paths` that does not exist, but for fields of `coming`, whose models a download
-    brings."""
+    """One sentence for each of `named_paths` that does not exist, but for fields of `coming`, whose models or rows a
+    download brings, and for URLs."""
     return [
-        f"{field}: {path} does not exist{hub.advice(path) if field in hub.FIELDS else ''}"
+        f"{field}: {path} does not exist{hub.advice(field, path)}"
         for field, path in named_paths(config, purpose).items()
-        if path and field not in coming and not Path(path).exists()
+        if path and not (field in coming or "://" in path or _is_there(field, Path(path)))
     ]
+
+
+def _is_there(field: str, path: Path) -> bool:
+    """Rows may be the shards of a split that the path names."""
+    return path.exists() or field.startswith("task.") and any(path.parent.glob(f"{glob.escape(path.name)}*"))
 
 
 def model_problems(config: Config) -> list[str]:
@@ -144,6 +155,8 @@ def _ruled(config: Config, purpose: str) -> tuple[presets.Plan, list[str]]:
     found = []
     if purpose == "train" and not config.model.path:
         found.append("model.path: empty; name a Hugging Face folder, or the same folder as sft.out to make one first")
+    if "://" in config.sft.out:
+        found.append(f"sft.out: {config.sft.out} is no local folder, which is what the warm start writes")
     if purpose == "sft" and not config.sft.out:
         found.append("sft.out: empty; name the folder to write")
     try:

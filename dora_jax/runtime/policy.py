@@ -28,6 +28,7 @@ from dora_jax.runtime.assembly import checkpoint_weights
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.job import of_this_machine, pick
+from dora_jax.runtime.journal import staged_inputs
 from dora_jax.tasks.prompts import Wording
 from dora_jax.types import SampleId, Sampling, Version
 
@@ -135,6 +136,7 @@ class Policy:
 def load(workdir: Path, step: int | None = None) -> Policy:
     """The policy of a run's checkpoint; None: of the newest that verifies. ConfigError says what is missing."""
     run = validate.from_config_dict(workdirs.read(workdir), "evaluate")
+    run = staged_inputs.staged(run, {field: url for field, url in validate.urls(run).items() if field == "model.path"})
     directory = workdir / "checkpoints"
     version = pick(directory, step)
     devices.setup_platform(run)

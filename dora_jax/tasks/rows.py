@@ -18,7 +18,6 @@ import csv
 import glob
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
@@ -26,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax.config import ConfigError, TaskSection
+from dora_jax.config.task import ROW_FILES, SHARD, splits
 from dora_jax.tasks.prompts import Wording
 from dora_jax.tasks.source import TaskRow, identity_hash, shorten, uid_of
 from dora_jax.types import Columns
 
-ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-SHARD = re.compile(r"-\d+-of-\d+$")  # behind the name of a split: train-00000-of-00002.parquet
 FEISTEL_ROUNDS = 4  # of a keyed permutation: enough to look random
 
 _log = logging.getLogger(__name__)
@@ -147,15 +145,16 @@ def files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     inside = path.rglob("*") if path.is_dir() else path.parent.glob(f"{glob.escape(path.name)}*")
-    files = sorted(file for file in inside if file.suffix in ENDINGS and not file.name.startswith("."))
-    if not files:
-        raise ValueError(f"{path} is neither a file of rows nor a folder of them ({', '.join(ENDINGS)})")
-    splits: dict[str, list[Path]] = {}
-    for file in files:
-        splits.setdefault(str(file.with_name(SHARD.sub("", file.stem))), []).append(file)
-    if len(splits) > 1 and str(path) not in splits:
-        raise ValueError(f"{path} may mean {', '.join(list(splits)[:8])}; name one of them")
-    return splits.get(str(path), files)
+    known = splits(str(file) for file in inside)
+    if not known:
+        raise ValueError(f"{path} is neither a file of rows nor a folder of them ({', '.join(ROW_FILES)})")
+    if len(known) > 1 and str(path) not in known:
+        raise ValueError(f"{path} may mean {', '.join(list(known)[:8])}; name one of them")
+    files = known.get(str(path)) or next(iter(known.values()))
+    of = int((SHARD.search(files[0]) or ["", "", ""])[2] or len(files))
+    if len(files) != of:
+        raise ValueError(f"{path} has {len(files)} of its {of} shards")
+    return [Path(file) for file in files]
 
 
 def column(raw: Columns, name: str) -> object:
@@ -198,8 +197,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} is not a whole parquet file: {error}") from error
         return
-    if path.suffix not in ENDINGS:
-        raise ValueError(f"{path} is none of {', '.join(ENDINGS)}")
+    if path.suffix not in ROW_FILES:
+        raise ValueError(f"{path} is none of {', '.join(ROW_FILES)}")
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
             if not raw.strip():

@@ -60,8 +60,15 @@ def serve(ticket: Ticket, leave: Callable[[], None] = lambda: None) -> None:
         begin = link.inbox.get()
         # opens the role of this process; it is compiled on return
         from dora_jax.plan import validate
+        from dora_jax.runtime.journal import staged_inputs
 
         config = validate.from_config_dict(begin.config)
+        elsewhere = {  # copies of what is in a bucket, on the controller's machine
+            field: staged_inputs.url_of(path)
+            for field, path in validate.named_paths(config).items()
+            if not (os.path.exists(path) or field.startswith("task."))
+        }
+        config = staged_inputs.staged(config, {field: url for field, url in elsewhere.items() if url})
         link.wait_for_another(begin.workdir, begin.rank, config.cluster.reattach_s)
         _enter_world(begin, config)
         from dora_jax.runtime.cluster.rollout_role import open_rollout

@@ -110,15 +110,15 @@ def push_part(put: Callable[[str, bytes], None], root: Path, files: Files) -> No
     side_by_side(push, files)
 
 
-def opened(url: str) -> tensorstore.KvStore:
-    """The store at a URL, or in a local folder. ConfigError: it cannot be opened."""
+def opened(url: str, field: str = "workdir") -> tensorstore.KvStore:
+    """The store at a URL, or in a local folder, that a field names. ConfigError: it cannot be opened."""
     context = tensorstore.Context({"gcs_request_retries": RETRIES, "s3_request_retries": RETRIES})
     local = {"driver": "file", "path": os.path.abspath(url) + "/"}
     try:
         spec = url.rstrip("/") + "/" if "://" in url else local
         return tensorstore.KvStore.open(spec, context=context).result(timeout=ANSWER_S)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"workdir: {url} cannot be opened: {one_line(error)}") from error
+        raise ConfigError(f"{field}: {url} cannot be opened: {one_line(error)}") from error
 
 
 def side_by_side(do: Callable[[str], Any], names: Iterable[str]) -> list[Any]:

@@ -62,15 +62,7 @@ def attach(url: str, purpose: str) -> Path:
         begun = purpose == "evaluate" or any(store.keys(folder) for folder in (JOURNAL, STEPS))
     except OSError as error:
         raise ConfigError(f"workdir: {url} cannot be read: {one_line(error)}") from error
-    mine = folder.parent.parent
-    with contextlib.suppress(FileExistsError):
-        mine.mkdir(mode=0o700, parents=True)
-    found_here = mine.lstat()
-    if not stat.S_ISDIR(found_here.st_mode) or found_here.st_uid != os.getuid() or found_here.st_mode & 0o022:
-        raise ConfigError(
-            f"workdir: a run in a bucket works in {mine}, which is not a folder of this user's alone: remove "
-            f"it, or set TMPDIR"
-        )
+    private_folder()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).write_text(url)
     (folder / "config.json").unlink(missing_ok=True)
@@ -81,8 +73,26 @@ def attach(url: str, purpose: str) -> Path:
 
 def scratch(url: str, purpose: str) -> Path:
     """The scratch folder of this URL: this user's alone, because the machine may have others."""
-    mine = Path(tempfile.gettempdir()) / f"dora_jax-{os.getuid()}"
-    return mine / purpose / urllib.parse.quote(url.rstrip("/"), safe="")
+    return _mine() / purpose / urllib.parse.quote(url.rstrip("/"), safe="")
+
+
+def private_folder(field: str = "workdir") -> Path:
+    """The folder of this machine for copies of what is in buckets, made where it is missing. ConfigError, about the
+    field that needs it: it is not a folder of this user's alone."""
+    mine = _mine()
+    with contextlib.suppress(FileExistsError):
+        mine.mkdir(mode=0o700, parents=True)
+    found = mine.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{field}: what is in a bucket is copied to {mine}, which is not a folder of this user's alone: remove "
+            f"it, or set TMPDIR"
+        )
+    return mine
+
+
+def _mine() -> Path:
+    return Path(tempfile.gettempdir()) / f"dora_jax-{os.getuid()}"
 
 
 def claim(workdir: Path) -> None:
