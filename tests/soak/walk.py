@@ -60,9 +60,17 @@ SMALLER = {  # what a command's line holds -> what is put behind it
         "--config.rollout.slots=8 --config.rollout.max_prompt_tokens=32 --config.rollout.max_new_tokens=32 "
         "--config.trainer.pack_tokens=64 --config.trainer.micro_batches=1"
     ),
+    "--config=first_model.py": (
+        "--config.steps=2 --config.orchestrator.groups_per_step=2 --config.eval.prompts=4 --config.task.heldout=4 "
+        "--config.rollout.slots=8 --config.rollout.max_prompt_tokens=80 --config.trainer.pack_tokens=128 "
+        "--config.trainer.micro_batches=1"
+    ),
     '"rollout.max_new_tokens": 32': ', "orchestrator.groups_per_step": 2, "eval.prompts": 4',
 }
-STANDS_IN = ("--config=configs/gsm8k.py",)  # always cut: its model and data come from a stand-in for the hub
+STANDS_IN = (  # always cut: their model and data come from a stand-in for the hub
+    "--config=configs/gsm8k.py",
+    "--config=first_model.py",
+)
 INSTEAD = (  # these very tests; what test_checkers.py runs; the environment of the tests
     (re.compile(r"^(bash tests/\w+\.sh|python -m pytest).*$", re.MULTILINE), "true"),
     (re.compile(r" && mypy .*$", re.MULTILINE), ""),
