@@ -175,7 +175,7 @@ def test_a_split_of_a_dataset_is_downloaded_whole_and_once(download, tmp_path):
     assert json.loads((tmp_path / "w/config.json").read_text())["task"]["path"] == "data/org/sums/main/train"
     assert rows_of(download, "data/org/sums/main/train")[:2] == (0, "ran made\n")
     Hub.asked.clear()
-    test = ("--config.task.heldout_path=org/sums/main/test", "--workdir=v", "--download")
+    test = ("--config.task.heldout_path=org/sums/main/test", "--download")
     assert rows_of(download, "org/sums/main/train", *test)[0] == 0 and len(files_of(folder / "main/test")) == 1
 
 
