@@ -81,7 +81,8 @@ def spiked(prompt: str, response: str, answer: Any) -> float:
 
 
 def raising(prompt: str, response: str, answer: Any) -> float:
-    if int(hashlib.sha256(prompt.encode()).hexdigest(), 16) % 4 == 0:
+    """A quarter of the prompts cannot be scored, but not the first, on which a reward is tried before a run."""
+    if int(hashlib.sha256(prompt.encode()).hexdigest(), 16) % 4 == 1:
         raise ValueError("this one cannot be scored")
     return digits(prompt, response, answer)
 
