@@ -1,7 +1,9 @@
 """Checkpoints: what was saved comes back, elsewhere too; what is broken is never latest."""
 
 import contextlib
+import errno
 import gc
+import logging
 import resource
 import subprocess
 import sys
@@ -250,6 +252,16 @@ def test_of_a_save_that_the_system_refuses_one_sentence_is_left(tmp_path, caplog
     store.wait()
     assert store.latest(full=True) == 1
     store.close()
+
+
+def test_writes_that_a_full_disk_leaves_behind_are_not_logged_with_their_traces():
+    def logged(error):
+        record = logging.makeLogRecord({"msg": "Future exception was never retrieved", "exc_info": (None, error, None)})
+        return bool(logging.getLogger("asyncio").filter(record))
+
+    assert not logged(OSError(errno.ENOSPC, "No space left on device"))
+    assert logged(OSError(errno.EIO, "Input/output error")) and logged(ValueError("a bug"))
+    assert logging.getLogger("asyncio").filter(logging.makeLogRecord({"msg": "slow callback"}))
 
 
 def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path, monkeypatch):

@@ -1,12 +1,20 @@
 """The sinks; the console that moves."""
 
+import contextlib
+import fcntl
 import io
 import json
 import math
+import os
+import pty
+import re
+import struct
 import sys
+import termios
 import threading
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +22,8 @@ import pytest
 from dora_jax.base.console import Console, step_line
 from dora_jax.base.metrics import Writer
 from tests.fakes.sinks import lines, quiet, scalars, texts
+
+ROOT = Path(__file__).parents[1]
 
 
 class Clock:
@@ -233,6 +243,65 @@ def test_the_progress_line_says_who_does_what_and_how_fast():
     clock.now_s = 80  # nothing for more than the window
     console.phase("trainer", "")
     assert "500 tokens, 0 tokens/s | instance 0" in console.progress()
+
+
+def screen(text):
+    """The lines of a terminal that was sent this text, as far as `Console` uses it, and whether its cursor is shown."""
+    lines, row, column, shown = [""], 0, 0, True
+    for code, words in re.findall(r"(\x1b\[[?0-9;]*[A-Za-z]|[\r\n])|([^\x1b\r\n]+)", text):
+        lines[row] = lines[row][:column] + words if words else lines[row]
+        column += len(words)
+        if code in ("\r", "\n"):
+            row, column = row + (code == "\n"), 0
+            lines += [""] * (row - len(lines) + 1)
+        elif code == "\x1b[2K":
+            lines[row] = ""
+        elif code == "\x1b[1A":
+            row -= 1
+        elif code in ("\x1b[?25l", "\x1b[?25h"):
+            shown = code.endswith("h")
+        else:
+            assert not code, "what no terminal needs"
+    return [line for line in lines if line], shown
+
+
+TALK = """
+import os, sys, time
+from dora_jax.base.console import Console
+console = Console()
+console.start()
+console.phase("trainer", "compiling " + "for a long time " * 9)
+for n in range(3):
+    while not os.path.exists(f"{sys.argv[1]}/{n}"):
+        time.sleep(0.02)
+    console.note(f"line {n}")
+console.stop()
+"""
+
+
+def test_a_terminal_keeps_the_lines_that_stay_and_nothing_of_the_moving_one_however_wide_it_becomes(tmp_path):
+    pid, ours = pty.fork()
+    if not pid:
+        env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        os.execve(sys.executable, [sys.executable, "-c", TALK, str(tmp_path)], env | {"PYTHONPATH": str(ROOT)})
+    sent, widths = b"", [100, 44, 200]
+    for n, columns in enumerate(widths):
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        drawn = sent.count(b"trainer:")
+        while sent.count(b"trainer:") < drawn + 4:
+            sent += os.read(ours, 1 << 16)
+        (tmp_path / str(n)).touch()
+        while f"line {n}".encode() not in sent:
+            sent += os.read(ours, 1 << 16)
+    with contextlib.suppress(OSError):  # as Linux says that nobody writes any more
+        while more := os.read(ours, 1 << 16):
+            sent += more
+    os.close(ours)
+    assert os.waitpid(pid, 0)[1] == 0
+    text = sent.decode()
+    assert screen(text) == (["line 0", "line 1", "line 2"], True)
+    last = [re.findall("trainer: [^\r\x1b]*", part)[-1] for part in re.split(r"line \d", text)[:3]]
+    assert [len(f"⠋ 0:00  {drawn}") for drawn in last] == [100, 44, 171] and last[1].endswith("…")
 
 
 def test_on_a_terminal_the_line_moves_while_the_run_is_busy():

@@ -37,7 +37,7 @@ CODE = {
     "serving": 1945,
     "sim": 1995,
     "tasks": 3621,
-    "trainer": 2258,
+    "trainer": 2262,
 }
 PIECES = {"functions": 90.2, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 14, "ragged tables": 6}  # in the wheel

@@ -16,6 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import json
+import logging as python_logging
 import os
 import re
 import shutil
@@ -33,7 +34,7 @@ from orbax.checkpoint.options import MultiprocessingOptions
 
 from dora_jax.base import exits
 from dora_jax.base.digest import digest, digest_json
-from dora_jax.base.exits import NO_ROOM_WORDS, never_print
+from dora_jax.base.exits import NO_ROOM, NO_ROOM_WORDS, never_print
 from dora_jax.base.fault_injection import point
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.trainer import manifest
@@ -54,6 +55,10 @@ NOISE = (
     "Failed to update metadata=",
 )
 logging.get_absl_logger().addFilter(lambda record: not any(noise in record.getMessage() for noise in NOISE))
+# Where the disk is full, Orbax leaves writes behind whose errors nobody takes, and asyncio logs each with its trace.
+python_logging.getLogger("asyncio").addFilter(
+    lambda record: getattr(record.exc_info and record.exc_info[1], "errno", None) not in NO_ROOM
+)
 STEP_METADATA = "_CHECKPOINT_METADATA"  # a file of Orbax, in every step that it has completed
 UNPROVED = "unproved"  # in the name of a folder moved aside: it lacks its manifest, and no digests vouch for it
 BEST_BY = "reward/mean"  # the metric by which the best steps are kept
