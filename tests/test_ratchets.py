@@ -39,7 +39,7 @@ CODE = {
     "tasks": 3621,
     "trainer": 2262,
 }
-PIECES = {"functions": 90.2, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
+PIECES = {"functions": 88.8, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 14, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 
