@@ -91,8 +91,9 @@ def _phase(run: WatchedRun, trained: Trained, kills: bool, args: argparse.Namesp
         run.look()
         for gang in [gang for gang in struck if gang in run.pids and run.pids[gang] != struck[gang][1]]:
             phase.back_s.append(time.monotonic() - struck.pop(gang)[0])
-        if time.monotonic() >= next_s:
-            gang = draw.choice(sorted(gang for gang in run.pids if gang.startswith("rollout")))
+        up = sorted(gang for gang in run.pids if gang.startswith("rollout"))
+        if time.monotonic() >= next_s and up:  # else all are on their way back: the next one that is up
+            gang = draw.choice(up)
             struck[gang] = time.monotonic(), run.pids[gang]
             os.kill(draw.choice(run.pids[gang]), signal.SIGKILL)
             next_s += args.every_s
