@@ -4,8 +4,8 @@
     inputs  before anything is sent: which files the configuration reads that the commit has not
     host    on a machine of the job: chips, disk of the workdir, clock, a stale libtpu lock, versions
 
-Consumes flags; prints a line a finding: for inputs FIELD and PATH with a tab between them, for host at last one line
-`versions:` that is the same on machines that may work together. Laws: JAX is not started, for that would take the
+Consumes flags; prints a line a finding: for inputs FIELD, NAME and SOURCE with tabs between them, for host at last one
+line `versions:` that is the same on machines that may work together. Laws: JAX is not started, for that would take the
 chips; nothing is repaired but a lock file that no process holds. Exit code: 0 all is well, 1 this machine is not fit,
 2 wrong input.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import email.utils
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import math
@@ -80,9 +81,10 @@ def plan(hosts: int, trainer_devices: int, instance_devices: int, args: Sequence
     )
 
 
-def inputs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(field, path) of each file or folder here that the configuration reads and the commit lacks, or has otherwise;
-    ConfigError for code that it lacks, which nothing but a commit brings to a machine."""
+def inputs(args: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """(field, name, source) of each file or folder here that the configuration reads and the commit lacks, or has
+    otherwise; of a split in shards, each under the split's name. ConfigError for code that the commit lacks, which
+    nothing else brings to a machine."""
     from dora_jax.cli import flags
     from dora_jax.config import ConfigError
     from dora_jax.plan import validate
@@ -121,16 +123,19 @@ def inputs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
             raise ConfigError(
                 f"{field}: {path} is not in the commit that is checked out, and only that is sent: commit it"
             )
-    for field, path in validate.named_paths(config).items():
-        if not path or not Path(path).exists():
+    for field, named in validate.named_paths(config).items():
+        path = Path(named)
+        if not named or "://" in named:
             continue
-        place = Path(path).resolve()
-        if place.is_relative_to(here):
-            inside = str(place.relative_to(here))
-            sent = any(each == inside or each.startswith(f"{inside}/") for each in committed)
-            if sent and git("status", "--porcelain", "--ignored", "-z", "--", inside) == [""]:
-                continue
-        yield field, str(Path(path))
+        shards = sorted(path.parent.glob(f"{glob.escape(path.name)}*")) if field.startswith("task.") else []
+        for source in [path] if path.exists() else shards:
+            place = source.resolve()
+            if place.is_relative_to(here):
+                inside = str(place.relative_to(here))
+                sent = any(each == inside or each.startswith(f"{inside}/") for each in committed)
+                if sent and git("status", "--porcelain", "--ignored", "-z", "--", inside) == [""]:
+                    continue
+            yield field, path.name, str(source)
 
 
 def host(workdir: str, chips: int, dry_run: bool) -> Iterator[str]:
@@ -256,8 +261,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1 and argv[1] == "plan":
         print(plan(values.hosts, values.trainer_devices, values.instance_devices, argv[2:]))
     elif len(argv) > 1 and argv[1] == "inputs":
-        for field, path in inputs(argv[2:]):
-            print(field, path, sep="\t")
+        for found in inputs(argv[2:]):
+            print(*found, sep="\t")
     elif argv[1:] == ["host"]:
         for line in host(values.workdir or ".", values.chips, values.dry_run):
             print(line, flush=True)

@@ -8,8 +8,8 @@
 # run sends the commit that is checked out and returns when the job has been started; the job needs no connection.
 # attach prints what the job does until it ends; its exit code is the job's: 42 is run again. stop ends it as Ctrl-C does.
 # A model or data that the configuration reads on this machine, and the commit has not, are copied to
-# --stage=gs://BUCKET/FOLDER (by itself WORKDIR.inputs, where the workdir is in a bucket), from where the workers fetch
-# them; code that the commit has not is refused.
+# --stage=gs://BUCKET/FOLDER (by itself WORKDIR.inputs, where the workdir is in a bucket), which the flags then name; code
+# that the commit has not is refused.
 # A slice of one machine runs the whole job in one process. Of several, one trains and each other is a rollout instance,
 # as a Ray cluster; that wants --token_file=FILE (a secret of your making) and a --workdir that all of them see, a
 # bucket's at best. --module=dora_jax.sweep runs another program.
@@ -38,34 +38,26 @@ create() {
 # job ACTION: launch/job.sh on the machine that has the job.
 job() { on 0 "[ -f dora/launch/job.sh ] || { echo job: none; exit 1; }; bash dora/launch/job.sh $1"; }
 
-# stage_inputs: what the configuration reads on this machine is in `inputs` as FIELD/NAME PATH ..., and the flags name what
-# the workers will have in its place.
+# stage_inputs: what the configuration reads on this machine is in `inputs` as SOURCE URL ..., and the flags name the URLs.
 inputs=()
 stage_inputs() {
-  local asked=(bash launch/preflight.sh inputs "${FLAGS[@]}") found field path
+  local asked=(bash launch/preflight.sh inputs "${FLAGS[@]}") found field name source
   [[ $module == dora_jax.train ]] || return 0
   [[ ! $dry_run ]] || quoted "${asked[@]}"
   found=$("${asked[@]}") || exit $?
   stage=${stage:-${workdir:+${workdir%/}.inputs}}
-  while IFS=$'\t' read -r field path; do
+  while IFS=$'\t' read -r field name source; do
     [[ $field ]] || continue
-    [[ $stage == gs://?*/?* ]] ||
-      die 2 "$field: $path is on this machine only; --stage=gs://BUCKET/FOLDER copies it to where the workers fetch it."
-    inputs+=("$field/${path##*/}" "$path")
-    FLAGS+=("--config.$field=inputs/$field/${path##*/}")
+    [[ $stage == *://?*/?* ]] ||
+      die 2 "$field: $source is on this machine only; --stage=gs://BUCKET/FOLDER copies it to where the workers read it."
+    inputs+=("$source" "$stage/$field/${source##*/}")
+    [[ ${FLAGS[-1]} == "--config.$field=$stage/$field/$name" ]] || FLAGS+=("--config.$field=$stage/$field/$name")
   done <<<"$found"
 }
 
-# copied HOW PATH FROM TO: HOW, run or quoted, has the command that copies a folder or a file, whichever PATH is.
-copied() {
-  local command=(gcloud storage cp)
-  [[ ! -d $2 ]] || command=(gcloud storage rsync --recursive)
-  "$1" "${command[@]}" "$3" "$4"
-}
-
-# Every worker has the code and the inputs and passes its checks, and all of them the same versions.
+# The inputs are in the bucket; every worker has the code and passes its checks, and all of them the same versions.
 prepare() {
-  local archive=.cache/launch/$name.tar.gz checks found i place folder
+  local archive=.cache/launch/$name.tar.gz checks found i
   if [[ $dry_run ]]; then
     job status
   elif [[ $(job status) == *"job: running"* ]]; then
@@ -75,10 +67,11 @@ prepare() {
   # reasoning-gym's pycosat is built on the machine.
   checks+=" && { command -v gcc || sudo DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -qy gcc libc6-dev; } >/dev/null"
   for (( i = 0; i < ${#inputs[@]}; i += 2 )); do
-    place=inputs/${inputs[i]}
-    copied run "${inputs[i+1]}" "${inputs[i+1]}" "$stage/${inputs[i]}"
-    [[ -d ${inputs[i+1]} ]] && folder=$place || folder=${place%/*}
-    checks+=" && $(quoted mkdir -p "$folder") && $(copied quoted "${inputs[i+1]}" "$stage/${inputs[i]}" "$place")"
+    if [[ -d ${inputs[i]} ]]; then
+      run gcloud storage rsync --recursive "${inputs[i]}" "${inputs[i+1]}"
+    else
+      run gcloud storage cp "${inputs[i]}" "${inputs[i+1]}"
+    fi
   done
   run mkdir -p .cache/launch
   run git archive --format=tar.gz "--output=$archive" HEAD

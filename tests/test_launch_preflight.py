@@ -189,12 +189,19 @@ def test_what_a_configuration_reads_here_and_the_commit_lacks_is_found(tmp_path,
             )
         )
 
-    assert found("--config.task.path=sent.jsonl") == [("model.path", "models/tiny")]
+    assert found("--config.task.path=sent.jsonl") == [("model.path", "tiny", "models/tiny")]
+    assert found("--config.task.path=gs://a/b.jsonl") == [("model.path", "tiny", "models/tiny")]
     task = ("--config.task.path=new.jsonl", "--config.task.heldout_path=changed.jsonl")
     assert sorted(found(*task)) == [
-        ("model.path", "models/tiny"),
-        ("task.heldout_path", "changed.jsonl"),
-        ("task.path", "new.jsonl"),
+        ("model.path", "tiny", "models/tiny"),
+        ("task.heldout_path", "changed.jsonl", "changed.jsonl"),
+        ("task.path", "new.jsonl", "new.jsonl"),
+    ]
+    shards = [tmp_path / f"train-0000{i}-of-00002.parquet" for i in range(2)]
+    for shard in shards:
+        shard.write_bytes(b"")
+    assert found(f"--config.task.path={tmp_path}/train")[:-1] == [
+        ("task.path", "train", str(shard)) for shard in shards
     ]
     committed(tmp_path, "models")
     assert found("--config.task.path=/mnt/of/the/machine.jsonl") == []
@@ -216,8 +223,8 @@ def test_a_run_of_this_machine_is_exported_before_another_machine_starts_from_it
     with pytest.raises(ConfigError, match=r"^model.path: checkpoint 40 of runs/x is on this .*--out=runs/x/hf/40$"):
         list(preflight.inputs((CONFIG,)))
     shutil.copytree(ROOT / "tests/data/golden/qwen3", parent.folder)
-    found = list(preflight.inputs((CONFIG, "--config.model.path=runs/x/hf/40", "--config.sft.out=")))
-    assert found == [("model.path", "runs/x/hf/40")]
+    (field, name, source), *rest = preflight.inputs((CONFIG, "--config.model.path=runs/x/hf/40", "--config.sft.out="))
+    assert (field, name, source, rest) == ("model.path", "40", "runs/x/hf/40", [])
 
 
 def test_inputs_of_a_folder_without_a_commit_are_refused():

@@ -94,7 +94,7 @@ def test_what_lies_on_this_machine_alone_is_refused_without_a_bucket_to_stage_it
             2,
             (
                 "error: model.path: models/my model is on this machine only; --stage=gs://BUCKET/FOLDER copies it to "
-                "where the workers fetch it.\n"
+                "where the workers read it.\n"
             ),
         )
         assert not [words for words in here.told() if words[0] == "gcloud"]

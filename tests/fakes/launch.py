@@ -126,7 +126,9 @@ STAGED = """
 case "$*" in
   *"preflight.sh inputs"*)
     mkdir -p "models/my model"
-    printf '%s\\t%s\\n' model.path "models/my model" task.path /data/rows.jsonl ;;
+    printf '%s\\t%s\\t%s\\n' model.path "my model" "models/my model" \\
+      task.path rows.jsonl /data/rows.jsonl task.heldout_path test data/test-0-of-2.parquet \\
+      task.heldout_path test data/test-1-of-2.parquet ;;
 esac
 """
 

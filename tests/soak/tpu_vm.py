@@ -6,8 +6,9 @@
 
 --root is copied, so that each rehearsal begins with a fresh machine. Its Python may be none that is supported: pip and
 uv are real there, but for uv's download of an interpreter, in whose place PREFIX lies (such as ~/.pyenv/versions/3.12.1).
-Chips are empty files, so the job computes on the CPU; the bucket is a folder. A model that git ignores and rows outside
-of the clone are on this machine alone. Prints every command with its output; the first unexpected exit code ends it.
+Chips are empty files, so the job computes on the CPU; the bucket is a folder, and its URL file:///bucket. A model that
+git ignores and rows outside of the clone are on this machine alone. Prints every command with its output; the first
+unexpected exit code ends it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ from tests.soak import walk
 
 CHIPS = 8
 GCLOUD = r"""#!/bin/bash
-# The machine is a folder that commands run in, the bucket another; on the machine it is at /bucket.
+# The machine is a folder that commands run in, the bucket another, which the machine has at /bucket.
 set -eu
-at() { case $1 in gs://*) mkdir -p "$(dirname "$BUCKET/${1#gs://}")"; echo "$BUCKET/${1#gs://}" ;; *) echo "$1" ;; esac; }
+at() {
+  case $1 in
+    file:///bucket/*) mkdir -p "$BUCKET/$(dirname "${1#file:///bucket/}")"; echo "$BUCKET/${1#file:///bucket/}" ;;
+    *) echo "$1" ;;
+  esac
+}
 case "$1 $2" in
   "storage rsync") mkdir -p "$(at "$5")"; cp -r "$(at "$4")/." "$(at "$5")"; exit ;;
   "storage cp") cp "$(at "$3")" "$(at "$4")"; exit ;;
@@ -41,7 +47,7 @@ case $4 in
   scp) cp "$5" "$MACHINE/root/${6#*:}" ;;
   ssh)
     for word; do [[ $word != --command=* ]] || command=${word#--command=}; done
-    exec chroot "$MACHINE" env -i HOME=/root PATH=/usr/local/bin:/usr/bin:/bin BUCKET=/bucket PIP_CERT="${PIP_CERT-}" \
+    exec chroot "$MACHINE" env -i HOME=/root PATH=/usr/local/bin:/usr/bin:/bin PIP_CERT="${PIP_CERT-}" \
       bash -c "cd; $command" ;;
   delete) echo "deleted" ;;
 esac
@@ -56,15 +62,13 @@ JOB = (
 
 @contextlib.contextmanager
 def machine(root: Path, python: Path, bucket: Path, place: Path) -> Iterator[None]:
-    """A copy of the root file system with chips, a network, a gcloud of its own and what uv would download."""
+    """A copy of the root file system with chips, a network and what uv would download."""
     subprocess.run(["cp", "-a", root, place], check=True)
     for name in ("resolv.conf", "pip.conf", "ssl/certs/ca-certificates.crt"):
         if (Path("/etc") / name).exists():
             shutil.copy(Path("/etc") / name, place / "etc" / name)
     for chip in range(CHIPS):
         (place / f"dev/accel{chip}").touch()
-    (place / "usr/bin/gcloud").write_text(GCLOUD)
-    (place / "usr/bin/gcloud").chmod(0o755)
     version = subprocess.run([python / "bin/python3", "-V"], capture_output=True, text=True, check=True).stdout.split()[
         1
     ]
@@ -129,13 +133,13 @@ def main() -> None:
         step(f"bash launch/tpu_vm.sh status {vm}", 1, "job: none")
         run = f"bash launch/tpu_vm.sh run {vm} --type=v6e-8 {job}"
         step(run, 2, "is on this machine only; --stage=gs://BUCKET/FOLDER")
-        step(f"{run} --stage=gs://runs/inputs --dry_run")
-        step(f"{run} --stage=gs://runs/inputs", 0, "job: running since")
+        step(f"{run} --stage=file:///bucket/runs/inputs --dry_run")
+        step(f"{run} --stage=file:///bucket/runs/inputs", 0, "job: running since")
         step(f"bash launch/tpu_vm.sh status {vm}", 0, "job: running since")
-        step(f"{run} --stage=gs://runs/inputs", 2, "a job runs on dora; attach to it, or stop it first")
+        step(f"{run} --stage=file:///bucket/runs/inputs", 2, "a job runs on dora; attach to it, or stop it first")
         step(f"bash launch/tpu_vm.sh attach {vm}", 0, "ended with 0")
         step(f"bash launch/tpu_vm.sh logs {vm} | tail -3")
-        step(f"{run} --config.steps=400 --stage=gs://runs/inputs", 0, "job: running since")
+        step(f"{run} --config.steps=400 --stage=file:///bucket/runs/inputs", 0, "job: running since")
         while "step " not in step(f"sleep 10; bash launch/tpu_vm.sh logs {vm} | tail -2").lower():
             pass
         step(f"bash launch/tpu_vm.sh stop {vm}", 0, "ended with 42")
