@@ -333,7 +333,7 @@ def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
     came, beats = queue.SimpleQueue(), []
     door = new_listener(came.put)
     ticket = Ticket(run=RUN.run, controller=door.address, gang="trainer", epoch=1, credential=RUN.issue("trainer", 1))
-    started = ProcessLauncher(tmp_path).start(ticket, 1, "")
+    started = ProcessLauncher(tmp_path, "run").start(ticket, 1, "")
     link = RecordConnection(came.get(timeout=60), lambda _, item: beats.append(item), lambda _, reason: None)
     try:
         link.start()
@@ -345,4 +345,4 @@ def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
     finally:
         started.kill()
         door.close()
-    assert not next(iter(tmp_path.glob("*.log"))).read_text()
+    assert not next(iter(tmp_path.glob("logs/*.log"))).read_text()

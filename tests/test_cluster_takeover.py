@@ -367,7 +367,7 @@ def test_of_weights_from_before_what_is_live_is_kept(tmp_path, scheme):
 @pytest.mark.parametrize("environ", [lambda run, token: {"DORA_RUN": run}, lambda run, token: {"DORA_TOKEN": token}])
 def test_a_process_is_ended_by_its_number_only_where_it_is_of_this_run(tmp_path, environ):
     """Numbers are given again."""
-    processes = ProcessLauncher(tmp_path)
+    processes = ProcessLauncher(tmp_path, "run")
     ticket = Ticket(run=run_of_token("mine"), controller="", gang="trainer", epoch=1, credential="")
     child = subprocess.Popen(["sleep", "60"], env=environ(ticket.run, "mine"))
     other = subprocess.Popen(["sleep", "60"], env=environ("another", "another"))

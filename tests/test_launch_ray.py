@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +57,7 @@ class Controller:
     """A launcher, and one that takes its processes' calls; `again` is the next controller after this one has died."""
 
     def __init__(self, hub):
-        self.launcher, self.hub = RayLauncher("run"), hub
+        self.launcher, self.hub = RayLauncher(Path("."), "run"), hub
 
     def again(self):
         ray.shutdown()

@@ -1,17 +1,24 @@
-"""What a user brings by its import path: a policy loss, an advantage, a correction and a metric sink, without a change
-of the package."""
+"""What a user brings by its import path, or by a name that an installed package registers, without a change of the
+package."""
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dora_jax
-from dora_jax.config import ConfigError, RolloutSection, TrainerSection
+from dora_jax.config import ConfigError, RolloutSection, TaskSection, TrainerSection
 from dora_jax.config.files import load_file
+from dora_jax.models import families, hf
+from dora_jax.plan import validate
 from dora_jax.runtime.observe import monitoring
 from dora_jax.trainer import advantage, correction, loss, objective
+from tests.fakes.tasks import opened
 from tests.fakes.tiny_run import CONFIG
 
 OWN = "tests.fakes.plugins"
@@ -78,7 +85,7 @@ def test_what_cannot_be_used_is_named(fields, sentence):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_loss_an_advantage_a_correction_and_a_sink_of_the_users(tmp_path, capsys):
+def test_a_run_with_objectives_a_sink_a_family_and_a_source_of_the_users(tmp_path, capsys):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     fields = {
         "steps": 1,
@@ -89,11 +96,18 @@ def test_a_run_with_a_loss_an_advantage_a_correction_and_a_sink_of_the_users(tmp
         "trainer.advantage": f"{OWN}.centred",
         "trainer.correction": f"{OWN}.near",
         "monitor.sinks": (f"{OWN}.Lines", f"{OWN}.Raises"),
+        "model.family": f"{OWN}.RENAMED",
+        "sft.family": "renamed",
+        "task.name": f"{OWN}.Doubles",
+        "task.params": {"start": 100},
     }
     config = load_file(str(tmp_path / "config.py"))
     config.update_from_flattened_dict(fields)
     run = dora_jax.fit(config, tmp_path / "run")
     assert run.exit_code == 0
+    base = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert base["model_type"] == "renamed" and base["n_embd"] == 16 and "hidden_size" not in base
+    assert " + " in (tmp_path / "run" / "samples.jsonl").read_text()
     lines = [json.loads(line) for line in (tmp_path / "run" / "own.jsonl").read_text().splitlines()]
     recorded = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [row["step"] for row in recorded]
@@ -116,3 +130,113 @@ def test_a_sink_gets_samples_where_it_has_a_method_for_them(tmp_path, capsys):
         sink.close()
     (line,) = (tmp_path / "own.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 3, "kind": "heldout", "rows": [{"text": "4"}]} and not capsys.readouterr().err
+
+
+@pytest.fixture
+def renamed(monkeypatch):
+    monkeypatch.setattr(families, "_own", {f"{OWN}.RENAMED": None})
+
+
+def test_a_family_by_its_import_path_reads_the_weights_of_the_one_whose_names_it_changes(tmp_path, renamed):
+    """The golden llama under the names of the user's family, and back."""
+    golden = Path(__file__).parent / "data" / "golden" / "llama"
+    cfg, params = hf.load(golden)
+    hf.save(tmp_path / "renamed", dataclasses.replace(cfg, family="renamed"), params, golden)
+    written = json.loads((tmp_path / "renamed" / "config.json").read_text())
+    assert written["architectures"] == ["RenamedForCausalLM"] and written["n_embd"] == cfg.d_model
+    again, read = hf.load(tmp_path / "renamed")
+    assert dataclasses.replace(again, family="llama") == cfg
+    np.testing.assert_array_equal(read["layers"]["up_proj"], params["layers"]["up_proj"])
+    del written["n_embd"]
+    (tmp_path / "renamed" / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match="config.json has n_embd=None; a whole number"):
+        hf.read_config(tmp_path / "renamed")
+
+
+def test_a_source_by_its_import_path():
+    task = opened(TaskSection(name=f"{OWN}.Doubles", params={"start": 5}, template="{prompt}"), heldout=2)
+    assert [task.prompt_at(i).text for i in (-1, 0)] == ["5 + 5 =", "7 + 7 ="] and task.prompt_at(0).answer == "14"
+    with pytest.raises(ConfigError, match=r"task.params: .*Doubles refuses {'begin': 5}: .*argument 'begin'"):
+        opened(TaskSection(name=f"{OWN}.Doubles", params={"begin": 5}))
+    with pytest.raises(ConfigError, match="task.name: .*Half has no draw, exclude"):
+        opened(TaskSection(name=f"{OWN}.Half"))
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"model.family": f"{OWN}.RENAME"}, f"model.family: {OWN}.RENAME: {OWN} has no RENAME; the nearest is RENAMED"),
+        ({"model.family": f"{OWN}.aipo"}, f"model.family: {OWN}.aipo is a function, not a Family"),
+        ({"model.family": f"{OWN}.SHIPPED"}, "model.family: a family of model_type 'llama' ships: give yours another"),
+        ({"task.name": f"{OWN}.Double"}, f"and {OWN}.Double: {OWN} has no Double; the nearest is Doubles"),
+        ({"task.name": "row"}, 'task.name: neither "rows" nor "reasoning_gym:<dataset>", and \'row\' is not an import'),
+        (
+            {"cluster.launcher": "rai"},
+            "cluster.launcher: none of process, ray, and 'rai' is not an import path such as",
+        ),
+        (
+            {"cluster.launcher": "no_such.L"},
+            "cluster.launcher: none of process, ray, and no_such.L: there is no module",
+        ),
+        ({"task.rewards": ("ex",)}, "task.rewards: 'ex' is not an import path such as"),
+        ({"environment.name": "calc"}, "environment.name: 'calc' is not an import path such as"),
+    ],
+)
+def test_a_field_that_takes_an_import_path_says_what_it_lacks(tmp_path, monkeypatch, fields, sentence):
+    monkeypatch.setattr(families, "_own", {})
+    (tmp_path / "config.py").write_text(CONFIG.format(base="base"))
+    config = load_file(str(tmp_path / "config.py"))
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(ConfigError) as error:
+        validate.read(config)
+    assert len(error.value.problems) == 1 and sentence in error.value.problems[0], error.value
+
+
+REGISTERED = """
+[dora_jax.policy_loss]
+mine = tests.fakes.plugins:aipo
+[dora_jax.correction]
+mine = tests.fakes.plugins:near
+[dora_jax.reward]
+mine = dora_jax.tasks.rewards:exact
+[dora_jax.environment]
+mine = dora_jax.tasks.environments.calculator:Calculator
+[dora_jax.sink]
+mine = tests.fakes.plugins:Lines
+[dora_jax.family]
+renamed = tests.fakes.plugins:RENAMED
+[dora_jax.launcher]
+mine = tests.fakes.plugins:Announced
+[dora_jax.source]
+mine = tests.fakes.plugins:Doubles
+"""
+READ = """
+import sys
+from dora_jax.config.files import load_file
+from dora_jax.models.families import family
+from dora_jax.plan import validate
+from dora_jax.tasks.environments.environment_worker import resolved
+from dora_jax.tasks.rewards import resolve
+config = load_file(sys.argv[1])
+config.update_from_flattened_dict({
+    "task.name": "mine", "task.rewards": ("mine",), "trainer.policy_loss": "mine", "trainer.correction": "mine",
+    "environment.name": "mine", "monitor.sinks": ("mine",), "cluster.launcher": "mine", "sft.family": "renamed",
+})
+validate.read(config)
+print(family("renamed").architecture, resolved("mine").__name__, *resolve(("mine",)))
+"""
+
+
+def test_an_installed_package_registers_names(tmp_path):
+    """A distribution is a folder NAME.dist-info on the path."""
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(REGISTERED)
+    (tmp_path / "config.py").write_text(CONFIG.format(base="base"))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-c", READ, str(tmp_path / "config.py")]
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["RenamedForCausalLM", "Calculator", "mine"]

@@ -1,4 +1,7 @@
-"""Plug-ins by import path: "module.name" -> the object, and a callable of the caller's own file -> its import path.
+"""Plug-ins: "module.name" -> the object, and a callable of the caller's own file -> its import path.
+
+An installed package may register a short name for an import path, as an entry point of the group dora_jax.KIND; the
+kinds are policy_loss, advantage, correction, reward, environment, sink, family, launcher and source.
 
 A script that starts a run may define its reward itself. A worker then imports the script, and the import ends where the
 script calls `fit`: what stands above that call is defined, what stands below is not, and no second run starts.
@@ -7,11 +10,14 @@ script calls `fit`: what stands above that call is defined, what stands below is
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import os
 import sys
 import types
+from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 _importing: str | None = None  # the module that `import_module` is in
@@ -36,9 +42,24 @@ def import_module(name: str) -> types.ModuleType:
         _importing = None
 
 
-def imported(path: str) -> Any:
-    """The callable at the import path "module.name". ValueError names in one sentence the path and what it lacks."""
+@functools.cache
+def registered(kind: str) -> Mapping[str, str]:
+    """Short name -> import path: what installed packages register of a kind."""
+    return {entry.name: entry.value.replace(":", ".") for entry in metadata.entry_points(group=f"dora_jax.{kind}")}
+
+
+def imported(path: str, kind: str = "", wanted: type | None = None) -> Any:
+    """The callable, or object of the class `wanted`, at the import path "module.name" or of a registered name.
+
+    ValueError names in one sentence the path and what it lacks.
+    """
+    path = registered(kind).get(path, path) if "." not in path else path
     module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ValueError(
+            f"{path!r} is not an import path such as my_module.name, and no installed package registers this name as "
+            f"an entry point of dora_jax.{kind}"
+        )
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
@@ -51,8 +72,8 @@ def imported(path: str) -> Any:
         near = difflib.get_close_matches(name, vars(module), n=1)
         raise ValueError(f"{path}: {module_name} has no {name}" + (f"; the nearest is {near[0]}" if near else ""))
     found = getattr(module, name)
-    if not callable(found):
-        raise ValueError(f"{path} is a {type(found).__name__}, not a callable")
+    if not (isinstance(found, wanted) if wanted else callable(found)):
+        raise ValueError(f"{path} is a {type(found).__name__}, not a {wanted.__name__ if wanted else 'callable'}")
     return found
 
 

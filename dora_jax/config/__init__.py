@@ -54,6 +54,13 @@ class ModelSection:
         change=FREE,
     )
     dtype: Dtype = field("auto", "compute dtype; auto: by platform; masters stay float32", change=LEARNS)
+    family: str = field(
+        "", "import path of a Family of yours (models/families/family.py); empty: one that ships", change=FREE
+    )
+
+    def __post_init__(self) -> None:
+        if self.family:  # every process of a run has its configuration, and may meet a folder of the family
+            families.use(self.family)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +298,7 @@ class SftSection:
     pack_tokens: int = field(256, ge=1)
     learning_rate: float = field(3e-3, gt=0)
     warmup_steps: int = field(20, ge=0)
-    family: str = field("qwen3", "of the new model", choices=(family.model_type for family in families.FAMILIES))
+    family: str = field("qwen3", "model_type of the new model")
     vocab_size: int = field(0, "rows of the embedding; 0: the tokenizer's size", ge=0)
     d_model: int = field(128, ge=1)
     n_layers: int = field(4, ge=1)

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from dora_jax.base import callables
 from dora_jax.base.config_tree import FREE, field
+
+LAUNCHERS = {  # that ship: name -> import path
+    "process": "dora_jax.runtime.cluster.launch_process.ProcessLauncher",
+    "ray": "dora_jax.runtime.cluster.launch_ray.RayLauncher",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +23,10 @@ class ClusterSection:
 
     change: ClassVar[str] = FREE
 
-    launcher: Literal["", "process", "ray"] = field(
-        "", "process: children on this machine; ray: actors of a Ray cluster; empty: one process"
+    launcher: str = field(
+        "",
+        "process: children on this machine; ray: actors of a Ray cluster; or the import path of a Launcher of yours "
+        "(runtime/cluster/launch_process.py); empty: one process",
     )
     trainer_hosts: int = field(1, "processes of the trainer; its mesh spans their devices", ge=1)
     hosts_per_instance: int = field(1, "processes of an instance; rollout.tensor spans their devices", ge=1)
@@ -44,6 +52,11 @@ def problems(config: Any) -> Iterator[str]:
     cluster, rollout = config.cluster, config.rollout
     if not cluster.launcher:
         return
+    if cluster.launcher not in LAUNCHERS:
+        try:
+            callables.imported(cluster.launcher, "launcher")
+        except ValueError as error:
+            yield f"cluster.launcher: none of {', '.join(LAUNCHERS)}, and {error}"
     if not rollout.instances:
         yield "rollout.instances: 0 derives their number from the devices of one process; a cluster wants a number"
     devices = cluster.hosts_per_instance * cluster.devices_per_host

@@ -52,7 +52,7 @@ def problems(config: Any) -> Iterator[str]:
     serving, residents = config.serving, config.rollout.residents
     for path in config.monitor.sinks:
         try:
-            callables.imported(path)
+            callables.imported(path, "sink")
         except ValueError as error:
             yield f"monitor.sinks: {error}"
     if serving.train:

@@ -47,8 +47,10 @@ class TaskPart:
 class TaskSection:
     change: ClassVar[str] = AFRESH
 
-    name: str = field("", '"reasoning_gym:<dataset>" or "rows"')
-    params: dict[str, Any] = field({}, "handed to the reasoning-gym dataset")
+    name: str = field(
+        "", '"reasoning_gym:<dataset>", "rows", or the import path of a Source of yours (tasks/source.py)'
+    )
+    params: dict[str, Any] = field({}, "handed to the reasoning-gym dataset, or to your own source")
     path: str = field("", "rows: a .jsonl, .json, .csv or .parquet file")
     heldout_path: str = field("", "rows: held-out file; empty: a share of `path` by uid", change=HELD_OUT)
     prompt_column: str = field(

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dora_jax.models.families import ALIASES, FAMILIES, NOT_COMPUTED, family
+from dora_jax.models.families import ALIASES, FAMILIES, NOT_COMPUTED, family, own
 from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
 from dora_jax.models.families.family import DEFAULTS, Fields
 
@@ -76,10 +76,12 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     raw = read_json(file)
     fields = Fields(raw, file)
     given, listed = str(raw.get("model_type")), fields.value("architectures", list) or []
-    known = next((each for each in FAMILIES if each.model_type == ALIASES.get(given, given)), None)
+    shipped = any(each.model_type == ALIASES.get(given, given) for each in FAMILIES)
+    families = FAMILIES if shipped else (*FAMILIES, *own())
+    known = next((each for each in families if each.model_type == ALIASES.get(given, given)), None)
     endings = ("ForCausalLM", SCORER)[: 1 + scorer]
     architectures = {
-        each.model_type: [each.architecture.replace("ForCausalLM", x) for x in endings] for each in FAMILIES
+        each.model_type: [each.architecture.replace("ForCausalLM", x) for x in endings] for each in families
     }
     if known is None or listed not in ([], *([name] for name in architectures[known.model_type])):
         named, every = (listed or [given])[0], ", ".join(itertools.chain(*architectures.values()))
@@ -92,7 +94,8 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
         )
     if given in ALIASES and (absent := [name for name in known.defaults if name not in {**DEFAULTS, **raw}]):
         raise ValueError(f"{file} leaves {absent[0]} out, and no class in transformers has a default of {given}")
-    fields = Fields({**known.defaults, **raw}, file)
+    defaults = {known.names.get(name, name): value for name, value in known.defaults.items()}
+    fields = Fields({**defaults, **raw}, file, known.names)
     for name, value in FIXED.items():
         unused = name == "sliding_window" and raw.get("use_sliding_window") is False
         if raw.get(name, value) not in (value, None) and not unused:
@@ -110,10 +113,10 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
         "vocab_size": fields.size("vocab_size"),
         "d_model": d_model,
         "n_heads": n_heads,
-        "n_layers": fields.size(known.layers_field),
+        "n_layers": fields.size("num_hidden_layers"),
         "n_kv_heads": fields.size("num_key_value_heads", n_heads),
         "head_dim": fields.size("head_dim", known.defaults.get("head_dim") or d_model // n_heads),
-        "d_ff": fields.size(known.d_ff_field),
+        "d_ff": fields.size("intermediate_size"),
         "max_position": fields.size("max_position_embeddings"),
     }
     tied = fields.value("tie_word_embeddings", bool)
@@ -142,18 +145,17 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
         absent = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if not entries.get(name)]
         scaling = kinds | {name: x for name, x in entries.items() if name not in absent}
     respelled = ("num_local_experts",) if cfg.experts else ()  # of transformers 5, beside the hub's own
-    return {
-        **{name: value for name, value in base.items() if name not in respelled},
+    usual = {
         "architectures": [known.architecture],
         "model_type": cfg.family,
         "hidden_act": "silu",
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.d_model,
-        known.layers_field: cfg.n_layers,
+        "num_hidden_layers": cfg.n_layers,
         "num_attention_heads": cfg.n_heads,
         "num_key_value_heads": cfg.n_kv_heads,
         "head_dim": cfg.head_dim,
-        known.d_ff_field: cfg.d_ff,
+        "intermediate_size": cfg.d_ff,
         "rms_norm_eps": cfg.norm_eps,
         "max_position_embeddings": cfg.max_position,
         "tie_word_embeddings": cfg.tie_embeddings,
@@ -162,6 +164,10 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": cfg.rope_theta},
         "torch_dtype": dtype,
         "dtype": dtype,
+    }
+    return {
+        **{name: value for name, value in base.items() if name not in respelled},
+        **{known.names.get(name, name): value for name, value in usual.items()},
         **known.write(cfg),
     }
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from dora_jax.base import config_tree
+from dora_jax.base import callables, config_tree
 from dora_jax.config import RENAMED, Config, ConfigError
 from dora_jax.config import cluster as config_cluster
 from dora_jax.config import live as config_live
 from dora_jax.config.task import TaskPart, TaskSection
-from dora_jax.models import lora_config
-from dora_jax.models.families import KNOWN
+from dora_jax.models import families, lora_config
 from dora_jax.models.families.config import MAX_LAYERS, ModelConfig
 from dora_jax.models.hf_config import not_a_model, read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -136,7 +135,7 @@ def model_problems(config: Config) -> list[str]:
     if path and Path(path).exists() and not (Path(path) / "config.json").is_file():
         return [f"{field}: {not_a_model(path)}"]
     try:
-        known = read_config(path) if path and Path(path).exists() else KNOWN.get(config.model.size)
+        known = read_config(path) if path and Path(path).exists() else families.KNOWN.get(config.model.size)
     except ValueError as error:
         return [f"{field}: {error}"]
     positions = known.max_position if known else None if path else ModelConfig.max_position  # of a new model
@@ -189,7 +188,10 @@ def _task(config: Config) -> Problems:
         name = part.name
         kind, _, dataset = name.partition(":")
         if name != "rows" and not (kind == "reasoning_gym" and dataset):
-            yield f'{where}.name: {name!r} is neither "rows" nor "reasoning_gym:<dataset>"'
+            try:
+                callables.imported(name, "source")
+            except ValueError as error:
+                yield f'{where}.name: neither "rows" nor "reasoning_gym:<dataset>", and {error}'
         if name == "rows" and not part.path:
             yield f'{where}.path: empty; the task "rows" reads a .jsonl, .json, .csv or .parquet file'
         if name != "rows" and (part.prompt_column or part.answer_column):
@@ -229,7 +231,7 @@ def _task(config: Config) -> Problems:
     if not (task.rewards or config.reward_model.path or config.environment.name):
         yield "task.rewards: empty; name at least one callable"
     for path in task.rewards:
-        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path) and path not in callables.registered("reward"):
             yield f"task.rewards: {path!r} is not an import path such as dora_jax.tasks.rewards.exact"
     yield from _pattern("task.answer_pattern", task.answer_pattern)
     try:
@@ -268,6 +270,10 @@ def _pattern(name: str, pattern: str) -> Problems:
 
 
 def _engine(config: Config) -> Problems:
+    try:
+        families.own()
+    except ValueError as error:
+        yield f"model.family: {error}"
     try:
         shapes_of(config.rollout)
     except ValueError as error:
@@ -326,6 +332,10 @@ def _trainer(config: Config) -> Problems:
 
 def _sft(config: Config) -> Problems:
     sft = config.sft
+    try:
+        families.family(sft.family)
+    except ValueError as error:
+        yield f"sft.family: {error}"
     if sft.n_heads % sft.n_kv_heads:
         yield f"sft.n_heads: {sft.n_heads} is not divisible by n_kv_heads = {sft.n_kv_heads}"
     if sft.head_dim % 2:

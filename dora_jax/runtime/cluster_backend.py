@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax import config as configs
-from dora_jax.config import ClusterSection, Config, ConfigError
+from dora_jax.base import callables
+from dora_jax.config import ClusterSection, Config, ConfigError, field_context
+from dora_jax.config.cluster import LAUNCHERS
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.runtime.assembly import run
 from dora_jax.runtime.cluster.checkpoint_shards import steps_at
 from dora_jax.runtime.cluster.gang import GangLimits, GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
-from dora_jax.runtime.cluster.launch_process import Launcher, ProcessLauncher
+from dora_jax.runtime.cluster.launch_process import Launcher
 from dora_jax.runtime.cluster.lent_gang import LentLauncher, LentRemoteInstance, LentSupervisor
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
@@ -65,7 +67,10 @@ class ClusterBackend:
             raise ConfigError(f"workdir: {error}") from error
         wire = config.cluster.wire == "transfer"
         self.weights = WeightPublisher(stored, (WIRE, STORAGE) if wire else (STORAGE,), notify, self._past)
-        self._launcher = _launcher(config, workdir, self._place)
+        name, run_id = config.cluster.launcher, hashlib.sha256(self._place.encode()).hexdigest()[:16]
+        with field_context("cluster.launcher"):
+            make = callables.imported(LAUNCHERS.get(name, name), "launcher")
+        self._launcher: Launcher = make(workdir, run_id)
         self._listener = GangListener(self._launcher.ip, self._registry)
         self._trainer = RemoteTrainer(
             self._steps, self._steps_since, self.weights, notify, functools.partial(self._supervisor, None)
@@ -204,18 +209,6 @@ def gang_config(config: Config) -> dict[str, Any]:
         reattach_s=section.reattach_s if config.journal.on else 0.0,
     )
     return configs.to_json(dataclasses.replace(config, cpu_devices=section.devices_per_host, cluster=mine))
-
-
-def _launcher(config: Config, workdir: Path, place: str) -> Launcher:
-    match config.cluster.launcher:
-        case "process":
-            return ProcessLauncher(workdir / "logs")
-        case "ray":
-            from dora_jax.runtime.cluster.launch_ray import RayLauncher  # an extra, needed here only
-
-            return RayLauncher(hashlib.sha256(place.encode()).hexdigest()[:16])
-        case other:
-            raise ConfigError(f"cluster.launcher: {other!r} starts no process")
 
 
 def wish_at(place: str) -> Callable[[], str | None]:

@@ -27,6 +27,8 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dora_jax.base import callables
+
 if TYPE_CHECKING:
     from dora_jax.config import TaskSection
     from dora_jax.models.tokenizer import Tokenizer
@@ -82,7 +84,7 @@ def _source(
     supervised: bool,
     quarantine_path: Path,
 ) -> Source:
-    from dora_jax.config import ConfigError
+    from dora_jax.config import ConfigError, field_context
 
     kind, _, dataset = section.name.partition(":")
     if kind == "reasoning_gym":
@@ -104,4 +106,12 @@ def _source(
         return RowsSource(
             section, wording, heldout=heldout, exclude=exclude, supervised=supervised, quarantine_path=quarantine_path
         )
-    raise ConfigError(f'task.name: {section.name!r} is neither "rows" nor "reasoning_gym:<dataset>"')
+    with field_context("task.name"):
+        make = callables.imported(section.name, "source")
+    try:
+        source: Source = make(heldout=heldout, exclude=exclude, **section.params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"task.params: {section.name} refuses {dict(section.params)}: {error}") from error
+    if lacks := [each for each in ("name", "heldout", "heldout_uids", "draw", "exclude") if not hasattr(source, each)]:
+        raise ConfigError(f"task.name: {section.name} has no {', '.join(lacks)} (dora_jax.tasks.source.Source)")
+    return source

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from dora_jax.base import callables
 from dora_jax.types import Columns
 
 NOISE = ("failed", "truncated", "late", "irrelevant")  # environment.noise_*
@@ -65,7 +66,8 @@ def problems(config: Any) -> Iterator[str]:
     section = config.environment
     if not section.name:
         return
-    if not all(part.isidentifier() for part in section.name.split(".")) or "." not in section.name:
+    identifiers = all(part.isidentifier() for part in section.name.split("."))
+    if not (identifiers and "." in section.name or section.name in callables.registered("environment")):
         yield (
             f"environment.name: {section.name!r} is not an import path such as "
             "dora_jax.tasks.environments.calculator.Calculator"

@@ -170,7 +170,7 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
     last_words = [path.rpartition(".")[2] for path in paths]
     try:
         return {
-            word if last_words.count(word) == 1 else path: callables.imported(path)
+            word if last_words.count(word) == 1 else path: callables.imported(path, "reward")
             for path, word in zip(paths, last_words, strict=True)
         }
     except ValueError as error:

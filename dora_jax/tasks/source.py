@@ -55,6 +55,9 @@ class TaskRow:
 
 
 class Source(Protocol):
+    """One of the user's is made by `task.name(heldout=, exclude=, **task.params)`: how many distinct prompts it holds
+    out, and uids that it never draws."""
+
     name: str
     heldout: list[TaskRow]  # of distinct uids
     heldout_uids: frozenset[str]

@@ -80,7 +80,7 @@ def check(section: TrainerSection, rollout: RolloutSection | None = None) -> lis
     errors = []
     for kind, table in KNOWN.items():
         name = getattr(section, kind)
-        if name not in table and "." not in name:
+        if name not in table and "." not in name and name not in callables.registered(kind):
             errors.append(
                 f"trainer.{kind}={name!r} is unknown: known are {', '.join(table)}, and a function of your own by its "
                 "import path (my_module.name)"
@@ -135,9 +135,9 @@ def plugin(kind: str, path: str) -> Callable[..., Any]:
     `trainer.*_params`; shapes and results are those of loss.py (f32[B, L]), advantage.py (f64[n] -> [n] or [n, T]) and
     correction.py ((weights, mask, metrics)). ValueError: it cannot be imported, or takes something else.
     """
-    if "." not in path:
+    if "." not in path and path not in callables.registered(kind):
         raise ValueError(f"unknown {kind.replace('_', ' ')} {path!r}: known are {', '.join(KNOWN[kind])}")
-    function = callables.imported(path)
+    function = callables.imported(path, kind)
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     takes = sum(each in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in kinds)
     if takes != len(TAKES[kind]):

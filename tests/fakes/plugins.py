@@ -1,10 +1,16 @@
-"""What a user's own module may bring: objectives and a metric sink, each by its import path."""
+"""What a user's own module may bring, each by its import path: objectives, metric sinks, a model family, a source of
+prompts, a launcher."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from dora_jax.models.families.family import DEFAULTS, GQA, NORMS, Family, Tensor
+from dora_jax.runtime.cluster.launch_process import ProcessLauncher
+from dora_jax.tasks.source import TaskRow, uid_of
 
 
 def aipo(logprobs, anchor, advantages, *, behavior, rho=2.0):
@@ -68,3 +74,67 @@ class Writes:
 
     def write(self, step, scalars):
         pass
+
+
+RENAMED = Family(  # a Llama whose fields and tensors have other names
+    model_type="renamed",
+    architecture="RenamedForCausalLM",
+    defaults=DEFAULTS,
+    names={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    tensors={
+        **{name: dataclasses.replace(tensor, name=f"block.{tensor.name}") for name, tensor in (NORMS | GQA).items()},
+        "gate_proj": Tensor("ffn.w1.weight"),
+        "up_proj": Tensor("ffn.w3.weight"),
+        "down_proj": Tensor("ffn.w2.weight"),
+    },
+)
+SHIPPED = dataclasses.replace(RENAMED, model_type="llama")
+
+
+class Doubles:
+    """A source: "7 + 7 =" for numbers from `start` on; the first so many are held out."""
+
+    name = "doubles"
+
+    def __init__(self, *, heldout, exclude, start=0):
+        self._start, self._exclude = start + heldout, exclude
+        self.heldout = [self._row(start + i) for i in range(heldout)]
+        self.heldout_uids = frozenset(row.uid for row in self.heldout)
+
+    def draw(self, stream, seed, i):
+        return self._row(self._start + i)
+
+    def exclude(self, uids):
+        self._exclude |= uids
+
+    def _row(self, i):
+        question = f"{i} + {i} ="
+        return TaskRow(uid=uid_of(question), task="doubles", question=question, answer=str(2 * i), solution=str(2 * i))
+
+
+class Half:
+    """No source: it draws nothing."""
+
+    name, heldout, heldout_uids = "half", (), frozenset()
+
+    def __init__(self, *, heldout, exclude):
+        pass
+
+
+class Announced(ProcessLauncher):
+    """Child processes, each written down in WORKDIR/started.txt."""
+
+    def __init__(self, workdir, run):
+        super().__init__(workdir, run)
+        self._started = workdir / "started.txt"
+
+    def start(self, ticket, hosts, slice_type):
+        with self._started.open("a") as file:
+            print(ticket.gang, hosts, file=file)
+        return super().start(ticket, hosts, slice_type)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from dora_jax.base import callables
 from dora_jax.models.families import deepseek_v3, llama, longcat_flash, mistral, qwen2, qwen3, qwen3_moe
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
 FAMILIES = tuple(module.FAMILY for module in _MODULES)
-
+_own: dict[str, None] = {}  # import paths that `use` was given
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type -> the family whose every field and tensor it has
 NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
@@ -29,13 +30,28 @@ NOT_COMPUTED = {  # model types that people ask for -> what the decoder would ha
 }
 
 
+def use(path: str) -> None:
+    """Add a family of the user's, by its import path, to those that this process knows."""
+    _own[path] = None
+
+
+def own() -> tuple[Family, ...]:
+    """The families given to `use`, and those that installed packages register. ValueError: one cannot be used."""
+    found = tuple(callables.imported(path, "family", Family) for path in [*_own, *callables.registered("family")])
+    for each in found:
+        if any(each.model_type == known.model_type for known in FAMILIES):
+            raise ValueError(f"a family of model_type {each.model_type!r} ships: give yours another")
+    return found
+
+
 def family(model_type: str) -> Family:
     """The family of this `model_type`; ValueError lists the known ones."""
-    for known in FAMILIES:
-        if known.model_type == model_type:
-            return known
-    names = ", ".join(known.model_type for known in FAMILIES)
-    raise ValueError(f"unknown model family {model_type!r}; known: {names}")
+    known = {each.model_type: each for each in FAMILIES}
+    if model_type not in known:
+        known |= {each.model_type: each for each in own()}
+    if model_type not in known:
+        raise ValueError(f"unknown model family {model_type!r}; known: {', '.join(known)}")
+    return known[model_type]
 
 
 def new_config(model_type: str, **sizes: Any) -> ModelConfig:

@@ -23,16 +23,18 @@ class Fields:
 
     raw: Mapping[str, Any]
     file: Path
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of Family
 
     def value(self, name: str, kind: type) -> Any:
         """The value of a field that may be null, or left out (None)."""
-        value = self.raw.get(name)
+        value = self.raw.get(name := self.names.get(name, name))
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{self.file} has {name}={value!r:.60}; a JSON {JSON_NAMES[kind]} is needed")
         return value
 
     def size(self, name: str, null: int | None = None, *, least: int = 1) -> int:
         """null: the value of a field that is null, or left out."""
+        name = self.names.get(name, name)
         value = null if self.raw.get(name) is None else self.raw[name]
         if type(value) is not int or value < least:  # a bool is an int too
             raise ValueError(f"{self.file} has {name}={value!r:.60}; a whole number of at least {least} is needed")
@@ -45,7 +47,7 @@ class Fields:
     def number(self, name: str, absent: None = None) -> float | None: ...
 
     def number(self, name: str, absent: float | None = None) -> float | None:
-        value = self.raw.get(name)
+        value = self.raw.get(name := self.names.get(name, name))
         if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
             raise ValueError(f"{self.file} has {name}={value!r:.60}; a number is needed")
         return absent if value is None else float(value)
@@ -92,8 +94,7 @@ class Family:
     defaults: Mapping[str, Any]  # fields of config.json that may be left out, and what its class in transformers takes
     qk_norm: bool = False
     qkv_bias: bool = False
-    layers_field: str = "num_hidden_layers"
-    d_ff_field: str = "intermediate_size"
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of config.json: usual name -> the family's
     mixture: Mapping[str, Any] | None = None  # of Experts: what the family's router fixes; None: the family has none
     latent: bool = False  # whether attention is latent
     shortcut: bool = False

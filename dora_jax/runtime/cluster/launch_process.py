@@ -52,6 +52,8 @@ class StartedGang(Protocol):
 
 
 class Launcher(Protocol):
+    """Made by `cluster.launcher(workdir, run)`; `run` names a run and all that resume it."""
+
     ip: str  # where the controller is reached
 
     def start(self, ticket: Ticket, hosts: int, slice_type: str) -> StartedGang:
@@ -71,14 +73,15 @@ class ProcessLauncher(Launcher):
     """Plain child processes; each writes to WORKDIR/logs/<gang>.<epoch>.<number>.log."""
 
     ip = "127.0.0.1"
+    arguments: tuple[str, ...] = ("-m", "dora_jax.runtime.cluster.process_main")  # of the interpreter
 
-    def __init__(self, logs: Path):
-        self._logs = logs
-        logs.mkdir(parents=True, exist_ok=True)
+    def __init__(self, workdir: Path, run: str):
+        self._logs = workdir / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, ticket: Ticket, hosts: int, slice_type: str) -> StartedGang:
         env = {**os.environ, "DORA_RUN": ticket.run, "DORA_TICKET": json.dumps(dataclasses.asdict(ticket))}
-        command = [sys.executable, "-m", "dora_jax.runtime.cluster.process_main"]
+        command = [sys.executable, *self.arguments]
         children: list[subprocess.Popen] = []
         for number in range(hosts):
             with (self._logs / f"{ticket.gang}.{ticket.epoch}.{number}.log").open("w") as log:

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -60,9 +61,9 @@ class RayProcess:
 
 
 class RayLauncher:
-    """Joins the cluster of RAY_ADDRESS, or starts one on this machine. `run` names a run and all that resume it."""
+    """Joins the cluster of RAY_ADDRESS, or starts one on this machine."""
 
-    def __init__(self, run: str):
+    def __init__(self, workdir: Path, run: str):
         address = os.environ.get("RAY_ADDRESS", "local")
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)

@@ -67,7 +67,7 @@ class UserSink:
             functools.partial(self._call, name) for name in (*CALLS, SAMPLES)
         )
         with config.field_context("monitor.sinks"):
-            self._sink: Any = callables.imported(path)(settings, workdir)
+            self._sink: Any = callables.imported(path, "sink")(settings, workdir)
         if missing := [name for name in CALLS if not hasattr(self._sink, name)]:
             raise ConfigError(f"monitor.sinks: {path} has no {', '.join(missing)} (dora_jax.base.metrics.Sink)")
 

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dora_jax.base import callables
 from dora_jax.tasks.environment import NOISE, Environment, EnvironmentError, EpisodePrompt, Message, PolicyFacts
 from dora_jax.tasks.sandbox import calls
 from dora_jax.tasks.source import identity_hash, share_hash
@@ -180,7 +181,7 @@ class Server:
 
 def resolved(path: str) -> type[Environment]:
     """The environment of an import path; Refused in a sentence."""
-    module, _, name = path.rpartition(".")
+    module, _, name = callables.registered("environment").get(path, path).rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything
