@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "a_new_segment_is_not_durable_before_it_stands",
         "runtime/journal/log_stores.py",
-        "                write_all(fd, data)\n                os.fsync(fd)\n                point",
-        "                write_all(fd, data)\n                point",
+        "                write_all(fd, data)\n                os.fsync(fd)\n                os.rename",
+        "                write_all(fd, data)\n                os.rename",
         "test_durable_order.py::test_a_segment_is_durable_before_it_has_its_name_and_the_name_before_records_follow",
     ),
     Mutant(

@@ -37,12 +37,13 @@ def get_config():
 """
 # an answer takes as long as the steps that publish the next four versions
 COUNTED = """
-import runpy
+import os, runpy
 import time
 from pathlib import Path
 from dora_jax.rollout.device import Device
 from dora_jax.rollout.shapes import ADAPTER, REMAINING
 from dora_jax.trainer.step import Trainer
+from tests.fakes import faults
 
 generate, step = Device.generate, Trainer.step
 
@@ -57,6 +58,7 @@ def counted(self, params, control, blocks):
     return generate(self, params, control, blocks)
 
 if __name__ == "__main__":
+    faults.arm(os.environ["DORA_FAULT"])
     Device.generate, Trainer.step = counted, slow
     runpy.run_module("dora_jax.train", run_name="__main__", alter_sys=True)
 """

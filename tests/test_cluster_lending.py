@@ -1,6 +1,7 @@
 """The trainer's gang is an instance's gang while its devices are lent: the real thing, small, and what dies
 meanwhile."""
 
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from dora_jax.plan import presets, validate
 from dora_jax.runtime.assembly import run
 from dora_jax.runtime.instances.lent_instance import RETURNED
 from dora_jax.runtime.journal.journal_audit import audit
+from tests.fakes import faults
 from tests.fakes.cluster_world import World, check, events
 from tests.fakes.tiny_run import CONFIG
 
@@ -99,8 +101,18 @@ def test_devices_that_are_no_instance_s_are_refused(instance, tensor, wrong):
     assert [wrong in line for line in problems if "elastic" in line] == ([True] if wrong else []), problems
 
 
+@pytest.fixture
+def passes():
+    """Passes of the two fault points."""
+    seen = {"chips.lent": [], "chips.returned": []}
+    with contextlib.ExitStack() as points:
+        for name, times in seen.items():
+            points.enter_context(faults.wrap(name, lambda times=times: times.append(0)))
+        yield seen
+
+
 @pytest.mark.parametrize("dies", ["a process", "the trainer"])
-def test_instances_have_a_incarnation_for_each_lend(tmp_path, monkeypatch, dies):
+def test_instances_have_a_incarnation_for_each_lend(tmp_path, monkeypatch, dies, passes):
     """Threads stand for processes; where the trainer's gang is not there, no process comes."""
     world = World(tmp_path / "journal", max_versions=1, lendable=(3,))
     blows, asked = [], []
@@ -117,6 +129,7 @@ def test_instances_have_a_incarnation_for_each_lend(tmp_path, monkeypatch, dies)
     facts = [event for event in events(world.folder) if getattr(event, "instance", None) == 3]
     ups, downs = ([event for event in facts if isinstance(event, kind)] for kind in (ev.InstanceUp, ev.InstanceDown))
     lends = sum(isinstance(command, ev.Lend) for command in asked)
+    assert 1 <= len(ups) <= len(passes["chips.lent"]) and len(downs) <= len(passes["chips.returned"])
     assert lends - 1 <= len(downs) <= lends and len(ups) >= 1 and all(len(up.versions) == 1 for up in ups)
     assert len(blows) == 2 and len(downs) - len(ups) <= 2, (blows, world.said)
     lost = sum("rollout 3" in text and "is lost" in text for text in world.said)

@@ -44,6 +44,8 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
         run.kill()
     text = console.read_text()
     assert "rollout 1 (epoch 1) is lost" in text
+    started = (tmp_path / "run" / "started.txt").read_text().splitlines()
+    assert {"trainer 2", "rollout 0 1", "rollout 1 1"} <= set(started)
     assert re.search(r"rollout 0 \(epoch 1\) has left: preempted: process 0 \(pid \d+\) received SIGTERM", text), text
     assert f"trainer (epoch 1) is up, taken over: pids {trainers[0]}" in text, text
     assert "version 4 is published" in text
@@ -78,6 +80,7 @@ def start(folder, console, **env):
             [
                 sys.executable,
                 "-m",
+                "tests.fakes.faults",
                 "dora_jax.train",
                 f"--config={folder}/config.py",
                 f"--workdir={folder}/run",
@@ -85,6 +88,7 @@ def start(folder, console, **env):
                 "--config.trainer.updates=4",
                 "--config.rollout.slots=4",
                 "--config.orchestrator.inflight=0.25",
+                "--config.cluster.launcher=tests.fakes.plugins.Announced",  # a user's own
             ],
             stdout=log,
             stderr=log,

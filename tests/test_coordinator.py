@@ -225,7 +225,7 @@ class OneWorker(InstanceProxy):
 
     def lose(self, worker):
         with self._lock:
-            self._down(worker, 0, "gone")
+            self.incarnation_down(worker, 0, "gone")
 
 
 @pytest.mark.parametrize("lost", [False, True])

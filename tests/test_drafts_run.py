@@ -43,7 +43,7 @@ def train(folder, name, fault="", **changes):
     arguments = [f"--config={ROOT}/configs/quickstart.py:tiny", f"--workdir={folder / name}"]
     arguments += [f"--config.{field}={value}" for field, value in overrides.items()]
     return subprocess.run(
-        [sys.executable, "-m", "dora_jax.train", *arguments],
+        [sys.executable, "-m", "tests.fakes.faults", "dora_jax.train", *arguments],
         cwd=folder,
         env=os.environ | ENVIRONMENT | {"DORA_COMPILE_CACHE": str(folder / "cache"), "DORA_FAULT": fault},
         stdout=subprocess.PIPE,

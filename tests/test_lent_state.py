@@ -1,6 +1,7 @@
 """Where the trainer's state is while its devices are lent: never in two minds, whatever becomes of those that have
 them."""
 
+import contextlib
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.worker import Crashed
 from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import RestartPolicy
+from tests.fakes import faults
 from tests.fakes.coordinator_adversary import UP, MovableState
 from tests.fakes.coordinator_world import SECTION, SlowEngine, Weights
 
@@ -35,6 +37,9 @@ class Rig:
                 self.instance.post(admit)
             self.came.notify_all()
 
+    def kinds(self):
+        return [type(item).__name__ for item in self.said]
+
     def hears(self, kind, n=1):
         with self.came:
             assert self.came.wait_for(lambda: sum(type(item).__name__ == kind for item in self.said) == n, 20), (
@@ -44,14 +49,21 @@ class Rig:
 
 def test_the_state_is_in_host_memory_from_lend_to_return():
     rig = Rig(MovableState())
-    for n in (1, 2):
-        rig.instance.lend(0)
-        rig.hears("InstanceReady", n)
-        assert not rig.trainer.here
-        rig.instance.reclaim()
-        rig.hears("InstanceDown", n)
-        assert rig.trainer.here and rig.trainer.moves == n
-    rig.instance.stop()
+    seen = {name: [] for name in ("chips.lent", "chips.returned")}
+    with contextlib.ExitStack() as points:
+        for name, passes in seen.items():
+            points.enter_context(faults.wrap(name, lambda p=passes: p.append((rig.trainer.here, rig.kinds()))))
+        for n in (1, 2):
+            rig.instance.lend(0)
+            rig.hears("InstanceReady", n)
+            assert not rig.trainer.here
+            rig.instance.reclaim()
+            rig.hears("InstanceDown", n)
+            assert rig.trainer.here and rig.trainer.moves == n
+        rig.instance.stop()
+    for n, ((lent, before), (returned, behind)) in enumerate(zip(*seen.values(), strict=True)):
+        assert not lent and before.count("InstanceReady") == n, "the devices are lent, and the instance is not up"
+        assert returned and behind.count("InstanceDown") == n, "the devices are back, and the instance is not down"
 
 
 def test_the_trainer_waits_for_its_state_where_the_instance_that_has_its_devices_dies():

@@ -141,6 +141,7 @@ def train(url, tmp_path, **env):
     command = [
         sys.executable,
         "-m",
+        "tests.fakes.faults",
         "dora_jax.train",
         "--config=configs/quickstart.py:tiny",
         f"--workdir={url}",

@@ -134,7 +134,7 @@ def test_a_sink_gets_samples_where_it_has_a_method_for_them(tmp_path, capsys):
 
 @pytest.fixture
 def renamed(monkeypatch):
-    monkeypatch.setattr(families, "_own", {f"{OWN}.RENAMED": None})
+    monkeypatch.setattr(families, "used", {f"{OWN}.RENAMED": None})
 
 
 def test_a_family_by_its_import_path_reads_the_weights_of_the_one_whose_names_it_changes(tmp_path, renamed):
@@ -183,7 +183,7 @@ def test_a_source_by_its_import_path():
     ],
 )
 def test_a_field_that_takes_an_import_path_says_what_it_lacks(tmp_path, monkeypatch, fields, sentence):
-    monkeypatch.setattr(families, "_own", {})
+    monkeypatch.setattr(families, "used", {})
     (tmp_path / "config.py").write_text(CONFIG.format(base="base"))
     config = load_file(str(tmp_path / "config.py"))
     config.update_from_flattened_dict(fields)

@@ -13,6 +13,7 @@ from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.records import Published
 from dora_jax.runtime.journal.recovery import head_records, recover
 from dora_jax.trainer.checkpoint import Restored, UnusableCheckpoint
+from tests.fakes import faults
 from tests.fakes.journal_world import Disk, History
 from tests.fakes.orchestrator_shape import Shape
 
@@ -125,8 +126,10 @@ def begun(disk, digest, checkpoints=None, settings=None):
 
 def test_the_steps_since_the_start_are_made_again_and_live_versions_are_in_the_store(killed):
     disk, found = killed
-    digests = {step.base + 1: step.published.digest for step in found.steps}
-    rig = begun(disk, lambda version: digests.get(version, 0))
+    digests, passes = {step.base + 1: step.published.digest for step in found.steps}, []
+    with faults.wrap("resume.replaying", lambda: passes.append(0)):
+        rig = begun(disk, lambda version: digests.get(version, 0))
+    assert len(passes) == len(found.steps)
     assert rig.trainer.params == found.base == rig.writer["resumed"] and rig.begun.epoch == found.epoch
     assert rig.weights == {version: version for version in found.outstanding.versions}
     assert rig.begun.outstanding == found.outstanding and rig.begun.segments == found.segments

@@ -27,7 +27,14 @@ def get_config():
 def run(tmp_path, fault=""):
     text = CONFIG.format(base=str(tmp_path / "base")).replace("def get_config", "def base")
     (tmp_path / "tiny.py").write_text(text + ALONE)
-    command = [sys.executable, "-m", "dora_jax.train", f"--config={tmp_path}/tiny.py", f"--workdir={tmp_path}/run"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fakes.faults",
+        "dora_jax.train",
+        f"--config={tmp_path}/tiny.py",
+        f"--workdir={tmp_path}/run",
+    ]
     env = {**os.environ, "DORA_FAULT": fault}
     out = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

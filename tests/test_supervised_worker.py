@@ -18,7 +18,6 @@ from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.sample_gaps import SampleGap
 from dora_jax.runtime.common.worker import Finished, StepDone, Waiting
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.instances.rollout_worker import SKEW
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journaled_world import JournaledWorld
@@ -39,6 +38,7 @@ from tests.fakes.coordinator_world import (
     long_tailed,
     trained_by,
 )
+from tests.fakes.faults import SKEW
 from tests.fakes.journal_world import Disk
 from tests.fakes.remote_pair import REQUEST
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 # new package <- modules that lay in the old one under the same name
 MOVED = {
     ("dora_jax", "dora_jax.base"): "box_digest callables chips chrome_trace config_tree console digest exits"
-    " fault_injection helping intervals metrics prometheus redaction retrying_file state_files",
+    " helping intervals metrics prometheus redaction retrying_file state_files",
     ("dora_jax", "dora_jax.cli"): "arguments flags",
     ("dora_jax", "dora_jax.config"): "workdirs",
     ("dora_jax", "dora_jax.costs"): "recording",

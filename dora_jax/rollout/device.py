@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dora_jax.base.fault_injection import point
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.drafts import CallCosts
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes
@@ -81,7 +80,6 @@ class Device:
         """Like `generate`, for drafts."""
         control_BxC = _put(control, self._calls.replicated)
         self.pool, *found = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
-        point("rollout.verifying")
         return _on_its_way(tuple(found))
 
     def launch_read(self, pages: list[int]) -> dict[str, jax.Array]:

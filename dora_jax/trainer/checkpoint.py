@@ -35,7 +35,6 @@ from orbax.checkpoint.options import MultiprocessingOptions
 from dora_jax.base import exits
 from dora_jax.base.digest import digest, digest_json
 from dora_jax.base.exits import NO_ROOM, NO_ROOM_WORDS, never_print
-from dora_jax.base.fault_injection import point
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.trainer import manifest
 from dora_jax.trainer.manifest import MANIFEST, TEMPORARY, Files, steps
@@ -155,7 +154,6 @@ class Checkpoints:
             )
         self._saving = step
         self._saves.append((step, digests))
-        point("checkpoint.started")
         return True
 
     def take_saves(self, wait: bool = False) -> list[tuple[int, Digests]]:
@@ -170,9 +168,9 @@ class Checkpoints:
     def poll(self) -> None:
         """Cheap; call it every step, so that a finished save gets its manifest and a failed one is reported."""
         if self._saving is not None and not self._manager.is_saving_in_progress():
-            self._seal()
+            self.seal()
         if self._sealing is not None and self._sealing[1].done():
-            self._sealed()
+            self.sealed()
 
     def wait(self) -> None:
         """Blocks until what was saved is on disk and verified; raises where it failed."""
@@ -235,10 +233,10 @@ class Checkpoints:
 
     def _settle(self) -> str | None:
         """Sees the save in flight to its end; what it failed of, if it did."""
-        error = self._seal() if self._saving is not None else None
-        return (self._sealed() if self._sealing is not None else None) or error
+        error = self.seal() if self._saving is not None else None
+        return (self.sealed() if self._sealing is not None else None) or error
 
-    def _seal(self) -> str | None:
+    def seal(self) -> str | None:
         """All of a step is written: its manifest is next."""
         step, self._saving = self._saving, None
         assert step is not None
@@ -246,7 +244,6 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:  # as in `save`
             return self._failed(step, error)
-        point("checkpoint.before_manifest")
         if self._seals:
             self._sealing = step, self._pool.submit(self._finish, self._dir / str(step))
         return None
@@ -255,7 +252,7 @@ class Checkpoints:
         manifest.write(root)
         return self._put(root) if self._put else None
 
-    def _sealed(self) -> str | None:
+    def sealed(self) -> str | None:
         assert self._sealing is not None
         (step, future), self._sealing = self._sealing, None
         try:
@@ -264,7 +261,6 @@ class Checkpoints:
             return self._failed(step, error)
         if files is not None:
             self.part = step, files
-        point("checkpoint.after_manifest")
         # Deletes the steps that no rule keeps; one has just verified, so the newest is good
         known = steps(self._dir)
         kept = to_keep(known, self._section, self._floor, lambda step: read_json(self._dir, step, "metrics"))

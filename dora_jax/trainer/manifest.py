@@ -17,8 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dora_jax.base.fault_injection import point
-
 MANIFEST = "manifest.json"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 CHUNK_BYTES = 1 << 22
@@ -41,7 +39,6 @@ def write(root: Path) -> None:
         out.write(text(int(root.name), files))
         out.flush()
         os.fsync(out.fileno())
-    point("checkpoint.half_manifest")
     part.rename(root / MANIFEST)
     for folder in [root.parent, root, *(path for path in root.rglob("*") if path.is_dir())]:
         sync_folder(folder)

@@ -7,7 +7,7 @@
 Every incarnation is a process of its own that runs the same command: `python -m dora_jax.train`. To save the seconds
 that a Python takes to import JAX, it is forked from one that has imported everything and begun nothing; --fresh starts
 an interpreter for each incarnation, which is what the start-up time of a whole job is. Each named fault point
-(dora_jax/base/fault_injection.py) kills one incarnation at its first or second pass; the random kills come up to RUN_S
+(tests/fakes/faults.py) kills one incarnation at its first or second pass; the random kills come up to RUN_S
 after an incarnation has begun to take facts. A run that reaches its end before all kills are spent is audited, and the
 next run begins. At the end every run is left alone until it is done. One row a run:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
@@ -31,11 +31,10 @@ import threading
 import time
 from pathlib import Path
 
-from dora_jax.base import fault_injection
 from dora_jax.base.exits import RETRY
-from dora_jax.base.fault_injection import POINTS
 from dora_jax.cli import flags
 from dora_jax.runtime.journal.journal_audit import audit
+from tests.fakes import faults
 
 RANDOM = "at random"
 RUN_S = 3.0  # a random kill comes within so long after the journal's segment of this incarnation
@@ -91,7 +90,7 @@ def _live(command: list[str], dies_at: str, log: str) -> None:
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    fault_injection.arm(dies_at)
+    faults.arm(dies_at)
     sys.argv = command
     from dora_jax import train
 
@@ -120,7 +119,7 @@ class ChaosRun:
             return Forked(command, dies_at, self.folder / "console.log")
         with (self.folder / "console.log").open("a") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [sys.executable, "-m", "tests.fakes.faults", *command],
                 env={**os.environ, "DORA_FAULT": dies_at},
                 stdout=log,
                 stderr=log,
@@ -194,7 +193,7 @@ def main() -> None:
     args = _arguments()
     draw = random.Random(args.seed)
     passed = [
-        point for point in POINTS if not point.startswith(("chips.", "rollout."))
+        point for point in faults.POINTS if not point.startswith(("chips.", "rollout."))
     ]  # no chips are lent, no drafts made
     points = passed if args.points == "all" else [p for p in args.points.split(",") if p != "none"]
     kills = [(RANDOM, 0)] * args.kills + [(name, draw.randint(1, 2)) for name in points]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+
+from tests.fakes import faults
 
 Hashes = dict[str, str]  # leaf -> sha256
 Key = tuple[int, int]  # group, index of a sample
@@ -312,6 +315,7 @@ def main() -> None:
     from dora_jax import train
     from dora_jax.cli import flags
 
+    faults.arm(os.environ.get("DORA_FAULT", ""))
     with open(truth, "a") as file:
         Observer(file).install()
         flags.run(train.main)

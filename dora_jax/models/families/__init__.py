@@ -14,7 +14,7 @@ from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
 FAMILIES = tuple(module.FAMILY for module in _MODULES)
-_own: dict[str, None] = {}  # import paths that `use` was given
+used: dict[str, None] = {}  # import paths that `use` was given
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type -> the family whose every field and tensor it has
 NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
@@ -32,12 +32,12 @@ NOT_COMPUTED = {  # model types that people ask for -> what the decoder would ha
 
 def use(path: str) -> None:
     """Add a family of the user's, by its import path, to those that this process knows."""
-    _own[path] = None
+    used[path] = None
 
 
 def own() -> tuple[Family, ...]:
     """The families given to `use`, and those that installed packages register. ValueError: one cannot be used."""
-    found = tuple(callables.imported(path, "family", Family) for path in [*_own, *callables.registered("family")])
+    found = tuple(callables.imported(path, "family", Family) for path in [*used, *callables.registered("family")])
     for each in found:
         if any(each.model_type == known.model_type for known in FAMILIES):
             raise ValueError(f"a family of model_type {each.model_type!r} ships: give yours another")

@@ -17,7 +17,6 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dora_jax.base.fault_injection import point
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
@@ -160,8 +159,7 @@ class LentRemoteInstance(RemoteInstance):
             and item.incarnation == worker.incarnation
         ):
             self._coming = None
-            point("chips.lent")
-            return self._ready(worker, lambda: self._admit(worker))
+            return self.incarnation_ready(worker, lambda: self._admit(worker))
         super()._on_message(item)
 
     def _admit(self, worker: GangWorker) -> Sequence[Any]:
@@ -170,12 +168,13 @@ class LentRemoteInstance(RemoteInstance):
             self._home.__exit__()
         return found
 
-    def _gang_down(self, gang: Gang) -> None:
-        point("chips.returned")
+    def gang_down(self, gang: Gang) -> None:
         self._coming = None
-        super()._gang_down(gang)
+        super().gang_down(gang)
 
-    def _down(self, worker: GangWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+    def incarnation_down(
+        self, worker: GangWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
+    ) -> None:
         if worker is not None:
             self._home.__enter__()
-        super()._down(worker, number, reason, last)
+        super().incarnation_down(worker, number, reason, last)

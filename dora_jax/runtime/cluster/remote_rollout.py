@@ -234,7 +234,7 @@ class GangWorker(CalledHere):
 
 
 class RemoteInstance(InstanceProxy[GangWorker]):
-    """Called by the main thread, but for `_on_message`, `_up` and `_gang_down` (the gang's connections, and its
+    """Called by the main thread, but for `_on_message`, `_up` and `gang_down` (the gang's connections, and its
     supervisor)."""
 
     def __init__(
@@ -250,7 +250,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
         self._notify = notify
         self._found: list[HandedOver | FinishedUnheard] = []  # samples of a gang that is taken over
         self.supervisor = new_supervisor(
-            self.role, on_message=self._on_message, up=self._up, down=self._gang_down, failed=self._failed
+            self.role, on_message=self._on_message, up=self._up, down=self.gang_down, failed=self._failed
         )
 
     def start(self) -> None:
@@ -291,13 +291,13 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             if self._worker is not worker:
                 return
             worker.end()
-            self._down(worker, worker.incarnation, reason)
+            self.incarnation_down(worker, worker.incarnation, reason)
         worker.gang.die(reason)
 
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)
         worker = GangWorker(self, gang, self._publisher, self._notify)
-        self._ready(worker, lambda: self._admit(worker))
+        self.incarnation_ready(worker, lambda: self._admit(worker))
 
     def _admit(self, worker: GangWorker) -> Sequence[HandedOver | FinishedUnheard]:
         trusted = self._publisher.recognise(worker.gang)
@@ -308,12 +308,12 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             self._worker = worker
         return found if trusted else ()
 
-    def _gang_down(self, gang: Gang) -> None:
+    def gang_down(self, gang: Gang) -> None:
         self._publisher.down(gang)
         with self._lock:
             self._found = []
             worker = self._worker
-            self._down(worker, gang.epoch, gang.reason, worker.end() if worker else ())
+            self.incarnation_down(worker, gang.epoch, gang.reason, worker.end() if worker else ())
 
     def _failed(self, error: RunError) -> None:
         self._outbox.put(Crashed(role=self.role, error=error))

@@ -128,14 +128,16 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
 
     # -------------------------------------------------- for those that start incarnations
 
-    def _ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
+    def incarnation_ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
         """The next incarnation has begun; `admit` follows when the coordinator hears of it."""
         self.incarnation = worker.incarnation
         self._outbox.put(
             InstanceReady(event=dataclasses.replace(self._event, incarnation=worker.incarnation), admit=admit)
         )
 
-    def _down(self, worker: AnyWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+    def incarnation_down(
+        self, worker: AnyWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
+    ) -> None:
         """Ends this incarnation, or one (None) that the orchestrator never knew of. The lock is held. last: of its
         samples."""
         if worker is not None:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import RolloutEngine
@@ -160,9 +159,8 @@ class LentInstance(LocalInstance):
                 )
                 return
             self._event = dataclasses.replace(self._event, versions=(version,))
-            point("chips.lent")
             worker.start()
-            self._ready(worker, functools.partial(self._admit, worker))
+            self.incarnation_ready(worker, functools.partial(self._admit, worker))
 
     def _return(self, worker: LocalWorker) -> None:
         """On the incarnation's own thread."""
@@ -170,20 +168,21 @@ class LentInstance(LocalInstance):
         for version in worker.engine.versions:
             worker.engine.drop(version)
         self.free()
-        point("chips.returned")
         with self._lock:
             if self._worker is worker:
                 self._tokens += worker.tokens
                 self._ended = worker
-                self._down(worker, worker.incarnation, RETURNED)
+                self.incarnation_down(worker, worker.incarnation, RETURNED)
 
     def _admit(self, worker: LocalWorker) -> tuple[()]:
         self._home.__exit__()
         return super()._admit(worker)
 
-    def _down(self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()) -> None:
+    def incarnation_down(
+        self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
+    ) -> None:
         self._home.__enter__()
-        super()._down(worker, number, reason, last)
+        super().incarnation_down(worker, number, reason, last)
 
     def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:
         if self._worker is worker:

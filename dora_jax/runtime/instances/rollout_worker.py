@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from dora_jax.base.fault_injection import armed
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, sampled_from
 from dora_jax.rollout.ticks import TickResult
@@ -23,7 +22,6 @@ from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import InstanceId, Prompt, SampleId, Version, is_served
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
-SKEW = 1.0  # nats a token, of the fault of that name
 FLEET_SAMPLES_PER_S = 100_000  # of all instances: the samples that reports list
 FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside everything else
 
@@ -93,7 +91,6 @@ class EngineWorker(Worker, OwnDevices):
         self.engine = engine
         self.tokens = 0  # sampled since start
         self._paused = False
-        self._skewed = False  # by a fault
         self._weights = weights
         self._versions: dict[SampleId, Version] = {}  # of samples submitted and not yet started
         # that placed the samples that are here; none of what an earlier incarnation has left in the engine, or was
@@ -225,16 +222,7 @@ class EngineWorker(Worker, OwnDevices):
         self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
             self._forget(sample.id)
-            # the sample as a fault that a test asks for makes the engine tell it (fault_injection.py)
-            self._skewed |= armed("rollout.skew")
-            off = np.nan if armed("rollout.nan") else SKEW if self._skewed else 0.0
-            self.outbox.put(
-                Finished(
-                    sample=dataclasses.replace(sample, logprobs=sample.logprobs - np.float32(off)) if off else sample,
-                    instance=self.instance,
-                    incarnation=self.incarnation,
-                )
-            )
+            self.outbox.put(Finished(sample=sample, instance=self.instance, incarnation=self.incarnation))
         for in_flight in result.waiting:
             attempt = self._attempts.get(in_flight.id, 0)
             self._report_rest(in_flight)

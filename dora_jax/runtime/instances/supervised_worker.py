@@ -142,7 +142,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
             self._losses += 1
             too_often = max(self._losses, self._suspicions) >= MAX_LOSSES
             self.gone = worker.hung or self._restart.new_engine is None or too_often
-            self._down(worker, worker.incarnation, reason)
+            self.incarnation_down(worker, worker.incarnation, reason)
         self._notify(
             f"{self.role} is lost ({reason}); its samples {'begin again' if unhealthy else 'go on'} elsewhere"
             f"{', and it stays away' if self.gone else ', and it is made again'}"
@@ -166,7 +166,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         self.incarnation = number
         worker = self._new_worker(engine)
         worker.start()
-        self._ready(worker, functools.partial(self._admit, worker))
+        self.incarnation_ready(worker, functools.partial(self._admit, worker))
 
     def _admit(self, worker: LocalWorker) -> tuple[()]:
         with self._lock:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, World
 from dora_jax.runtime.common.worker import Finished, StepDone
@@ -104,11 +103,9 @@ class JournaledWorld:
                 now = time.monotonic()
                 if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
                     self._committed_s = now
-                    point("journal.before_commit")
                     if ev.StepPublished in kinds:
                         self._journal.wait_synced()
                     self._journal.commit(urgent=ev.StepPublished in kinds)
-                    point("journal.after_commit")
                 if entries:
                     self._held.append(entries)
         if self._journal.holds or not self._held:

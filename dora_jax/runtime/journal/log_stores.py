@@ -17,7 +17,6 @@ import fcntl
 import itertools
 import json
 import os
-import signal
 import tempfile
 import zlib
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import IO, Any
 
 import tensorstore
 
-from dora_jax.base.fault_injection import armed, point
 from dora_jax.base.state_files import set_aside
 from dora_jax.config import UnknownFormat
 from dora_jax.trainer.manifest import sync_folder
@@ -97,7 +95,6 @@ class FileLogStore:
             try:
                 write_all(fd, data)
                 os.fsync(fd)
-                point("journal.half_segment")
                 os.rename(part, path)
                 sync_folder(self._dir)
             except BaseException:
@@ -110,7 +107,6 @@ class FileLogStore:
         if self._file >= 0:
             os.close(self._file)
         self._file, self._size, self._recent, self._doubtful = fd, os.fstat(fd).st_size, [], False
-        point("journal.after_segment")
 
     def append(self, data: bytes) -> None:
         """Adds to the last segment, behind the bytes that a failed sync has left unproved. OSError: nothing was
@@ -122,9 +118,6 @@ class FileLogStore:
             write_all(self._file, recent)
             self._doubtful = False
         try:
-            if armed("journal.half_commit"):
-                write_all(self._file, data[: len(data) // 2 + 1])
-                os.kill(os.getpid(), signal.SIGKILL)
             write_all(self._file, data)
         except OSError:
             self._cut(self._size)  # half a frame would hide what follows it

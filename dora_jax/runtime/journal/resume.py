@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dora_jax.base.fault_injection import point
 from dora_jax.base.metrics import Writer
 from dora_jax.config import ConfigError, JournalSection, RunError, changes, workdirs
 from dora_jax.orchestrate.core import Orchestrator, Outstanding
@@ -99,7 +98,7 @@ def begin(
         _tell(past, writer)
     if past is not None and not past.afresh:
         past.payloads.settings = settings
-        return _again(past, starts, weights, pack, digest)
+        return make_again(past, starts, weights, pack, digest)
     if past is None and starts.newest() is None:
         starts.refuse_lost(journal, fault)
     elif fault:
@@ -227,7 +226,7 @@ class _Starts:
         )
 
 
-def _again(found: Recovered, starts: _Starts, weights: PublishedWeights, pack: Pack, digest: Digest) -> Begun:
+def make_again(found: Recovered, starts: _Starts, weights: PublishedWeights, pack: Pack, digest: Digest) -> Begun:
     """Makes the steps since the checkpoint again, from the groups of the journal."""
     starts.load()
     checkpoints, trainer, writer = starts.checkpoints, starts.trainer, starts.writer
@@ -245,7 +244,6 @@ def _again(found: Recovered, starts: _Starts, weights: PublishedWeights, pack: P
         version = step.base + 1
         writer.phase("trainer", f"making step {version} again")
         trainer.step(pack(step.groups, step.base))
-        point("resume.replaying")
         made = digest(trainer.params)
         if made != step.published.digest and epoch == found.epoch:
             epoch += 1

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dora_jax.base.fault_injection import point
 from dora_jax.orchestrate.events import PartTrained
 from dora_jax.runtime.common.seams import (
     Batches,
@@ -56,22 +55,20 @@ class TrainerWorker(Worker):
         self._digest = digest
         self._mismatch = MismatchProbe(probe if max_lag != 0 else None)
         self.trainer = trainer
-        self._pack = pack
+        self.pack = pack
         self._groups = groups
-        self._weights = weights
+        self.weights = weights
         self._max_lag = max_lag
         self._reported_wait_s = 0.0
 
     def train(self, group_ids: tuple[int, ...], base: Version) -> None:
         began = time.monotonic()
         wait_s, self._reported_wait_s = self.wait_s - self._reported_wait_s, self.wait_s
-        groups = self._take(group_ids, base)
-        point("trainer.before_step")
-        metrics = self.trainer.step(self._pack(groups, base), **self._mismatch.among(groups, base))
-        point("trainer.after_step")
-        self._publish(base, groups, metrics, wait_s, began)
+        groups = self.take_groups(group_ids, base)
+        metrics = self.trainer.step(self.pack(groups, base), **self._mismatch.among(groups, base))
+        self.publish(base, groups, metrics, wait_s, began)
 
-    def _take(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
+    def take_groups(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
         self._reload()
         groups = tuple(self._groups.take(group_ids))
         for group in groups:
@@ -82,16 +79,15 @@ class TrainerWorker(Worker):
                 )
         return groups
 
-    def _publish(
+    def publish(
         self, base: Version, groups: tuple[ScoredGroup, ...], metrics: Mapping[str, float], wait_s: float, began: float
     ) -> None:
         """Publishes the new version, whose step began then. The store keeps base, which is the newest version until the
         coordinator hears StepDone."""
         digest = self._digest(self.trainer.params)
-        copy = self._weights.put(base + 1, self.trainer.params, digest=digest)
-        point("trainer.after_put")
+        copy = self.weights.put(base + 1, self.trainer.params, digest=digest)
         if self._mismatch.wanted:
-            self._mismatch.keep(base, self._weights.get(base, None))
+            self._mismatch.keep(base, self.weights.get(base, None))
         step_s = time.monotonic() - began
         self.outbox.put(
             StepDone(
@@ -106,38 +102,35 @@ class StreamingTrainerWorker(TrainerWorker):
     def __init__(self, *common: Any, groups_per_step: int, says_parts: bool = False, **options: Any):
         """says_parts: PartTrained is sent when the trainer waits for another part."""
         super().__init__(*common, **options)
-        self._groups_per_step = groups_per_step
+        self.groups_per_step = groups_per_step
         self._says_parts = says_parts
 
     def train(self, group_ids: tuple[int, ...], base: Version) -> None:
         began = time.monotonic()
         before_s, self._reported_wait_s = self._reported_wait_s, self.wait_s
         taken: list[ScoredGroup] = []
-        first = self._take(group_ids, base)
-        point("trainer.before_step")
-        metrics = self.trainer.step(self._batches(first, base, taken), **self._mismatch.among(first, base))
-        point("trainer.after_step")
+        first = self.take_groups(group_ids, base)
+        metrics = self.trainer.step(self.batches(first, base, taken), **self._mismatch.among(first, base))
         waited_s = self.wait_s - self._reported_wait_s  # for later parts of this step
-        self._publish(base, tuple(taken), metrics, self._reported_wait_s - before_s + waited_s, began + waited_s)
+        self.publish(base, tuple(taken), metrics, self._reported_wait_s - before_s + waited_s, began + waited_s)
         self._reported_wait_s = self.wait_s
 
-    def _batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Batches]:
+    def batches(self, part: tuple[ScoredGroup, ...], base: Version, taken: list[ScoredGroup]) -> Iterator[Batches]:
         while True:
             taken += part
-            yield from self._pack(part, base)
-            if len(taken) >= self._groups_per_step:
+            yield from self.pack(part, base)
+            if len(taken) >= self.groups_per_step:
                 return
-            point("trainer.in_step")
             if self._says_parts:
                 self.outbox.put(PartTrained(base_version=base, groups=len(taken)))
             while (job := self._next()) is not None and job[0] != self.train:
                 job[0](*job[1])  # a remote trainer may have to catch up after a gang was lost
             if job is None:
-                raise RuntimeError(f"the run ended when {len(taken)} of {self._groups_per_step} groups were trained")
+                raise RuntimeError(f"the run ended when {len(taken)} of {self.groups_per_step} groups were trained")
             group_ids, next_base = job[1]
             if next_base != base:
                 raise RuntimeError(f"a part of base {next_base} came before the step at base {base} was whole")
-            part = self._take(group_ids, base)
+            part = self.take_groups(group_ids, base)
 
 
 class MismatchProbe:
