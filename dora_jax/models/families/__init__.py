@@ -31,17 +31,17 @@ NOT_COMPUTED = {  # model types that people ask for -> what the decoder would ha
 
 
 def use(path: str) -> None:
-    """Add a family of the user's, by its import path, to those that this process knows."""
+    """Add a family of the user's, by its import path, to those of this process."""
     used[path] = None
 
 
 def own() -> tuple[Family, ...]:
     """The families given to `use`, and those that installed packages register. ValueError: one cannot be used."""
-    found = tuple(callables.imported(path, "family", Family) for path in [*used, *callables.registered("family")])
-    for each in found:
+    brought = tuple(callables.imported(path, "family", Family) for path in [*used, *callables.registered("family")])
+    for each in brought:
         if any(each.model_type == known.model_type for known in FAMILIES):
             raise ValueError(f"a family of model_type {each.model_type!r} ships: give yours another")
-    return found
+    return brought
 
 
 def family(model_type: str) -> Family:
