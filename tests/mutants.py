@@ -252,8 +252,8 @@ MUTANTS = (
     Mutant(
         "the_last_page_is_lost_on_the_way",
         "runtime/transfer/kv_transfer.py",
-        "pages = -(-lent.kv_len // lent.page_size)",
-        "pages = lent.kv_len // lent.page_size",
+        "pages = -(-offered.kv_len // offered.page_size)",
+        "pages = offered.kv_len // offered.page_size",
         "test_kv_transfer.py::test_pages_arrive_bit_equal_and_the_sample_goes_on_as_if_it_had_stayed",
         slow=True,
     ),

@@ -128,7 +128,7 @@ def carried(pair):
         assert not gangs[1].posts, "every process speaks of its part first"
         remotes.tell(0, "on_message", moving(number, host, 2, OFFER))
     carry = gangs[1].posts.pop()
-    assert isinstance(carry, messages.FetchKV) and (carry.number, carry.epoch, len(carry.lent)) == (number, 1, 2)
+    assert isinstance(carry, messages.FetchKV) and (carry.number, carry.epoch, len(carry.offered)) == (number, 1, 2)
     return remotes, gangs, outbox, number
 
 
@@ -212,18 +212,18 @@ def porters():
     return [KVEndpoint(i, 0, new_wire(role=f"rollout {i}", incarnation=2), LAYOUT) for i in (0, 1)]
 
 
-def lent(porters, in_flight, number, epoch=2):
+def offered(porters, in_flight, number, epoch=2):
     move = messages.MoveSample(id=in_flight.id, dst=1, epoch=epoch, number=number, attempt=1)
-    lent = messages.CODEC.decode(messages.CODEC.encode(porters[0].lend(in_flight, move)))
-    return messages.FetchKV(number=number, epoch=2, lent=(lent,))
+    offered = messages.CODEC.decode(messages.CODEC.encode(porters[0].offer(in_flight, move)))
+    return messages.FetchKV(number=number, epoch=2, offered=(offered,))
 
 
 @pytest.mark.slow
 def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(porters):
     id = SampleId(3, 1)
     in_flight = taken_out(id)
-    assert porters[1].fetch(lent(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
-    porters[0].reclaim(7)
+    assert porters[1].fetch(offered(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
+    porters[0].release(7)
     got = porters[1].take(7)
     assert bits(got.k_pages) == bits(in_flight.k_pages) and bits(got.v_pages) == bits(in_flight.v_pages)
     with loaded("small") as small:
@@ -235,19 +235,19 @@ def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(por
 
 def test_kv_of_another_epoch_is_not_fetched_and_what_is_left_is_gone(porters):
     in_flight = taken_out(SampleId(3, 1))
-    carried = porters[1].fetch(lent(porters, in_flight, 8, epoch=1))
+    carried = porters[1].fetch(offered(porters, in_flight, 8, epoch=1))
     assert "process 0: version 0 for rollout 1/0 (epoch 1, transfer 8) is offered where" in carried.fault
-    porters[0].reclaim(8)
-    porters[0].reclaim(8)
-    assert porters[1].fetch(lent(porters, in_flight, 9)).fault == ""
+    porters[0].release(8)
+    porters[0].release(8)
+    assert porters[1].fetch(offered(porters, in_flight, 9)).fault == ""
     porters[1].leave(9)
     with pytest.raises(KeyError):
         porters[1].take(9)
 
 
 def test_a_sample_that_has_no_kv_yet_needs_no_wire(porters):
-    carry = lent(porters, without_pages(taken_out(SampleId(2, 0))), 10)
-    assert carry.lent[0].manifest is None
+    carry = offered(porters, without_pages(taken_out(SampleId(2, 0))), 10)
+    assert carry.offered[0].manifest is None
 
 
 # ---------------------------------------------------------- one process of several
@@ -270,7 +270,7 @@ def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
     outlet.put(Parked(id=A, instance=0, in_flight=with_pages(0)))
     move = messages.MoveSample(id=A, dst=1, epoch=1, number=1, attempt=1)
     MoveDestination(move, outlet, KVEndpoint(0, 0, None, None)).receive(with_pages(0), 0, 1)
-    assert [bool(in_flight.n_pages) for in_flight in (sent[0].in_flight, sent[1].lent.in_flight)] == [hosts == 1] * 2
+    assert [bool(in_flight.n_pages) for in_flight in (sent[0].in_flight, sent[1].offered.in_flight)] == [hosts == 1] * 2
     other = ResultSender(silent := Sent(), 1, 2)
     other.put(sent[0])
     assert not silent, "the first process speaks for both"

@@ -168,8 +168,8 @@ def test_a_sample_moves_mid_answer_over_the_wire_with_latents_alone(engines):
     assert request.kv_bytes == request.n_pages * here.shapes.page_size * row
     assert len(request.table.routes) == request.kv_len == len(request.prompt_ids) + len(request.out_ids) - 1
     key, wires = Key(epoch=1, version=0, receiver="rollout0/0", sequence=1), (new_wire(), new_wire())
-    lent = kv_transfer.CODEC.decode(kv_transfer.CODEC.encode(kv_transfer.lend(wires[0], key, request)))
-    arrived = kv_transfer.fetch(wires[1], lent, key, kv_transfer.layout_of(there.page()), 20)
+    offered = kv_transfer.CODEC.decode(kv_transfer.CODEC.encode(kv_transfer.offer(wires[0], key, request)))
+    arrived = kv_transfer.fetch(wires[1], offered, key, kv_transfer.layout_of(there.page()), 20)
     wires[0].release(key)
     np.testing.assert_array_equal(arrived.k_pages, request.k_pages)
     there.import_(arrived)

@@ -36,7 +36,7 @@ out, in   by how much slower the other samples of the source and of the destinat
 Both engines stand on one device, and host memory lies between them: what one process does. Best of the rounds.
 
 With --processes the destination is another process, and there is one sample and nothing else; of a move is then
-wire      from the export's end until the pages have arrived: lend, control plane, fetch
+wire      from the export's end until the pages have arrived: offer, control plane, fetch
 With --latent: of a mixture with latent attention, whose pages hold one latent a token in the place of every head's K
 and V.
 
@@ -88,7 +88,7 @@ from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import CODEC as KV_CODEC
-from dora_jax.runtime.transfer.kv_transfer import fetch, layout_of, lend
+from dora_jax.runtime.transfer.kv_transfer import fetch, layout_of, offer
 from dora_jax.runtime.transfer.slices import shard_of
 from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE, WeightDistribution
@@ -559,7 +559,7 @@ def key(sequence: int) -> Key:
 
 
 def run_there(end: connection.Connection, context: int, model: ModelConfig, credential: str) -> None:
-    """The destination: fetches and imports what is lent; says when it has the pages, and when it has sampled."""
+    """The destination: fetches and imports what is offered; says when it has the pages, and when it has sampled."""
     params, wire = harness.serving_params(model), Wire("127.0.0.1", Credential(credential))
     engine = new_engine(context, 0, params, model)
     layout = layout_of(engine.page())
@@ -591,9 +591,9 @@ def measure_there(context: int, rounds: int, model: ModelConfig) -> list[Any]:
         """Seconds from now until the request is there, and from `began` until its sample has sampled there."""
         nonlocal sequence
         sequence += 1
-        lending = time.perf_counter()
-        end.send_bytes(KV_CODEC.encode(lend(wire, key(sequence), request)))
-        fetched, took = expect(b"fetched") - lending, expect(b"sampled") - began
+        offering = time.perf_counter()
+        end.send_bytes(KV_CODEC.encode(offer(wire, key(sequence), request)))
+        fetched, took = expect(b"fetched") - offering, expect(b"sampled") - began
         wire.release(key(sequence))
         expect(b"forgotten")
         return fetched, took

@@ -25,7 +25,7 @@ from dora_jax.runtime.common.sample_log import TokenView
 from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
 from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
-from dora_jax.runtime.transfer.transfer_manifest import Lent
+from dora_jax.runtime.transfer.transfer_manifest import Offered
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining
@@ -344,9 +344,9 @@ class TickCommands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveStarted:
-    """A sample has left its engine for another one. Where its KV is lent, every process says so of its own shard."""
+    """A sample has left its engine for another one. Where its KV is offered, every process says so of its own shard."""
 
-    lent: Lent
+    offered: Offered
     src: InstanceId
     dst: InstanceId
     attempt: int
@@ -381,7 +381,7 @@ class FetchKV:
 
     number: int
     epoch: int  # of the gang that fetches
-    lent: tuple[Lent, ...]
+    offered: tuple[Offered, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +408,7 @@ class DropStagedKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseKV:
-    """Release the KV that was lent under this number."""
+    """Release the KV that was offered under this number."""
 
     number: int
 
@@ -419,6 +419,6 @@ CODEC = Codec(
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, Answer, TickCommands),
     *(Finished, Waiting, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
-    *(SampleGap, TokenView, MoveStarted, Lent, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
+    *(SampleGap, TokenView, MoveStarted, Offered, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

@@ -48,7 +48,9 @@ class Departed:
     def finish(self, number: int) -> messages.FinishMove:
         """number: of the KV that the destination has fetched; 0: the sample goes on with what is in the message."""
         first = self.shards[0]
-        return messages.FinishMove(in_flight=first.lent.in_flight, src=first.src, attempt=first.attempt, number=number)
+        return messages.FinishMove(
+            in_flight=first.offered.in_flight, src=first.src, attempt=first.attempt, number=number
+        )
 
     def release(self) -> None:
         if self.by_wire:
@@ -154,8 +156,8 @@ class GangWorker(CalledHere):
             return self.gang.post(departed.finish(0))
         with self._lock:
             self._stagings[departed.number] = _Staging(departed.id, departed.finish, departed)
-            lent = tuple(shard.lent for shard in departed.shards)
-            self.gang.tell_all(messages.FetchKV(number=departed.number, epoch=self.incarnation, lent=lent))
+            offered = tuple(shard.offered for shard in departed.shards)
+            self.gang.tell_all(messages.FetchKV(number=departed.number, epoch=self.incarnation, offered=offered))
 
     def pause(self) -> None:
         raise NotImplementedError("colocated roles are for a run in one process")
@@ -174,14 +176,14 @@ class GangWorker(CalledHere):
                     if len(shards) < item.hosts:
                         return
                     del self._shards[item.number]
-                    id = item.lent.in_flight.id
+                    id = item.offered.in_flight.id
                     dst = self._moves.pop(id)
                 departed = Departed(
                     id=id,
                     number=item.number,
                     shards=[shards[host] for host in range(item.hosts)],
                     source=self.gang,
-                    by_wire=all(shard.lent.manifest is not None for shard in shards.values()),
+                    by_wire=all(shard.offered.manifest is not None for shard in shards.values()),
                 )
                 if not dst.deliver(id, departed, item.src, item.attempt):
                     departed.release()

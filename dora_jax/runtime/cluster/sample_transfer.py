@@ -1,13 +1,13 @@
 """What leaves a rollout process, and the KV of running samples from one gang to another.
 
-    source       lend -> MoveStarted ........................... ReleaseKV -> it is forgotten
+    source       offer -> MoveStarted ........................... ReleaseKV -> it is forgotten
     destination         FetchKV -> fetch -> KVStaged ... FinishMove -> take, in every process; or DropStagedKV in each
                         StageKV -> keep  -> KVStaged ... ResumeSample ...: of a source that had to leave, by the
                                          controller
 
 `ResultSender` is the outbox of an EngineWorker: it sends facts to the controller, and keeps what only this process can
 give: its shard of the pages of samples that may come back, and samples that finished when nobody may have listened.
-`KVEndpoint` lends and fetches the pages of this process's heads: process i of one gang to process i of the other.
+`KVEndpoint` offers and fetches the pages of this process's heads: process i of one gang to process i of the other.
 `TransferThreads` carries weights and KV in and out while the main thread computes.
 
 Laws: the first process of a gang speaks for all, but of pages each gives its own shard, once the gang leaves; every
@@ -34,7 +34,7 @@ from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import PageShape
-from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, WireError, deadline_s
+from dora_jax.runtime.transfer.transfer_manifest import Key, Offered, WireError, deadline_s
 from dora_jax.runtime.transfer.weight_messages import Command, Pull, Read
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.types import InstanceId, Sample, SampleId, Version
@@ -119,7 +119,7 @@ class ResultSender:
 
 
 class MoveDestination(CalledHere):
-    """Where a sample goes, as its instance sees it. Its KV goes from process to process where `kv` lends it, and every
+    """Where a sample goes, as its instance sees it. Its KV goes from process to process where `kv` offers it, and every
     process says so; else in the message of the first one, through the controller."""
 
     def __init__(self, move: messages.MoveSample, sender: ResultSender, kv: KVEndpoint):
@@ -127,53 +127,53 @@ class MoveDestination(CalledHere):
         self._move, self._sender, self._kv = move, sender, kv
 
     def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
-        lends = self._kv.lends
-        if lends:
-            lent = self._kv.lend(in_flight, self._move)
+        offers = self._kv.offers
+        if offers:
+            offered = self._kv.offer(in_flight, self._move)
         else:
-            lent = Lent(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
+            offered = Offered(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
         started = messages.MoveStarted(
-            lent=lent,
+            offered=offered,
             src=src,
             dst=self.instance,
             attempt=attempt,
             number=self._move.number,
-            host=self._sender.host if lends else 0,
-            hosts=self._sender.hosts if lends else 1,
+            host=self._sender.host if offers else 0,
+            hosts=self._sender.hosts if offers else 1,
         )
-        (self._sender.link.send if lends else self._sender.put)(started)
+        (self._sender.link.send if offers else self._sender.put)(started)
 
 
 class KVEndpoint:
-    """Any thread may use it. wire: None where nothing is lent. layout: of this process's pages."""
+    """Any thread may use it. wire: None where nothing is offered. layout: of this process's pages."""
 
     def __init__(self, instance: InstanceId, host: int, wire: Wire | None, layout: PageShape):
         self._instance, self._host, self._wire, self._layout = instance, host, wire, layout
-        self.lends = wire is not None
-        self._lent: dict[int, Key] = {}
+        self.offers = wire is not None
+        self._offered: dict[int, Key] = {}
         self._fetched: dict[int, InFlightSample] = {}
         self._lock = threading.Lock()
 
     # --------------------------------------------------------- as a source
 
-    def lend(self, in_flight: InFlightSample, move: messages.MoveSample) -> Lent:
+    def offer(self, in_flight: InFlightSample, move: messages.MoveSample) -> Offered:
         key = self._key(move.dst, move.epoch, in_flight, move.number)
-        lent = kv_transfer.lend(self._opened, key, in_flight)
-        if lent.manifest is not None:
+        offered = kv_transfer.offer(self._opened, key, in_flight)
+        if offered.manifest is not None:
             with self._lock:
-                self._lent[move.number] = key
-        return lent
+                self._offered[move.number] = key
+        return offered
 
-    def reclaim(self, number: int) -> None:
+    def release(self, number: int) -> None:
         with self._lock:
-            key = self._lent.pop(number, None)
+            key = self._offered.pop(number, None)
         if key is not None:
             self._opened.release(key)
 
     def settle(self) -> None:
         """Ends all that is under way, for nobody will ask for it any more."""
-        for number in tuple(self._lent):
-            self.reclaim(number)
+        for number in tuple(self._offered):
+            self.release(number)
         with self._lock:
             self._fetched.clear()
 
@@ -181,11 +181,11 @@ class KVEndpoint:
 
     def fetch(self, carry: messages.FetchKV) -> messages.KVStaged:
         """Takes its time; until `take` or `leave` the pages lie in host memory."""
-        lent = carry.lent[self._host]
-        key = self._key(self._instance, carry.epoch, lent.in_flight, carry.number)
-        size = sum(shard.bytes for shard in lent.manifest.shards) if lent.manifest else 0
+        offered = carry.offered[self._host]
+        key = self._key(self._instance, carry.epoch, offered.in_flight, carry.number)
+        size = sum(shard.bytes for shard in offered.manifest.shards) if offered.manifest else 0
         try:
-            in_flight = kv_transfer.fetch(self._opened, lent, key, self._layout, deadline_s(size, GRACE_S))
+            in_flight = kv_transfer.fetch(self._opened, offered, key, self._layout, deadline_s(size, GRACE_S))
         except WireError as error:  # of this transfer, and of it alone
             fault = f"process {self._host}: {' '.join(str(error).split())}"
             return messages.KVStaged(number=carry.number, host=self._host, fault=fault)
@@ -211,7 +211,7 @@ class KVEndpoint:
     @property
     def _opened(self) -> Wire:
         if self._wire is None:
-            raise RuntimeError("KV is lent between processes only where cluster.wire is 'transfer'")
+            raise RuntimeError("KV is offered between processes only where cluster.wire is 'transfer'")
         return self._wire
 
     def _key(self, receiver: InstanceId, epoch: int, in_flight: InFlightSample, number: int) -> Key:
@@ -287,7 +287,7 @@ class TransferThreads:
                 case messages.StageKV() if self._kv:
                     self._link.send(self._kv.keep(item))
                 case messages.ReleaseKV(number=number) if self._kv:
-                    self._kv.reclaim(number)
+                    self._kv.release(number)
                 case messages.DropStagedKV(number=number) if self._kv:
                     self._kv.leave(number)
                 case messages.FetchKV() | messages.StageKV() | messages.ReleaseKV() | messages.DropStagedKV():

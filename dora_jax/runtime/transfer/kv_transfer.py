@@ -1,11 +1,11 @@
 """Running samples between processes: the tokens of a sample over the control plane, its KV pages over the wire.
 
-    sender    lend(wire, key, in_flight) -> Lent              travels over the control plane
-    receiver  fetch(wire, lent, layout) -> InFlightSample  is what `Engine.import_` takes
+    sender    offer(wire, key, in_flight) -> Offered              travels over the control plane
+    receiver  fetch(wire, offered, layout) -> InFlightSample  is what `Engine.import_` takes
     sender    release(key)                                 once the receiver has confirmed that it has them, or never
     will
 
-Each process of an instance lends the heads that it holds to the process of the same number, which holds the same heads.
+Each process of an instance offers its heads to the process of the same number, which holds the same heads.
 Consumes and produces `rollout.migrate.InFlightSample`. Laws: pages arrive bit-equal, or not at all: another version,
 other heads or another dtype is refused before anything is taken; a sample without pages needs no wire.
 """
@@ -23,7 +23,7 @@ from dora_jax.rollout.migrate import InFlightSample, with_pages, without_pages
 from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.slices import shard_of
-from dora_jax.runtime.transfer.transfer_manifest import Key, Lent, Manifest, Shard, WireError, words
+from dora_jax.runtime.transfer.transfer_manifest import Key, Manifest, Offered, Shard, WireError, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class PageShape:
     latent: bool = False  # pages are K alone: the values are a part of the keys
 
 
-CODEC = Codec(InFlightSample, Key, Shard, Manifest, Lent)
+CODEC = Codec(InFlightSample, Key, Shard, Manifest, Offered)
 
 
 def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
@@ -46,35 +46,35 @@ def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
     return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages)
 
 
-def lend(wire: Wire, key: Key, in_flight: InFlightSample) -> Lent:
+def offer(wire: Wire, key: Key, in_flight: InFlightSample) -> Offered:
     """Offers the sample's pages until `release`. WireError: the key is of another version."""
     if key.version != in_flight.version:
         raise WireError(f"{words(key)} is a sample of version {in_flight.version}")
     manifest = None
     if in_flight.pages:
         manifest = wire.give(key, {shard_of(name, pages): pages for name, pages in in_flight.pages.items()})
-    return Lent(
+    return Offered(
         in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=manifest
     )
 
 
-def fetch(wire: Wire, lent: Lent, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
+def fetch(wire: Wire, offered: Offered, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
     """The sample with its pages. `key`: the transfer that this process agreed to, of a version that its engine holds.
     WireError: nothing was taken."""
-    if lent.in_flight.version != key.version:
-        raise WireError(f"a sample of version {lent.in_flight.version} comes where {words(key)} is expected")
-    if lent.manifest is None:
-        return lent.in_flight
-    tokens = len(lent.in_flight.prompt_ids) + len(lent.in_flight.out_ids)
-    if not (lent.page_size > 0 and 0 < lent.kv_len <= tokens):
+    if offered.in_flight.version != key.version:
+        raise WireError(f"a sample of version {offered.in_flight.version} comes where {words(key)} is expected")
+    if offered.manifest is None:
+        return offered.in_flight
+    tokens = len(offered.in_flight.prompt_ids) + len(offered.in_flight.out_ids)
+    if not (offered.page_size > 0 and 0 < offered.kv_len <= tokens):
         raise WireError(
-            f"{words(key)}: {lent.kv_len} positions in pages of {lent.page_size} are no KV of {tokens} tokens"
+            f"{words(key)}: {offered.kv_len} positions in pages of {offered.page_size} are no KV of {tokens} tokens"
         )
-    pages = -(-lent.kv_len // lent.page_size)
-    shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, lent.page_size)}
+    pages = -(-offered.kv_len // offered.page_size)
+    shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, offered.page_size)}
     if not layout.latent:
-        shapes["v"] = (layout.layers, pages, layout.heads, lent.page_size, layout.head_dim)
+        shapes["v"] = (layout.layers, pages, layout.heads, offered.page_size, layout.head_dim)
     wanted = {name: shard_of(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()}
-    got = wire.take(lent.manifest, list(wanted.values()), key, timeout_s)
-    in_flight = dataclasses.replace(lent.in_flight, kv_len=lent.kv_len, page_size=lent.page_size)
+    got = wire.take(offered.manifest, list(wanted.values()), key, timeout_s)
+    in_flight = dataclasses.replace(offered.in_flight, kv_len=offered.kv_len, page_size=offered.page_size)
     return with_pages(in_flight, {name: got[shard] for name, shard in wanted.items()})
