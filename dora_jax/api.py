@@ -194,9 +194,9 @@ def _take_prompts(tree: dict[str, Any], prompts: Prompts, workdir: str, keep_hel
         file = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            draft = file.with_suffix(".partial")
-            draft.write_text(text)
-            draft.replace(file)
+            partial = file.with_suffix(".partial")
+            partial.write_text(text)
+            partial.replace(file)
         except OSError as error:
             raise ValueError(f"{file} cannot be written: {error.strerror}") from error
         task["path"] = str(file)

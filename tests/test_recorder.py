@@ -41,7 +41,7 @@ def run(tmp_path_factory):
 
     orchestrator, world, ups, _ = make("dora", engine=engine, trainer=SlowTrainer)
     assert orchestrator.state.config == config_of("dora")
-    halt, _ = play(orchestrator, world, ups, [recorder])
+    halt, _ = play(orchestrator, world, ups, [recorder.observe])
     recorder.close()
     assert halt.ok
     return directory
@@ -106,12 +106,12 @@ def test_a_move_costs_what_it_adds_behind_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     recorder = Recorder(tmp_path, OrchestratorConfig(groups_per_step=1, group_size=3, total_steps=1))
     ids = tuple(SampleId(0, i) for i in range(3))
-    recorder(
+    recorder.observe(
         [ev.TimePassed(now_s=0.0)], (ev.Move(ids=ids[:2], src=0, dst=1, attempt=1), ev.Park(ids=ids[2:], instance=0))
     )
     for id, at in zip(ids[:2], (100.3, 100.4), strict=True):
         now[0] = at
-        recorder([ev.SampleMoved(id=id, src=0, dst=1, attempt=1)], ())
+        recorder.observe([ev.SampleMoved(id=id, src=0, dst=1, attempt=1)], ())
     now[0] = 100.5
-    recorder([ev.SampleParked(id=ids[2], instance=0)], ())
+    recorder.observe([ev.SampleParked(id=ids[2], instance=0)], ())
     assert recorder.took["move"] == pytest.approx([0.1, 0.1]) and recorder.took["first move"] == pytest.approx([0.3])

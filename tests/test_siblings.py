@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime import sample_registry
+from dora_jax.runtime import draft_sources
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.common.worker import Finished
-from dora_jax.runtime.sample_registry import Siblings
+from dora_jax.runtime.draft_sources import DraftSources
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import ORACLE, SlowEngine, make, play
 from tests.fakes.remote_pair import A, new_pair
 
 
 class Worker:
-    def __init__(self):
+    def __init__(self, instance):
         self.incarnation, self.told = 1, []
+        self.instance = instance
 
     def post(self, call, *args):
         call(*args)
@@ -45,8 +46,8 @@ class Registry:
 
 @pytest.fixture
 def fleet():
-    workers, registry = {0: Worker(), 1: Worker()}, Registry()
-    return workers, registry, Siblings(workers, registry)
+    workers, registry = [Worker(0), Worker(1)], Registry()
+    return workers, registry, DraftSources(workers, registry)
 
 
 def ids(*indices):
@@ -57,11 +58,11 @@ def test_an_end_is_reported_where_siblings_run(fleet):
     workers, registry, subject = fleet
     subject.sent(ids(0, 1), 0)
     subject.sent(ids(2), 1)
-    subject.ended(registry.end(0, 5))
+    subject.record(Finished(sample=registry.end(0, 5), instance=None))
     assert (workers[0].told, workers[1].told) == ([], [(0, 5)])
-    subject.ended(registry.end(2, 7))
+    subject.record(Finished(sample=registry.end(2, 7), instance=None))
     assert (workers[0].told, workers[1].told) == ([(2, 7)], [(0, 5)])
-    subject.ended(registry.end(1, 9))  # nobody runs any more
+    subject.record(Finished(sample=registry.end(1, 9), instance=None))  # nobody runs any more
     subject.sent(ids(3), 1)  # of a group that begins again there
     assert workers[1].told == [(0, 5), (0, 5), (2, 7), (1, 9)]
 
@@ -70,7 +71,7 @@ def test_where_a_sample_comes_first_what_is_known_of_its_group_is_reported(fleet
     workers, registry, subject = fleet
     registry.tokens = {0: 4, 1: 6}
     subject.sent(ids(0, 1, 2), 0)
-    subject.ended(registry.end(2, 8))
+    subject.record(Finished(sample=registry.end(2, 8), instance=None))
     subject.sent(ids(0), 1)  # moves
     assert workers[1].told == [(2, 8), (1, 6)] and not workers[0].told
     subject.sent(ids(1), 1)
@@ -82,21 +83,21 @@ def test_a_later_incarnation_is_reported_again_and_one_that_is_over_is_not(fleet
     subject.sent(ids(0), 0)
     subject.sent(ids(1, 2), 1)
     workers[1].incarnation = 2
-    subject.ended(registry.end(0, 5))
+    subject.record(Finished(sample=registry.end(0, 5), instance=None))
     assert not workers[1].told
     subject.sent(ids(1), 1)
     assert workers[1].told == [(0, 5)]
-    subject.forget([0])
-    subject.ended(registry.end(2, 5))
+    subject.observe((), [ev.Discard(group_id=0, reason="")])
+    subject.record(Finished(sample=registry.end(2, 5), instance=None))
     assert workers[1].told == [(0, 5)]
 
 
 def test_what_is_reported_of_a_sample_is_bounded(fleet, monkeypatch):
     workers, registry, subject = fleet
-    monkeypatch.setattr(sample_registry, "MOST_TOKENS", 3)
+    monkeypatch.setattr(draft_sources, "MOST_TOKENS", 3)
     subject.sent(ids(0), 0)
     subject.sent(ids(1), 1)
-    subject.ended(registry.end(0, 5))
+    subject.record(Finished(sample=registry.end(0, 5), instance=None))
     assert workers[1].told == [(0, 3)]
 
 
@@ -112,7 +113,8 @@ def test_a_run_tells_its_instances_what_siblings_elsewhere_sampled():
         def know(self, id, tokens):
             self.told.setdefault(id, tokens)  # again, where the instance ran none of the group in between
 
-    halt, records = play(*make(engine=Engine, instances=3, drafts=True)[:3])
+    orchestrator, world, ups, _ = make(engine=Engine, instances=3, drafts=True)
+    halt, records = play(orchestrator, world, ups, [world.sources.observe])
     assert halt.ok and sum(len(engine.told) for engine in engines) > 0
     ended = {record.sample.id: record for record in records if isinstance(record, Finished)}
     for engine in engines:

@@ -49,7 +49,7 @@ from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, Instan
 from dora_jax.runtime.episodes import Episodes
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.runtime.sample_registry import KeptKV, OpenGroup, SampleRegistry, Siblings
+from dora_jax.runtime.sample_registry import KeptKV, OpenGroup, SampleRegistry
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
@@ -86,11 +86,9 @@ class Coordinator:
         max_context: int = 0,
         record_tokens: bool = False,
         of_users: bool = False,
-        drafts: bool = False,
     ):
         """environments: of a run whose samples are episodes; max_context: tokens of prompt and response together;
-        record_tokens: the tokens of running samples are written down. of_users: the environments are users. drafts:
-        instances make drafts from the siblings that they know."""
+        record_tokens: the tokens of running samples are written down. of_users: the environments are users."""
         self._instances = {worker.instance: worker for worker in instances}
         self._workers: list[StageWorker] = [*instances, *([trainer] if trainer else [])]
         self._gather_s = gather_s(len(instances))
@@ -101,11 +99,10 @@ class Coordinator:
         self._outbox = outbox
         self._size = lambda group_id: 1 if is_served(group_id) else eval_samples if is_eval(group_id) else group_size
         self._trainable = trainable
-        self._samples = SampleRegistry(task)
+        self.samples = SampleRegistry(task)
         self._kept = KeptKV(self._instances)
-        self._siblings = Siblings(self._instances, self._samples) if drafts else None
         self._episodes = (
-            Episodes(environments, self._samples, self._kept, max_context, record_tokens, of_users)
+            Episodes(environments, self.samples, self._kept, max_context, record_tokens, of_users)
             if environments is not None
             else None
         )
@@ -121,18 +118,18 @@ class Coordinator:
 
     def recall(self, payloads: PayloadState) -> None:
         """Samples of a lost instance go on with the tokens of `payloads`, which is only read here."""
-        self._samples.payloads = payloads
+        self.samples.payloads = payloads
 
     def adopt(self, outstanding: Outstanding, payloads: PayloadState, now_s: float) -> None:
         """Takes over what an earlier process left outstanding, before `start`."""
-        self._samples.adopt(outstanding, payloads)
+        self.samples.adopt(outstanding, payloads)
         self._skew_s = now_s - time.monotonic()
         for group in (*payloads.evaluated.values(), *payloads.scored.values()):
             self._tell(group)
         for group in payloads.scored.values():
             self._groups.put(group)
         for group_id in outstanding.score:
-            self._submit_scores(self._samples.groups[group_id])
+            self._submit_scores(self.samples.groups[group_id])
         if self._episodes:
             self._episodes.adopt(outstanding.waiting)
         for command in (outstanding.cancel, outstanding.train):
@@ -156,7 +153,7 @@ class Coordinator:
     def retained(self) -> set[GroupId]:
         """Groups of which anything is here, the group store aside."""
         episodes = self._episodes.retained() if self._episodes else set()
-        return self._samples.retained() | self._kept.retained() | self._refused | episodes
+        return self.samples.retained() | self._kept.retained() | self._refused | episodes
 
     def diagnosis(self) -> str:
         return "; ".join(worker.state for worker in self._workers)
@@ -167,7 +164,7 @@ class Coordinator:
             if self._episodes:
                 self._episodes.comes_up(ready.event.instance)
             for found in ready.admit():
-                if (unrecorded := self._samples.find(found)) is not None:
+                if (unrecorded := self.samples.find(found)) is not None:
                     self._tell(unrecorded)
             yield ready.event
         # what is in the outbox, and comes within `gather_s`
@@ -190,8 +187,6 @@ class Coordinator:
             yield ev.TimePassed(now_s=now)
 
     def execute(self, command: ev.Command) -> None:
-        if self._siblings:
-            _follow(self._siblings, command)
         match command:
             case ev.Start(ids=ids, instance=instance, version=version, attempt=attempt):
                 for sample in ids:
@@ -205,7 +200,7 @@ class Coordinator:
                     source.post(source.move, sample, self._instances[dst], attempt)
             case ev.Train(group_ids=group_ids, base_version=base):
                 for group_id in group_ids:
-                    del self._samples.groups[group_id]
+                    del self.samples.groups[group_id]
                 if (trainer := self._trainer) is None:
                     raise RuntimeError("a run without a trainer got Train")
                 trainer.post(trainer.train, group_ids, base)
@@ -251,11 +246,11 @@ class Coordinator:
         group_id = sample.group_id
         if group_id in self._refused:
             return
-        self._samples.forget(sample)
+        self.samples.forget(sample)
         self._kept.forget((sample,))
         self._groups.discard(group_id)
         try:
-            group = self._samples.opened(group_id)
+            group = self.samples.opened(group_id)
         except PromptTooLong as error:
             self._refused.add(group_id)
             self._tell(error)
@@ -271,11 +266,11 @@ class Coordinator:
         self._kept.forget(ids)
         if self._episodes:
             self._episodes.cancel(ids)
-        self._samples.cancel(ids)
+        self.samples.cancel(ids)
 
     def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> None:
-        recorded = self._samples.waiting(sample) is None
-        held = self._samples.resume(sample, version)
+        recorded = self.samples.waiting(sample) is None
+        held = self.samples.resume(sample, version)
         if isinstance(held, Sample):
             self._outbox.put(
                 ev.SampleResumed(id=sample, instance=worker.instance, incarnation=worker.incarnation, attempt=attempt)
@@ -300,11 +295,9 @@ class Coordinator:
                 if self._episodes and not is_served(sample.id.group_id):
                     item = dataclasses.replace(item, sample=(sample := self._episodes.finished(sample)))
                 self._tell(item)
-                if self._siblings:
-                    self._siblings.ended(sample)
-                if (group := self._samples.finished(sample, self._size(sample.id.group_id))) is not None:
+                if (group := self.samples.finished(sample, self._size(sample.id.group_id))) is not None:
                     if is_served(sample.id.group_id):
-                        del self._samples.groups[sample.id.group_id]
+                        del self.samples.groups[sample.id.group_id]
                     else:
                         self._submit_scores(group)
                 yield ev.SampleDone(
@@ -329,9 +322,9 @@ class Coordinator:
                 ]
                 yield item
             case HandedOver(in_flight=in_flight):
-                self._samples.park(in_flight)
+                self.samples.park(in_flight)
             case Parked(id=sample, instance=instance, in_flight=in_flight):
-                self._samples.park(in_flight)
+                self.samples.park(in_flight)
                 yield ev.SampleParked(id=sample, instance=instance, incarnation=item.incarnation, attempt=item.attempt)
             case _:
                 yield item
@@ -342,7 +335,7 @@ class Coordinator:
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
         group_id = scored.group_id
-        group = self._samples.groups.get(group_id)
+        group = self.samples.groups.get(group_id)
         if group is None or not group.submitted:
             return  # it was cancelled, or a sample of it has begun again
         if isinstance(scored, ScoredGroup) and any(
@@ -353,31 +346,16 @@ class Coordinator:
             scored = dataclasses.replace(scored, samples=group.submitted)
         self._tell(scored)
         if isinstance(scored, GroupFailure):
-            del self._samples.groups[group_id]
+            del self.samples.groups[group_id]
             yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
             return
         trainable = is_training(group_id) and self._trainable(scored)
         if trainable:
             self._groups.put(scored)
         else:
-            del self._samples.groups[group_id]
+            del self.samples.groups[group_id]
         yield ev.GroupScored(group_id=group_id, trainable=trainable)
 
     def _tell(self, record: Any) -> None:
         for listener in self._listeners:
             listener(record)
-
-
-def _follow(siblings: Siblings, command: ev.Command) -> None:
-    """Where samples are sent."""
-    match command:
-        case (
-            ev.Start(ids=ids, instance=instance)
-            | ev.Resume(ids=ids, instance=instance)
-            | ev.Move(ids=ids, dst=instance)
-        ):
-            siblings.sent(ids, instance)
-        case ev.Cancel(ids=ids):
-            siblings.forget(id.group_id for id in ids)
-        case ev.Discard(group_id=group_id):
-            siblings.forget([group_id])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,14 @@ from dora_jax.base.exits import FAILED, RETRY, Stop
 from dora_jax.base.metrics import Writer
 from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RunError, changes, field_context
-from dora_jax.orchestrate.core import Observer, Orchestrator, each, quiet_collector, run
+from dora_jax.orchestrate.core import Orchestrator, quiet_collector, run
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.plan import devices, presets, validate
 from dora_jax.runtime.assembly import run as build
-from dora_jax.runtime.common.seams import Backend, TrainerSide
+from dora_jax.runtime.common.seams import Backend, RunPlugin, TrainerSide
 from dora_jax.runtime.common.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.draft_sources import DraftSources
 from dora_jax.runtime.journal import resume
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journaled_world import JournaledWorld
@@ -34,7 +34,7 @@ from dora_jax.runtime.local_backend import LocalBackend, RunContext, trainer_wor
 from dora_jax.runtime.observe import monitoring
 from dora_jax.runtime.observe.evaluations import closing
 from dora_jax.runtime.observe.metrics_log import RunLog
-from dora_jax.runtime.observe.recorder import Recorder, instrument
+from dora_jax.runtime.observe.recorder import instrument
 from dora_jax.runtime.observe.timeline import Timeline
 from dora_jax.runtime.training import warm_start, warm_start_data
 from dora_jax.runtime.training.agreement import Agreement
@@ -108,9 +108,10 @@ def pick(directory: Path, step: int | None) -> int:
     return step
 
 
-@dataclasses.dataclass(frozen=True)
-class RunStorage:
-    """The journal and the checkpoints of a training run."""
+@dataclasses.dataclass
+class RunStorage(RunPlugin):
+    """The journal and the checkpoints of a training run: saves right after a version is published, while the trainer is
+    still idle."""
 
     side: TrainerSide
     journal: EventLog | None
@@ -120,6 +121,8 @@ class RunStorage:
     keep_all: bool  # of the journal
     mirror: Mirror | None = None  # the workdir is in a bucket
     exports: HfExports | None = None
+    durable: JournaledWorld | None = dataclasses.field(init=False, default=None)  # from `behind` on
+    log: RunLog = dataclasses.field(init=False)  # the same
 
     @property
     def steps(self) -> list[Version]:
@@ -129,23 +132,23 @@ class RunStorage:
     def due(self, version: Version) -> bool:
         return bool(self.every) and (version % self.every == 0 or version == self.last)
 
-    def save(self, version: Version, log: RunLog) -> None:
+    def save(self, version: Version) -> None:
         state = self.side.trainer.state
         self.side.checkpoints.save(
-            version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), log.metrics
+            version, state.params, state.opt_state, self.begun.orchestrator.resume_state(), self.log.metrics
         )
 
-    def journal_saves(self, durable: JournaledWorld | None, wait: bool = False) -> None:
+    def journal_saves(self, wait: bool = False) -> None:
         """Writes to the journal what the saves since the last call were given."""
         for version, digests in self.side.checkpoints.take_saves(wait):
-            if durable is not None:
-                durable.record_saved(Saved(version=version, **digests._asdict()))
+            if self.durable is not None:
+                self.durable.record_saved(Saved(version=version, **digests._asdict()))
 
-    def save_last(self, log: RunLog) -> None:
+    def save_last(self) -> None:
         """Saves the last version, where a killed process had published it and not saved it."""
         self.side.checkpoints.wait()
         if self.due(version := int(self.side.trainer.state.step)) and version not in self.side.checkpoints.steps():
-            self.save(version, log)
+            self.save(version)
         self.side.checkpoints.wait()
         if self.mirror:
             self.mirror.settle()
@@ -154,41 +157,35 @@ class RunStorage:
         if self.exports:
             self.exports.finish(self.steps)
 
-    def behind(self, world: Coordinator) -> JournaledWorld | None:
+    def behind(self, world: Coordinator, log: RunLog) -> JournaledWorld | None:
         """Puts the journal in front of `world`, which takes over what a killed process left outstanding."""
-        begun = self.begun
+        begun, self.log = self.begun, log
         world.recall(begun.payloads)
         if begun.outstanding is not None:
             world.adopt(begun.outstanding, begun.payloads, begun.orchestrator.state.now_s)
-        if self.journal is None:
-            return None
-        return JournaledWorld(world, self.journal, begun.orchestrator, begun.payloads, begun.epoch, begun.segments)
+        if self.journal is not None:
+            self.durable = JournaledWorld(
+                world, self.journal, begun.orchestrator, begun.payloads, begun.epoch, begun.segments
+            )
+        return self.durable
 
-
-def save_published(
-    backing: RunStorage,
-    durable: JournaledWorld | None,
-    log: RunLog,
-    events: Sequence[Event],
-    commands: Sequence[Command],
-) -> None:
-    """Loop observer: saves right after a version is published, while the trainer is still idle."""
-    for event in events:
-        if isinstance(event, StepPublished):
-            checkpoints, orchestrator = backing.side.checkpoints, backing.begun.orchestrator
-            checkpoints.protect(min(orchestrator.state.alive))
-            checkpoints.poll()
-            if backing.mirror:
-                backing.mirror.poll()
-            if backing.exports:
-                backing.exports.poll(backing.steps)
-            if backing.due(event.version):
-                backing.save(event.version, log)
-                if durable is not None:
-                    durable.rotate_due = True
-            if durable is not None and not backing.keep_all and (known := backing.steps):
-                durable.forget_before(known[0])
-    backing.journal_saves(durable)
+    def observe(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        durable, checkpoints = self.durable, self.side.checkpoints
+        for event in events:
+            if isinstance(event, StepPublished):
+                checkpoints.protect(min(self.begun.orchestrator.state.alive))
+                checkpoints.poll()
+                if self.mirror:
+                    self.mirror.poll()
+                if self.exports:
+                    self.exports.poll(self.steps)
+                if self.due(event.version):
+                    self.save(event.version)
+                    if durable is not None:
+                        durable.rotate_due = True
+                if durable is not None and not self.keep_all and (known := self.steps):
+                    durable.forget_before(known[0])
+        self.journal_saves()
 
 
 # ---------------------------------------------------------------- private
@@ -277,7 +274,7 @@ def _train(
                 mirror.settle()  # what the resume has moved aside goes from the store before anything new is reported
             with contextlib.closing(exports) if exports else contextlib.nullcontext():
                 halt, log = run_stages(parts, backend, writer, begun.orchestrator, guard, backing, endpoint)
-                backing.save_last(log)
+                backing.save_last()
             return halt, log
         finally:
             side.checkpoints.close()
@@ -319,24 +316,23 @@ def run_stages(
         log_bytes=config.monitor.log_bytes,
         samples_bytes=config.monitor.samples_bytes,
     )
-    timeline = Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes)
     limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
-    agreement = Agreement(limit, seen, instances, writer.note) if seen else None
-    also = (*([agreement.record] if agreement else []), *([requests.record] if requests else []))
-    also += (parts.sessions.record,) if parts.sessions else ()
-    for listener in (log.record, timeline.record, *also):
-        world.listen(listener)
-    durable = backing.behind(world) if backing else None
+    hung: tuple[RunPlugin | None, ...] = (
+        recorder,
+        log,
+        Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes),
+        Agreement(limit, seen, instances, writer.note) if seen else None,
+        backing,
+        requests,
+        parts.sessions,
+        DraftSources(instances, world.samples) if config.rollout.drafts else None,
+    )
+    plugins = [plugin for plugin in hung if plugin is not None]
+    for plugin in plugins:
+        world.listen(plugin.record)
+    durable = backing.behind(world, log) if backing else None
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
-    observers: list[Observer] = [
-        *([recorder] if recorder else []),
-        each(log.event),
-        each(timeline.event),
-        *([each(agreement.event)] if agreement else []),
-        *([functools.partial(save_published, backing, durable, log)] if backing else []),
-        *([requests.observe] if requests else []),
-    ]
-    with contextlib.closing(timeline), _ending(durable, world, backend, log, recorder, guard):
+    with _ending(durable, world, backend, plugins, guard):
         writer.phase("all", "compiling")
         ups = backend.ready(instances, worker)
         writer.phase("all", "")
@@ -347,9 +343,9 @@ def run_stages(
             with serves as addresses, quiet_collector():
                 writer.note(addresses)
                 world.start(ups)
-                halt = run(orchestrator, GuardedWorld(durable or world, guard), observers)
+                halt = run(orchestrator, GuardedWorld(durable or world, guard), [each.observe for each in plugins])
                 if backing:
-                    backing.journal_saves(durable, wait=True)
+                    backing.journal_saves(wait=True)
                 return halt, log
         except ImpossibleFact as error:
             raise RunError(f"{error}; the same command goes on from before that") from error
@@ -357,12 +353,7 @@ def run_stages(
 
 @contextlib.contextmanager
 def _ending(
-    durable: JournaledWorld | None,
-    world: Coordinator,
-    backend: Backend,
-    log: RunLog,
-    recorder: Recorder | None,
-    guard: Guard,
+    durable: JournaledWorld | None, world: Coordinator, backend: Backend, plugins: Sequence[RunPlugin], guard: Guard
 ) -> Iterator[None]:
     """Closes these at the end. A stopped run does not wait for what its stages are in the middle of."""
     stopped = False
@@ -377,6 +368,5 @@ def _ending(
         if stopped:
             backend.close()  # a gang that is gone lets go of the threads that wait for its answers
         world.close(guard.patience_s if stopped else STAGE_END_S)
-        log.close()
-        if recorder:
-            recorder.close()
+        for plugin in plugins:
+            plugin.close()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.runtime.common.seams import Prompts
+from dora_jax.runtime.common.seams import Prompts, RunPlugin
 from dora_jax.runtime.common.worker import Finished
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version, is_served
@@ -61,7 +61,7 @@ class LiveServing(Protocol):
         """From now until the context ends; a sentence for the console. sessions: those that are trained on."""
 
 
-class LiveRequests:
+class LiveRequests(RunPlugin):
     """`Prompts` of the run's task and of requests; `record` listens to the world, `observe` to the loop.
 
     desk: set before the run begins."""

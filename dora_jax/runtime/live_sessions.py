@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.runtime.common.seams import RunPlugin
 from dora_jax.runtime.common.worker import Finished
 from dora_jax.tasks.environment import Message
 from dora_jax.tasks.environments import Answer
@@ -128,7 +129,7 @@ class _Place:
     over: str = ""  # how it finished, once it has
 
 
-class LiveSessions:
+class LiveSessions(RunPlugin):
     """`take` and `end` are for the endpoint's threads, the rest is for the run's."""
 
     def __init__(

@@ -175,7 +175,6 @@ class RunContext:
             max_context=rollout.max_prompt_tokens + rollout.max_new_tokens,
             of_users=self.config.serving.train,
             record_tokens=partial_s(self.config) > 0,
-            drafts=rollout.drafts > 0,
         )
 
     def _task(self) -> tasks.Task | SessionPrompts:

@@ -1,7 +1,7 @@
 """What the coordinator knows of samples outside the engines; it uses all of this on the main thread.
 
-`SampleRegistry` has the groups that are under way, parked samples and recorded tokens, `Siblings` tells instances the
-tokens of other samples of a group, `KeptKV` knows which instance keeps the KV of an episode that waits.
+`SampleRegistry` has the groups that are under way, parked samples and recorded tokens; `KeptKV` has which instance
+keeps the KV of an episode that waits.
 
 Consumes Start, finished and parked samples, and what a restart recovered; produces the prompt of a Start, the group
 whose last sample has finished, and the sample of a Resume. Laws: a Resume
@@ -25,10 +25,6 @@ from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Branch, GroupId, InstanceId, Observed, Prompt, Sample, SampleId, Version
-
-MOST_TOKENS = 2**16  # of a sample, that instances receive of its siblings: 256 KiB
-
-_Place = tuple[InstanceId, int]  # an incarnation of an instance
 
 
 @dataclasses.dataclass
@@ -223,55 +219,6 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
 def _without(mask: np.ndarray, shared: int) -> np.ndarray:
     """bool[U]: the first `shared` tokens have their loss elsewhere."""
     return mask & (np.arange(len(mask)) >= shared)
-
-
-class Siblings:
-    """Which instance runs a sample of which group, and what it receives of the group's other samples.
-
-    A group's samples are often on several instances, and drafts are made of the siblings that an engine knows
-    (rollout/drafts.py). Instances that still run samples of the group receive the tokens of those that have ended,
-    and, where a sample comes to an instance that ran none of its group, also those that running siblings elsewhere have
-    in the journal. Laws: what is reported of a sample is bounded (MOST_TOKENS); what is lost, repeated or late
-    changes speed alone."""
-
-    def __init__(self, instances: Mapping[InstanceId, RolloutWorker], samples: SampleRegistry):
-        self._instances, self._samples = instances, samples
-        self._at: dict[GroupId, dict[SampleId, _Place]] = {}  # where the samples that run were sent last
-
-    def sent(self, ids: Iterable[SampleId], instance: InstanceId) -> None:
-        """The samples start, go on or arrive there."""
-        place = instance, self._instances[instance].incarnation
-        for id in ids:
-            here = self._at.setdefault(id.group_id, {})
-            if place not in here.values():
-                here.pop(id, None)
-                if (group := self._samples.groups.get(id.group_id)) is not None:
-                    for sample in group.done.values():
-                        self._tell(place, sample.id, sample.out_ids)
-                for sibling in here:
-                    recorded, _, _ = self._samples.payloads.tokens(sibling)
-                    self._tell(place, sibling, recorded)
-            here[id] = place
-
-    def ended(self, sample: Sample) -> None:
-        here = self._at.get(sample.id.group_id, {})
-        ran = here.pop(sample.id, None)
-        for place in dict.fromkeys(here.values()):
-            if place != ran:
-                self._tell(place, sample.id, sample.out_ids)
-        if not here:
-            self._at.pop(sample.id.group_id, None)
-
-    def forget(self, group_ids: Iterable[GroupId]) -> None:
-        """The groups were given up."""
-        for group_id in group_ids:
-            self._at.pop(group_id, None)
-
-    def _tell(self, place: _Place, id: SampleId, tokens: np.ndarray) -> None:
-        instance, incarnation = place
-        worker = self._instances[instance]
-        if len(tokens) and worker.incarnation == incarnation:
-            worker.post(worker.know, id, tokens[:MOST_TOKENS])
 
 
 class KeptKV:

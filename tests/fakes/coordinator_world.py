@@ -15,6 +15,7 @@ from dora_jax.plan import presets
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.coordinator import Coordinator
+from dora_jax.runtime.draft_sources import DraftSources
 from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
@@ -170,10 +171,12 @@ def make(
         environments=environments,
         of_users=users is not None,
         max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
-        drafts=drafts,
     )
     if requests:
         world.listen(task.record)
+    if drafts:
+        world.sources = DraftSources(workers, world.samples)
+        world.listen(world.sources.record)
     ups = [ev.InstanceUp(instance=w.instance, slots=8, pages=96, page_size=8, residents=residents) for w in workers]
     return orchestrator, world, ups, weights
 

@@ -13,6 +13,7 @@ CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
 Environments    tasks.environments.EnvironmentPool
 GroupStore      buffer.pack.MemoryGroupStore
+RunPlugin       what hangs on a run: log, timeline, storage, and each feature that listens
 WeightStore     publish.HostWeights (memory), transfer.StoredWeights (storage), and of the trainer
 PublishedWeights    publish.DeviceWeights, cluster.WeightPublisher (its processes, which send them over the wire)
 """
@@ -24,12 +25,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_jax.buffer.pack import MemoryGroupStore as GroupStore
+from dora_jax.orchestrate.core import each
 from dora_jax.types import EpisodeSoFar, GroupId, InstanceId, Prompt, Sample, SampleId, Sampling, ScoredGroup, Version
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from dora_jax.orchestrate.events import InstanceUp
+    from dora_jax.orchestrate.events import Command, Event, InstanceUp
     from dora_jax.rollout.migrate import InFlightSample, SampledTokens
     from dora_jax.rollout.ticks import TickResult
     from dora_jax.runtime.common.sample_gaps import SeenGaps
@@ -331,6 +333,23 @@ class TrainerSide:
     views: SeenTokens | None = None  # of the samples that a person reads
     gaps: SeenGaps | None = None  # by which instances are judged; None: they are not
     reload: Callable[[], None] = lambda: None  # returns when the trainer's state is on its devices
+
+
+class RunPlugin:
+    """What hangs on a run, at the places that it needs: at each of them nothing happens here."""
+
+    def record(self, record: object) -> None:
+        """Take a payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone or Quarantine."""
+
+    def event(self, event: Event, commands: Sequence[Command]) -> None:
+        """Take a fact; with the last one of a batch come the commands that the batch caused."""
+
+    def observe(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Take a batch of facts with the commands that it caused, which are executed afterwards."""
+        each(self.event)(events, commands)
+
+    def close(self) -> None:
+        """Let go of what is open: the stages have ended. It may be called twice."""
 
 
 class Backend(Closable, Protocol):

@@ -20,7 +20,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.common.idle_time import IdleReport
 from dora_jax.runtime.common.sample_log import SampleLog, SeenTokens
-from dora_jax.runtime.common.seams import Environments, StageWorker
+from dora_jax.runtime.common.seams import Environments, RunPlugin, StageWorker
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.observe.evaluations import Evaluations, reward_metrics, sampled_tokens
 from dora_jax.tasks.pool import GroupFailure
@@ -163,7 +163,7 @@ class EpisodeFailures:
         return found
 
 
-class RunLog:
+class RunLog(RunPlugin):
     """Turns records and events into metrics, console lines and the samples to read."""
 
     def __init__(

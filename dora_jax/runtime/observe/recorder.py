@@ -31,7 +31,7 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.common.seams import Notify, PublishedWeights, RolloutEngine, RolloutWorker, TrainerSide
+from dora_jax.runtime.common.seams import Notify, PublishedWeights, RolloutEngine, RolloutWorker, RunPlugin, TrainerSide
 from dora_jax.runtime.instances.supervised_worker import LocalInstance
 from dora_jax.runtime.observe.emulated_timing import CountedEngine, PacedEngine, PacedTrainer, PacedWeights, costs_of
 from dora_jax.types import GroupId, InstanceId, SampleId, Sampling, Version
@@ -116,7 +116,7 @@ class TimedEngine(CountedEngine):
         return self.engine.export(id)
 
 
-class Recorder:
+class Recorder(RunPlugin):
     """Observer of the loop; see the page. What the steps of the warm-up cost is forgotten."""
 
     def __init__(self, directory: str | Path, config: OrchestratorConfig, start: dict[str, Any] | None = None, *,
@@ -135,7 +135,7 @@ class Recorder:
         self._engines.append(TimedEngine(engine, lambda: ("train", 0) in self._asked))
         return self._engines[-1]
 
-    def __call__(self, events: Sequence[ev.Event], commands: Sequence[ev.Command]) -> None:
+    def observe(self, events: Sequence[ev.Event], commands: Sequence[ev.Command]) -> None:
         self._journal(events, commands)
         now = time.monotonic()
         for event in events:

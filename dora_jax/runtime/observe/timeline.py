@@ -31,6 +31,7 @@ import numpy as np
 from dora_jax.base import state_files
 from dora_jax.base.retrying_file import PatientFile
 from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.common.seams import RunPlugin
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.observe.metrics_log import quarantined
 from dora_jax.runtime.observe.run_trace import RunTrace
@@ -51,7 +52,7 @@ def length_bucket(tokens: int) -> int:
     return round(BUCKETS * math.log2(max(1, tokens)))
 
 
-class Timeline:
+class Timeline(RunPlugin):
     """Observer of the loop (`event`) and listener of payload records (`record`)."""
 
     def __init__(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.sample_gaps import SampleGap, SeenGaps
+from dora_jax.runtime.common.seams import RunPlugin
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.types import GroupId, InstanceId, is_training
 
@@ -28,7 +29,7 @@ ENOUGH_TOKENS = 64  # of an instance, the newest, before it is judged
 Incarnation = tuple[InstanceId, int]
 
 
-class Agreement:
+class Agreement(RunPlugin):
     """Listens to records, observes the loop. A sample whose instance an earlier process knew is not judged."""
 
     def __init__(self, limit: float, seen: SeenGaps, instances: Sequence[RolloutWorker], notify: Notify):

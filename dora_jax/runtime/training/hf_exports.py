@@ -38,13 +38,13 @@ class HfExports:
             try:
                 if process.returncode:
                     raise OSError((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1][-LAST_LINE:])
-                draft = self._draft(step)
+                place = self._place(step)
                 if self._url:
                     # to the bucket
                     store = Objects(str(self._url))
-                    names = [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()]
-                    side_by_side(lambda name: store.put(f"{FOLDER}/{step}/{name}", (draft / name).read_bytes()), names)
-                draft.rename(self._workdir / FOLDER / str(step))
+                    names = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
+                    side_by_side(lambda name: store.put(f"{FOLDER}/{step}/{name}", (place / name).read_bytes()), names)
+                place.rename(self._workdir / FOLDER / str(step))
             except OSError as error:
                 self._failed.add(step)
                 self._notify(f"step {step} is not exported as a Hugging Face folder: {one_line(error)}")
@@ -55,11 +55,11 @@ class HfExports:
         ]
         if self._running is None and waiting:
             step = waiting[0]
-            draft = self._draft(step)
-            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
-            draft.parent.mkdir(exist_ok=True)
+            place = self._place(step)
+            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+            place.parent.mkdir(exist_ok=True)
             workdir = self._url or self._workdir
-            command = ["-m", "dora_jax.export_hf", f"--workdir={workdir}", f"--step={step}", f"--out={draft}"]
+            command = ["-m", "dora_jax.export_hf", f"--workdir={workdir}", f"--step={step}", f"--out={place}"]
             process = subprocess.Popen(
                 [sys.executable, *command],
                 stdout=subprocess.DEVNULL,
@@ -85,5 +85,5 @@ class HfExports:
 
     # ------------------------------------------------------------ private
 
-    def _draft(self, step: Version) -> Path:
+    def _place(self, step: Version) -> Path:
         return self._workdir / FOLDER / f"{step}.partial"
