@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from dora_jax.models.decoder import Scores
 from dora_jax.ops import attention
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -13,10 +14,10 @@ paged_reference = jax.jit(attention.paged_reference, static_argnums=4)
 B, H, K, D, BLOCK = 5, 6, 2, 16, 32
 
 
-def chunk_attention(*args):
-    """Compiled as one, as the engine does it; the mask of the new positions is a constant there."""
-    *inputs, mask = args
-    return jax.jit(lambda *inputs: attention.chunk_attention(*inputs, mask, inputs[0].shape[-1] ** -0.5))(*inputs)
+def chunk_attention(*inputs, window=0):
+    """Compiled as one, as the engine does it; which new position a query is, is a constant there."""
+    at_L, scores = np.arange(inputs[0].shape[1]), Scores(inputs[0].shape[-1] ** -0.5, window)
+    return jax.jit(lambda *inputs: attention.chunk_attention(*inputs, at_L, scores))(*inputs)
 
 
 def arrays(length, blocks, seed=0, heads=H, kv=K, dim=D):
@@ -31,14 +32,16 @@ def arrays(length, blocks, seed=0, heads=H, kv=K, dim=D):
     return q, past, past_len, k_new, v_new
 
 
-def plain(q, past, past_len, k_new, v_new, mask):
+def plain(q, past, past_len, k_new, v_new, window):
     """Softmax over what each query sees, one query at a time, in f64."""
     k = np.concatenate([*(k for k, _ in past), k_new], axis=3).astype(np.float64)
     v = np.concatenate([*(v for _, v in past), v_new], axis=2).astype(np.float64)
     out = np.zeros(q.shape)
     n_past = BLOCK * len(past)
     for b, i, h in np.ndindex(q.shape[:3]):
-        seen = np.concatenate([np.arange(n_past) < past_len[b], mask[i]])
+        at = np.concatenate([np.arange(n_past), past_len[b] + np.arange(q.shape[1])])
+        behind = past_len[b] + i - at
+        seen = (behind >= 0) & (behind < window) & ((np.arange(len(at)) >= n_past) | (at < past_len[b]))
         kv = h // (q.shape[2] // k.shape[1])
         scores = q[b, i, h].astype(np.float64) @ k[b, kv][:, seen] / np.sqrt(q.shape[3])
         weights = np.exp(scores - scores.max())
@@ -46,12 +49,13 @@ def plain(q, past, past_len, k_new, v_new, mask):
     return out
 
 
+@pytest.mark.parametrize("window", [0, 1, 4, BLOCK + 2])
 @pytest.mark.parametrize("length", [1, 7])
-def test_equals_the_plain_formula(length):
+def test_equals_the_plain_formula(length, window):
     q, past, past_len, k_new, v_new = arrays(length, 2)
-    mask = np.tril(np.ones((length, length), bool))
-    got = chunk_attention(q, past, jnp.asarray(past_len), k_new, v_new, mask)
-    np.testing.assert_allclose(got, plain(q, past, past_len, k_new, v_new, mask), rtol=0, atol=2e-6)
+    got = chunk_attention(q, past, jnp.asarray(past_len), k_new, v_new, window=window)
+    want = plain(q, past, past_len, k_new, v_new, window or 1000)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
@@ -59,7 +63,7 @@ def test_equals_the_plain_formula(length):
 def test_masked_blocks_change_no_bit(heads, kv, dim):
     """Where the kernel is one long product instead, the larger of these models differ from 512 positions on."""
     q, past, past_len, k_new, v_new = arrays(1, 8, heads=heads, kv=kv, dim=dim)
-    run = jax.jit(lambda *args: attention.chunk_attention(*args, np.ones((1, 1), bool), dim**-0.5))
+    run = jax.jit(lambda *args: attention.chunk_attention(*args, np.zeros(1, int), Scores(dim**-0.5)))
     shortest = run(q, past[:2], past_len, k_new, v_new)
     for blocks in (3, 8):
         np.testing.assert_array_equal(shortest, run(q, past[:blocks], past_len, k_new, v_new))
@@ -68,13 +72,12 @@ def test_masked_blocks_change_no_bit(heads, kv, dim):
 @pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
 def test_garbage_keys_beyond_the_past_do_not_matter():
     q, past, past_len, k_new, v_new = arrays(1, 2)
-    mask = np.ones((1, 1), bool)
-    clean = chunk_attention(q, past, past_len, k_new, v_new, mask)
+    clean = chunk_attention(q, past, past_len, k_new, v_new)
     past = [
         (np.where(j * BLOCK + np.arange(BLOCK) < past_len[:, None, None, None], k, np.nan), v)
         for j, (k, v) in enumerate(past)
     ]
-    np.testing.assert_array_equal(clean, chunk_attention(q, past, past_len, k_new, v_new, mask))
+    np.testing.assert_array_equal(clean, chunk_attention(q, past, past_len, k_new, v_new))
 
 
 # ------------------------------------------------------------------- pages
@@ -96,7 +99,7 @@ def pages_case(length, lens, heads=4, kv=2, dim=128, size=4, table=6, seed=0):
     return q, pool, lens, tables
 
 
-def by_chunks(q, pool, lens, tables):
+def by_chunks(q, pool, lens, tables, window):
     """The same attention by `chunk_attention`."""
     dense = np.nan_to_num(pool[tables].reshape(len(lens), -1, *pool.shape[2:]))
     length = q.shape[1]
@@ -111,22 +114,24 @@ def by_chunks(q, pool, lens, tables):
         jnp.asarray(past_len),
         new[:, :, 0::2].transpose(0, 2, 3, 1),
         new[:, :, 1::2].transpose(0, 2, 1, 3),
-        np.tril(np.ones((length, length), bool)),
+        window=window,
     )
 
 
 CASES = [(1, (1, 5, 24, 9, 17)), (8, (8, 24, 17))]
 
 
+@pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("length,lens", CASES)
-def test_pages_hold_what_blocks_hold(length, lens):
-    case = pages_case(length, lens)
-    got = paged_reference(*map(jnp.asarray, case), 128**-0.5)
-    np.testing.assert_allclose(got, by_chunks(*case), rtol=0, atol=2e-6)
+def test_pages_hold_what_blocks_hold(length, lens, window):
+    case, scores = pages_case(length, lens), Scores(128**-0.5, window)
+    got = paged_reference(*map(jnp.asarray, case), scores)
+    np.testing.assert_allclose(got, by_chunks(*case, window), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("length,lens", CASES)
-def test_the_tpu_kernel_equals_the_reference_in_interpret_mode(length, lens, monkeypatch):
+def test_the_tpu_kernel_equals_the_reference_in_interpret_mode(length, lens, window, monkeypatch):
     """jax's interpreter cannot reshape what a copy has brought (a value can), and checks the mask of a store against
     the wrong axis unless a block has no more queries than a KV head has heads."""
 
@@ -140,8 +145,8 @@ def test_the_tpu_kernel_equals_the_reference_in_interpret_mode(length, lens, mon
     monkeypatch.setattr(attention, "BLOCK_TOKENS", 8)
     case = tuple(map(jnp.asarray, pages_case(length, lens)))
     with pltpu.force_tpu_interpret_mode():
-        got = attention.paged_attention(*case, 128**-0.5)
-    np.testing.assert_allclose(got, paged_reference(*case, 128**-0.5), rtol=0, atol=2e-6)
+        got = attention.paged_attention(*case, Scores(128**-0.5, window))
+    np.testing.assert_allclose(got, paged_reference(*case, Scores(128**-0.5, window)), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("length,lens", CASES)
@@ -153,8 +158,8 @@ def test_tokamax_writes_and_attends_as_the_reference(length, lens, dtype, atol, 
     new = np.random.default_rng(1).normal(size=(*q.shape[:2], *pool.shape[2:]))
     inputs = (*(jnp.asarray(x, dtype) for x in (q, new, np.nan_to_num(pool))), jnp.asarray(lens), jnp.asarray(tables))
     monkeypatch.setattr(attention, "paged_kernel", lambda impl, rank: attention.paged_reference)
-    want, written = attention.paged_step(*inputs, 128**-0.5, "tpu")
-    got, pages = attention.tokamax_step(*inputs, 128**-0.5, implementation="reference")
+    want, written = attention.paged_step(*inputs, Scores(128**-0.5), "tpu")
+    got, pages = attention.tokamax_step(*inputs, Scores(128**-0.5), implementation="reference")
     np.testing.assert_array_equal(pages, written)
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=atol)
 
@@ -162,9 +167,9 @@ def test_tokamax_writes_and_attends_as_the_reference(length, lens, dtype, atol, 
 def test_pages_that_do_not_fit_the_queries_are_refused():
     q, pool, lens, tables = pages_case(1, (4, 7))
     with pytest.raises(ValueError, match="3 heads of 128 do not fit pages of 4 K and V heads"):
-        attention.paged_attention(q[:, :, :3], pool, lens, tables, 1.0)
+        attention.paged_attention(q[:, :, :3], pool, lens, tables, Scores(1.0))
     with pytest.raises(ValueError, match="2 sequences have lengths"):
-        attention.paged_attention(q, pool, lens[:1], tables, 1.0)
+        attention.paged_attention(q, pool, lens[:1], tables, Scores(1.0))
     with pytest.raises(ValueError, match="needs TPU devices; this instance's are cpu"):
         attention.check_platform("tpu", "cpu")
 

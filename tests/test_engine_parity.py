@@ -16,7 +16,7 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.types import SampleId
-from tests.fakes.hf_models import FAMILIES, torch_model
+from tests.fakes.hf_models import FAMILIES, NEWER, torch_model
 
 NEW = 200
 NEAR_TIE = 1e-3  # in log-prob: ten times what the two sides may differ by
@@ -81,7 +81,7 @@ def trainer_logprobs(cfg, params, samples):
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *NEWER))
 def test_two_hundred_tokens(family, tmp_path):
     model = torch_model(family, tied=family == "qwen2")
     model.generation_config.eos_token_id = None

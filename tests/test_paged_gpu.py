@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from dora_jax.models.decoder import Scores
 from dora_jax.ops import attention, paged_gpu
 from tests.fakes.engine_rig import finish, ids, new_engine, submit, undisturbed, weights
 
@@ -30,34 +31,37 @@ def case(length, lens, group, dim, size, dtype, kv=2, table=256):
     return jnp.asarray(q, dtype), jnp.asarray(pool, dtype), jnp.asarray(lens), jnp.asarray(tables)
 
 
-def expected(q, pool, lens, tables):
+def expected(q, pool, lens, tables, window=0):
     """In f32, from the same values."""
     tables = jnp.where(tables < len(pool), tables, 0)
     pool = jnp.nan_to_num(pool.astype(jnp.float32))
-    return jax.jit(attention.paged_reference)(q.astype(jnp.float32), pool, lens, tables, q.shape[-1] ** -0.5)
+    attend = functools.partial(attention.paged_reference, scores=Scores(q.shape[-1] ** -0.5, window))
+    return jax.jit(attend)(q.astype(jnp.float32), pool, lens, tables)
 
 
+@pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("group,dim,size,dtype,atol", [
     (1, 64, 16, jnp.float32, 1e-6), (2, 128, 64, jnp.bfloat16, 0.01), (4, 64, 64, jnp.float32, 1e-6),
     (8, 16, 16, jnp.bfloat16, 0.01)])  # fmt: skip
-def test_decode_equals_the_reference(group, dim, size, dtype, atol):
+def test_decode_equals_the_reference(group, dim, size, dtype, atol, window):
     inputs = case(1, EDGES, group, dim, size, dtype)
-    got = interpreted(*inputs, dim**-0.5, span=64, block=32)
-    np.testing.assert_allclose(got.astype(jnp.float32), expected(*inputs), rtol=0, atol=atol)
+    got = interpreted(*inputs, Scores(dim**-0.5, window), span=64, block=32)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected(*inputs, window), rtol=0, atol=atol)
     np.testing.assert_array_equal(got[0], 0)
 
 
+@pytest.mark.parametrize("window", [0, 21])
 @pytest.mark.parametrize("length,group,size,dtype,atol", [
     (8, 2, 16, jnp.float32, 2e-6), (37, 4, 64, jnp.bfloat16, 0.01)])  # fmt: skip
-def test_a_chunk_equals_the_reference(length, group, size, dtype, atol):
+def test_a_chunk_equals_the_reference(length, group, size, dtype, atol, window):
     inputs = case(length, (length, length + 1, 64, 200), group, 64, size, dtype)
-    got = interpreted(*inputs, 64**-0.5, block=32)
-    np.testing.assert_allclose(got.astype(jnp.float32), expected(*inputs), rtol=0, atol=atol)
+    got = interpreted(*inputs, Scores(64**-0.5, window), block=32)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected(*inputs, window), rtol=0, atol=atol)
 
 
 def test_no_bit_depends_on_the_table_s_width_or_on_other_rows():
     q, pool, lens, tables = case(1, (200, 3, 64), 2, 16, 16, jnp.float32)
-    run = functools.partial(interpreted, scale=0.25, span=64, block=32)
+    run = functools.partial(interpreted, scores=Scores(0.25), span=64, block=32)
     whole = run(q, pool, lens, tables)
     np.testing.assert_array_equal(whole[1:], run(q[1:], pool, lens[1:], tables[1:, :4]))
     np.testing.assert_array_equal(whole[1:2], run(q[1:2], pool, lens[1:2], tables[1:2, :8]))
@@ -74,7 +78,11 @@ def test_what_the_kernel_cannot_run_is_refused():
     wide = jax.ShapeDtypeStruct((2**20, 16, 16, 16), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match="this one has 4294967296 values; set rollout.pages"):
         jax.eval_shape(
-            functools.partial(paged_gpu.paged_attention, scale=1.0), jnp.tile(q, (1, 1, 8, 1)), wide, lens, tables
+            functools.partial(paged_gpu.paged_attention, scores=Scores(1.0)),
+            jnp.tile(q, (1, 1, 8, 1)),
+            wide,
+            lens,
+            tables,
         )
     with pytest.raises(ValueError, match="rollout.attention gpu needs GPU devices; this instance's are cpu"):
         new_engine(attention="gpu")
@@ -98,7 +106,7 @@ def test_it_lowers_to_triton_and_gathers_nothing(length, heads, dtype, kv_dtype,
     """Rows of 32k tokens in pages of 64, which a gather would copy: 17 GB of K and V."""
     array, i32 = jax.ShapeDtypeStruct, jnp.int32
     text = lowered(
-        functools.partial(paged_gpu.paged_attention, scale=0.1),
+        functools.partial(paged_gpu.paged_attention, scores=Scores(0.1)),
         array((64, length, heads, 128), dtype),
         array((40000, 64, 16, 128), kv_dtype),
         array((64,), i32),

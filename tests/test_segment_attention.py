@@ -38,13 +38,12 @@ def heads(dtype, n_heads, n_kv, dim):
     return [jnp.asarray(rng.normal(size=(2, L, n, dim)), dtype) for n in (n_heads, n_kv, n_kv)]
 
 
-def with_gradients(attend, inside, qkv):
+def with_gradients(attend, inside, qkv, window=0):
     """Values inside the segments, and the gradients of a loss that reads those alone."""
+    scores = Scores(qkv[0].shape[-1] ** -0.5, window)
 
     def loss(*qkv):
-        o = jnp.where(
-            inside[:, :, None, None], attend(None, *qkv, Scores(qkv[0].shape[-1] ** -0.5)).astype(jnp.float32), 0
-        )
+        o = jnp.where(inside[:, :, None, None], attend(None, *qkv, scores).astype(jnp.float32), 0)
         return jnp.sum(jnp.sin(o)), o
 
     grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*qkv)
@@ -52,33 +51,56 @@ def with_gradients(attend, inside, qkv):
 
 
 @functools.cache
-def reference(dtype, *shape):
+def reference(dtype, *shape, window=0):
     segments, positions, inside = packed()
-    return with_gradients(ops.segment_attention(segments, positions), inside, heads(dtype, *shape))
+    return with_gradients(ops.segment_attention(segments, positions), inside, heads(dtype, *shape), window)
 
 
-# type, (heads, KV heads, width), context, tensor, one kernel for all gradients
+def plain_window(q, k, v, window):
+    """The same in f32 numpy, one query's window at a time."""
+    _, positions, inside = packed()
+    k, v = (np.repeat(np.asarray(x), q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    out = np.zeros(q.shape, np.float32)
+    for row, at in zip(*np.nonzero(inside)):
+        first = at - min(window - 1, positions[row, at])
+        scores = np.einsum("hd,mhd->hm", q[row, at], k[row, first : at + 1]) * q.shape[-1] ** -0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[row, at] = np.einsum("hm,mhd->hd", weights / weights.sum(-1, keepdims=True), v[row, first : at + 1])
+    return out
+
+
+@pytest.mark.parametrize("window", [1, 37])
+def test_a_query_sees_its_window_inside_its_segment(window):
+    q, k, v = heads(jnp.float32, 4, 2, 16)
+    found = reference(jnp.float32, 4, 2, 16, window=window)[0]
+    np.testing.assert_allclose(found, plain_window(np.asarray(q), k, v, window), atol=1e-5)
+
+
+# type, (heads, KV heads, width), context, tensor, one kernel for all gradients, window
 CASES = [
-    (jnp.float32, (4, 2, 128), 1, 1, True),
-    (jnp.float32, (4, 2, 64), 2, 2, True),
-    (jnp.float32, (4, 4, 64), 4, 1, False),
-    (jnp.bfloat16, (4, 1, 128), 1, 1, False),
-    (jnp.bfloat16, (4, 2, 64), 2, 1, True),
+    (jnp.float32, (4, 2, 128), 1, 1, True, 0),
+    (jnp.float32, (4, 2, 64), 2, 2, True, 0),
+    (jnp.float32, (4, 4, 64), 4, 1, False, 0),
+    (jnp.bfloat16, (4, 1, 128), 1, 1, False, 0),
+    (jnp.bfloat16, (4, 2, 64), 2, 1, True, 0),
+    (jnp.float32, (4, 2, 64), 2, 1, True, 150),
 ]
 
 
-@pytest.mark.parametrize("dtype,shape,context,tensor,fused", CASES)
-def test_splash_gives_the_values_and_gradients_of_the_reference(monkeypatch, dtype, shape, context, tensor, fused):
+@pytest.mark.parametrize("dtype,shape,context,tensor,fused,window", CASES)
+def test_splash_gives_the_values_and_gradients_of_the_reference(
+    monkeypatch, dtype, shape, context, tensor, fused, window
+):
     monkeypatch.setattr(ops, "SPLASH_BLOCK", 128)  # several blocks a shard, masked ones among them
     monkeypatch.setattr(ops, "SPLASH_FUSED", L if fused else 0)
     ops.splash_kernel.cache_clear()
     segments, positions, inside = packed()
     mesh = sharding.make_mesh(jax.devices()[: 2 * context * tensor], 1, 2, tensor, context)
     attend = ops.splash_attention(segments, positions, mesh, interpret=True)
-    found = with_gradients(attend, inside, heads(dtype, *shape))
+    found = with_gradients(attend, inside, heads(dtype, *shape), window)
     ops.splash_kernel.cache_clear()
     tolerance = 2e-5 if dtype == jnp.float32 else 6e-2
-    for a, b in zip(found, reference(dtype, *shape), strict=True):
+    for a, b in zip(found, reference(dtype, *shape, window=window), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
 
 

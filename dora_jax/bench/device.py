@@ -56,7 +56,7 @@ from dora_jax.config import Config, OrchestratorSection, TrainerSection
 from dora_jax.costs import update as update_costs
 from dora_jax.models import decoder
 from dora_jax.models.families import KNOWN, new_config
-from dora_jax.models.families.config import ModelConfig
+from dora_jax.models.families.config import ModelConfig, Scores
 from dora_jax.ops import paged_gpu
 from dora_jax.ops.attention import paged_reference
 from dora_jax.plan import budget, devices, memory, presets
@@ -158,7 +158,7 @@ def kernel(record: Record, cfg: ModelConfig, tiny: bool) -> None:
         ours = functools.partial(paged_gpu.paged_attention, interpret=tiny)
         label = f"{name}: error of ours against the reference"
         with record.attempt(label):
-            both = (attend(q, pool, lens, tables, d**-0.5).astype(jnp.float32)
+            both = (attend(q, pool, lens, tables, Scores(d**-0.5)).astype(jnp.float32)
                     for attend in (ours, paged_reference))  # fmt: skip
             record.add(label, float(jnp.abs(jnp.subtract(*both)).max()), "largest", note="bf16, values near 1")
         kernels = {"reference": (paged_reference, 1)}  # a loop would gather the pages once
@@ -170,7 +170,7 @@ def kernel(record: Record, cfg: ModelConfig, tiny: bool) -> None:
                 continue
             # each call attends with what the one before gave, inside one program: no launch is in the time
             with record.attempt(label):
-                once = lambda pool, i, q: attend(q, pool, lens, tables, d**-0.5)
+                once = lambda pool, i, q: attend(q, pool, lens, tables, Scores(d**-0.5))
                 chain = jax.jit(lambda q, pool: jax.lax.fori_loop(0, most, functools.partial(once, pool), q))
                 add_share(record, label, needed, best_s(chain, q, pool, calls=2) / most)
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.models.families.config import ModelConfig, RopeScaling, Scores, Yarn
+from dora_jax.models.families.config import Kind, Linear, ModelConfig, RopeScaling, Scores, Yarn
 
 REMAT = ("none", "full", "dots")
 KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small
@@ -125,7 +125,8 @@ def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
             found["q_bias"] = Spec((q,), ("heads",), 0.0)
             found |= {f"{x}_bias": Spec((kv,), ("kv_heads",), 0.0) for x in "kv"}
         if cfg.qk_norm:
-            found |= {f"{x}_norm": Spec((cfg.head_dim,), ("norm",), None) for x in "qk"}
+            widths = (q, kv) if cfg.qk_norm_whole else (cfg.head_dim, cfg.head_dim)
+            found |= {f"{x}_norm": Spec((width,), ("norm",), None) for x, width in zip("qk", widths)}
         return found
     expanded = cfg.n_heads * (m.nope_dim + m.v_dim)
     found |= {
@@ -144,6 +145,7 @@ def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
 
 def run(
     cfg: ModelConfig,
+    kind: Kind,
     layer: Any,
     weights: Weights,
     h_BxLxD: jax.Array,
@@ -153,19 +155,22 @@ def run(
 ) -> jax.Array:
     """What normed hidden states add to the residual stream."""
     inner = _gqa if cfg.latent is None else _mla_absorbed if products.absorbed else _mla
-    o_BxLxHxD = inner(cfg, layer, weights, h_BxLxD, rotary, attend, products)
+    o_BxLxHxD = inner(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products)
     return products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj")
 
 
-def rotary(cfg: ModelConfig, positions_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and signed sin f32[B, L, 1, rope_dim], computed once for all layers; see `_rotate`."""
-    dim, theta, scaling = cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling
+def rotary(cfg: ModelConfig, kind: Kind, positions_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and signed sin f32[B, L, 1, rope_dim], computed once for all layers of a kind; see `_rotate`."""
+    dim, theta = cfg.rope_dim, kind.theta or cfg.rope_theta
+    scaling = None if kind.theta else cfg.rope_scaling
     freq = theta ** (-np.arange(0, dim, 2) / dim)  # radians a position
     if isinstance(scaling, RopeScaling):  # low frequencies stretched, a smooth middle
         turns = scaling.original_max_position * freq / (2 * np.pi)  # full turns over the original context
         smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
         freq = (1 - smooth) * freq / scaling.factor + smooth * freq
+    elif isinstance(scaling, Linear):
+        freq = freq / scaling.factor
     elif scaling is not None:
         # Stretched where a dimension turns less than beta_slow times over the original context, kept above beta_fast
         low, high = (
@@ -185,12 +190,12 @@ def rotary(cfg: ModelConfig, positions_BxL: jax.Array) -> tuple[jax.Array, jax.A
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 
-def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
     x32 = x.astype(jnp.float32)
     if x.shape[0] == 1:  # a CPU takes six times as long over a gain's gradient where one row leads the shape
         x32 = x32.reshape(x.shape[1:])
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (normed * last(gain.astype(jnp.float32), x32)).astype(x.dtype).reshape(x.shape)
+    return (normed * last(gain.astype(jnp.float32) + offset, x32)).astype(x.dtype).reshape(x.shape)
 
 
 def last(vector: jax.Array, like: jax.Array) -> jax.Array:
@@ -201,26 +206,33 @@ def last(vector: jax.Array, like: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- grouped-query
 
 
-def _gqa(cfg, layer, weights, h_BxLxD, rotary, attend, products):
+def _gqa(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products):
     def heads(which: str, count: int):
         y = products(weights, h_BxLxD, f"{which}_proj")
         if products.looped:  # else XLA splits the heads inside the product, and copies the layer's weights for that
             y = jax.lax.optimization_barrier(y)
         if cfg.qkv_bias:
             y = y + last(weights[f"{which}_bias"].astype(h_BxLxD.dtype), y)
+        normed = cfg.qk_norm and which != "v"
+        if normed and cfg.qk_norm_whole:
+            y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
         y = y.reshape(*y.shape[:2], count, cfg.head_dim)
-        if cfg.qk_norm and which != "v":
-            y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps)
-        return y if which == "v" else _rotate(y, *rotary)
+        if normed and not cfg.qk_norm_whole:
+            y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
+        if which == "v" or not kind.rotated:
+            return y
+        if cfg.rope_dim == cfg.head_dim:
+            return _rotate(y, *rotary)
+        return jnp.concatenate([_rotate(y[..., : cfg.rope_dim], *rotary), y[..., cfg.rope_dim :]], axis=-1)
 
     q, k, v = heads("q", cfg.n_heads), heads("k", cfg.n_kv_heads), heads("v", cfg.n_kv_heads)
-    return attend(layer, q, k, v, cfg.scores)
+    return attend(layer, q, k, v, cfg.scores(kind))
 
 
 # ----------------------------------------------------------------------- latent
 
 
-def _mla(cfg, layer, weights, h_BxLxD, rotary, attend, products):
+def _mla(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products):
     m, (b, l, _) = cfg.mla, h_BxLxD.shape
     q_nope, q_rope, latent_BxLxC, k_rope_BxLx1xR = latent_parts(cfg, weights, h_BxLxD, rotary, products)
     kv = products(weights, latent_BxLxC, "kv_b_proj").reshape(b, l, cfg.n_heads, -1)
@@ -228,10 +240,10 @@ def _mla(cfg, layer, weights, h_BxLxD, rotary, attend, products):
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     k = jnp.concatenate([kv[..., : m.nope_dim], k_rope], axis=-1)
     v = jnp.pad(kv[..., m.nope_dim :], ((0, 0), (0, 0), (0, 0), (0, cfg.head_dim - m.v_dim)))
-    return attend(layer, q, k, v, cfg.scores)[..., : m.v_dim]
+    return attend(layer, q, k, v, cfg.scores(kind))[..., : m.v_dim]
 
 
-def _mla_absorbed(cfg, layer, weights, h_BxLxD, rotary, attend, products):
+def _mla_absorbed(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products):
     """kv_b_proj moves over to the query and to the output: scores of a latent are the query's with its key."""
     m = cfg.latent
     q_nope, q_rope, latent_BxLxC, k_rope_BxLx1xR = latent_parts(cfg, weights, h_BxLxD, rotary, products)
@@ -246,7 +258,7 @@ def _mla_absorbed(cfg, layer, weights, h_BxLxD, rotary, attend, products):
         q_latent = q_latent + _by_row("blhr,bcr->blhc", low, a_BxCxr)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
     k = jnp.concatenate([latent_BxLxC[:, :, None], k_rope_BxLx1xR], axis=-1)
-    o_BxLxHxC = attend(layer, q, k, None, cfg.scores)
+    o_BxLxHxC = attend(layer, q, k, None, cfg.scores(kind))
     o_BxLxHxV = jnp.einsum("blhc,chv->blhv", o_BxLxHxC, up_CxHxN[..., m.nope_dim :])
     if adapter is not None:
         low = _by_row("blhc,bcr->blhr", o_BxLxHxC, a_BxCxr)

@@ -34,7 +34,7 @@ from flax import nnx
 from dora_jax.models import attention, moe
 from dora_jax.models.attention import ADAPTERS, Attend, Products, Spec, rematerialized, rms_norm
 from dora_jax.models.families import new_config
-from dora_jax.models.families.config import ModelConfig, RopeScaling, Scores
+from dora_jax.models.families.config import Kind, ModelConfig, RopeScaling, Scores
 from dora_jax.models.moe import Compute, Routed
 
 __all__ = [
@@ -96,6 +96,7 @@ class Run(NamedTuple):
     first: int  # number of the first one
     repeats: int
     layers: tuple[tuple[str, int], ...]  # of one repeat: the stack of each, and its place among those of that stack
+    kinds: tuple[Kind, ...]  # how each of them attends
     starts: dict[str, int]  # of these stacks, the index of the first one's layer
     counts: dict[str, int]  # layers of one repeat
 
@@ -115,7 +116,7 @@ class Run(NamedTuple):
 def runs(cfg: ModelConfig) -> tuple[Run, ...]:
     """All layers in their order, as few runs: of those that begin at a layer, the one that covers most."""
     places, spans, first = order(cfg), [], 0
-    kinds = [name for name, _ in places]
+    kinds = [(name, cfg.kind(layer)) for layer, (name, _) in enumerate(places)]
     while first < cfg.n_layers:
         period, repeats = 1, 1
         for length in range(1, (cfg.n_layers - first) // 2 + 1):
@@ -129,15 +130,18 @@ def runs(cfg: ModelConfig) -> tuple[Run, ...]:
             starts.setdefault(name, at)
         layers = tuple((name, at - starts[name]) for name, at in places[first : first + period])
         counts = {name: sum(name == other for other, _ in layers) for name in starts}
-        spans.append(Run(first, repeats, layers, starts, counts))
+        attends = tuple(kind for _, kind in kinds[first : first + period])
+        spans.append(Run(first, repeats, layers, attends, starts, counts))
         first += period * repeats
     return tuple(spans)
 
 
-def _param(key: jax.Array, name: str, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None) -> nnx.Param:
-    """Gaussian of standard deviation `scale`, or ones (a gain) where it is None; the key is folded with the name."""
+def _param(
+    key: jax.Array, name: str, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None, first: float = 1.0
+) -> nnx.Param:
+    """Gaussian of standard deviation `scale`, or `first` (a gain) where it is None; the key is folded with the name."""
     if scale is None:
-        return nnx.Param(jnp.ones(shape), axes=axes)
+        return nnx.Param(jnp.full(shape, first), axes=axes)
     named_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
     return nnx.Param(scale * jax.random.normal(named_key, shape), axes=axes)
 
@@ -147,7 +151,8 @@ class Layer(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, block: str, key: jax.Array):
         residual = 1 / math.sqrt(2 * cfg.n_layers)  # the residual stream keeps unit variance at any depth
-        specs = {name: Spec((cfg.d_model,), ("norm",), None) for name in ("attn_norm", "mlp_norm")}
+        ends = {"pre": ("",), "post": ("_post",), "both": ("", "_post")}[cfg.norms]
+        specs = {f"{x}{end}_norm": Spec((cfg.d_model,), ("norm",), None) for x in ("attn", "mlp") for end in ends}
         specs |= attention.specs(cfg, residual)
         if block != "moe":
             specs |= moe.dense_specs(cfg.d_model, cfg.d_ff, residual, "{}_proj")
@@ -156,7 +161,7 @@ class Layer(nnx.Module):
         if block != "dense":
             specs |= moe.specs(cfg, residual)
         for name, spec in specs.items():
-            setattr(self, name, _param(key, name, *spec))
+            setattr(self, name, _param(key, name, *spec, first=1 - cfg.gain_offset))
 
 
 class Ends(nnx.Module):
@@ -165,7 +170,7 @@ class Ends(nnx.Module):
     def __init__(self, cfg: ModelConfig, key: jax.Array):
         scale = cfg.d_model**-0.5
         self.embed = _param(key, "embed", (cfg.vocab_size, cfg.d_model), ("vocab", "embed"), scale)
-        self.final_norm = _param(key, "final_norm", (cfg.d_model,), ("norm",), None)
+        self.final_norm = _param(key, "final_norm", (cfg.d_model,), ("norm",), None, 1 - cfg.gain_offset)
         if not cfg.tie_embeddings:
             self.lm_head = _param(key, "lm_head", (cfg.d_model, cfg.vocab_size), ("embed", "vocab"), scale)
 
@@ -284,40 +289,49 @@ class _Pass(NamedTuple):
     """What every layer of a forward pass is given."""
 
     cfg: ModelConfig
-    rotary: tuple[jax.Array, jax.Array]
+    rotary: dict[Kind, tuple[jax.Array, jax.Array]]
     products: Products
     compute: Compute
     counted_BxL: jax.Array | None = None
 
-    def layer(self, block: str, layer, weights: Params, x_BxLxD, attend: Attend, forced_BxLxk=None):
-        """(x, what its router did or None) behind one layer: pre-norm, all parts residual."""
+    def layer(self, block: str, kind: Kind, layer, weights: Params, x_BxLxD, attend: Attend, forced_BxLxk=None):
+        """(x, what its router did or None) behind one layer, all parts residual."""
         if block != "shortcut":
-            x_BxLxD, h_BxLxD = self._attention(layer, weights, x_BxLxD, attend)
+            x_BxLxD, h_BxLxD = self._attention(kind, layer, weights, x_BxLxD, attend)
             with jax.named_scope("mlp"):
+                routed = None
                 if block == "dense":
-                    return x_BxLxD + moe.dense(weights, h_BxLxD, self.products, "{}_proj"), None
-                y_BxLxD, routed = self._mixture(weights, h_BxLxD, forced_BxLxk)
-                return x_BxLxD + y_BxLxD, routed
+                    y_BxLxD = moe.dense(weights, h_BxLxD, self.products, "{}_proj", self.cfg.activation)
+                else:
+                    y_BxLxD, routed = self._mixture(weights, h_BxLxD, forced_BxLxk)
+                return x_BxLxD + self._normed(weights, "mlp_post_norm", y_BxLxD), routed
         # LongCat: the mixture takes what the first dense feed-forward takes, and is added behind the second
         mixed = None
         for j in (0, 1):
             at = _sublayer(weights, j) | {ADAPTERS: _sublayer(weights.get(ADAPTERS, {}), j)}
             number = None if layer is None else 2 * layer + j
-            x_BxLxD, h_BxLxD = self._attention(number, at, x_BxLxD, attend)
+            x_BxLxD, h_BxLxD = self._attention(kind, number, at, x_BxLxD, attend)
             mixed = mixed or self._mixture(weights, h_BxLxD, forced_BxLxk)
             with jax.named_scope("mlp"):
                 x_BxLxD = x_BxLxD + moe.dense(at, h_BxLxD, self.products, "{}_proj")
         assert mixed is not None
         return x_BxLxD + mixed[0], mixed[1]
 
-    def _attention(self, layer, weights, x_BxLxD, attend):
+    def _attention(self, kind, layer, weights, x_BxLxD, attend):
         """(x behind the attention, what the feed-forward takes of it)."""
-        cfg = self.cfg
         with jax.named_scope("attention"):
-            h_BxLxD = rms_norm(x_BxLxD, weights["attn_norm"], cfg.norm_eps)
-            x_BxLxD = x_BxLxD + attention.run(cfg, layer, weights, h_BxLxD, self.rotary, attend, self.products)
+            h_BxLxD = self._normed(weights, "attn_norm", x_BxLxD)
+            rotary = self.rotary[kind]
+            y_BxLxD = attention.run(self.cfg, kind, layer, weights, h_BxLxD, rotary, attend, self.products)
+            x_BxLxD = x_BxLxD + self._normed(weights, "attn_post_norm", y_BxLxD)
         with jax.named_scope("mlp"):
-            return x_BxLxD, rms_norm(x_BxLxD, weights["mlp_norm"], cfg.norm_eps)
+            return x_BxLxD, self._normed(weights, "mlp_norm", x_BxLxD)
+
+    def _normed(self, weights, name: str, x_BxLxD):
+        """x behind the norm of this name, where the layer has it."""
+        if name not in weights:
+            return x_BxLxD
+        return rms_norm(x_BxLxD, weights[name], self.cfg.norm_eps, self.cfg.gain_offset)
 
     def _mixture(self, weights, h_BxLxD, forced_BxLxk):
         return moe.run(self.cfg, weights, h_BxLxD, self.products, self.compute, forced_BxLxk, self.counted_BxL)
@@ -363,42 +377,43 @@ def forward_routed(
     with jax.named_scope("embed"):
         # gathered over fsdp before the lookup: left to itself, XLA replicates the looked-up rows instead
         embed_VxD = constrain(params["embed"].astype(dtype), "vocab", None)
-        x_BxLxD = constrain(embed_VxD[tokens_BxL], "batch", "sequence")
+        x_BxLxD = constrain(_scaled(cfg, embed_VxD[tokens_BxL]), "batch", "sequence")
     products = Products(merge, absorbed=absorbed, gain=adapter_gain, rows=adapter_index)
-    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), products, compute, counted_BxL)
+    one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute, counted_BxL)
 
-    def run(block: str, layer: int | None, x, weights_and_routes):
+    def run(block: str, kind: Kind, layer: int | None, x, weights_and_routes):
         weights, forced_BxLxk = weights_and_routes
-        x, routed = one_pass.layer(block, layer, weights, x, attend, forced_BxLxk)
+        x, routed = one_pass.layer(block, kind, layer, weights, x, attend, forced_BxLxk)
         return constrain(x, "batch", "sequence"), routed
 
     every: list[Routed] = []  # with an axis of layers
     blocks, routes = stacks(cfg), None if routes_BxLxMxk is None else jnp.moveaxis(routes_BxLxMxk, 2, 0)
 
-    def body(name: str, layer: int | None):
-        return rematerialized(functools.partial(run, blocks[name].block, layer), remat, cfg)
+    def body(name: str, kind: Kind, layer: int | None):
+        return rematerialized(functools.partial(run, blocks[name].block, kind, layer), remat, cfg)
 
     if isinstance(params[LAYERS], list):
         for layer, (name, at) in enumerate(order(cfg)):
             forced = None if routes is None or blocks[name].block == "dense" else routes[at]
-            x_BxLxD, routed = body(name, layer)(x_BxLxD, (params[LAYERS][blocks[name].place + at], forced))
+            given = params[LAYERS][blocks[name].place + at], forced
+            x_BxLxD, routed = body(name, cfg.kind(layer), layer)(x_BxLxD, given)
             every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
     else:
         for span in runs(cfg):
 
             def repeat(x, given, span=span):
                 did = []
-                for name, at in span.layers:
+                for (name, at), kind in zip(span.layers, span.kinds, strict=True):
                     take = lambda w, at=at, name=name: w[at] if span.counts[name] > 1 else w
-                    x, routed = body(name, None)(x, jax.tree.map(take, given[name]))
+                    x, routed = body(name, kind, None)(x, jax.tree.map(take, given[name]))
                     did += [] if routed is None else [routed]
                 return x, jax.tree.map(lambda *each: jnp.stack(each), *did) if did else None
 
             mixture = {name for name in span.counts if blocks[name].block != "dense" and routes is not None}
-            given = {name: (params[name], routes if name in mixture else None) for name in span.counts}
-            x_BxLxD, routed = jax.lax.scan(repeat, x_BxLxD, {name: span.of(name, x) for name, x in given.items()})
+            stacked = {name: (params[name], routes if name in mixture else None) for name in span.counts}
+            x_BxLxD, routed = jax.lax.scan(repeat, x_BxLxD, {name: span.of(name, x) for name, x in stacked.items()})
             every += [] if routed is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
-    hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps)
+    hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps, cfg.gain_offset)
     return hidden_BxLxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *every) if every else None
 
 
@@ -430,15 +445,23 @@ def forward_carrying(
         return hidden_BxLxD, state, None if routed is None else routed.ids
     params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
-        x_BxLxD = params["embed"][tokens_BxL].astype(dtype)
+        x_BxLxD = _scaled(cfg, params["embed"][tokens_BxL].astype(dtype))
     products = Products(True, looped=True, absorbed=True, gain=adapter_gain, rows=adapter_index)
-    one_pass = _Pass(cfg, attention.rotary(cfg, positions_BxL), products, compute)
+    one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute)
     ids = None
     if cfg.experts:
         ids = jnp.zeros((cfg.expert_layers, *tokens_BxL.shape, cfg.experts.per_token), jnp.int32)
     for span in runs(cfg):
         x_BxLxD, state, ids = _looped(one_pass, span, params, x_BxLxD, attend_with, state, ids)
-    return rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps), state, ids
+    return rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps, cfg.gain_offset), state, ids
+
+
+def _scaled(cfg: ModelConfig, x_BxLxD):
+    return x_BxLxD if cfg.embed_scale == 1.0 else x_BxLxD * jnp.asarray(cfg.embed_scale, x_BxLxD.dtype)
+
+
+def _rotary(cfg: ModelConfig, positions_BxL) -> dict[Kind, tuple[jax.Array, jax.Array]]:
+    return {kind: attention.rotary(cfg, kind, positions_BxL) for kind in cfg.kinds}
 
 
 def _looped(one_pass: _Pass, span: Run, params: Params, x_BxLxD, attend_with, state, ids):
@@ -455,7 +478,8 @@ def _looped(one_pass: _Pass, span: Run, params: Params, x_BxLxD, attend_with, st
                 take = functools.partial(jax.lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
                 weights, layer = jax.tree.map(take, params[name]), span.first + repeat * period + j
                 state = jax.tree.map(lambda x: x, state)
-                x_BxLxD, routed = one_pass.layer(blocks[name].block, layer, weights, x_BxLxD, attend_with(state))
+                block, attend = blocks[name].block, attend_with(state)
+                x_BxLxD, routed = one_pass.layer(block, span.kinds[j], layer, weights, x_BxLxD, attend)
                 ids = ids if routed is None else ids.at[at].set(routed.ids)
         return x_BxLxD, state, ids
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax.models.families import ALIASES, FAMILIES, NOT_COMPUTED, family, own
-from dora_jax.models.families.config import ModelConfig, RopeScaling, Yarn
-from dora_jax.models.families.family import DEFAULTS, Fields
+from dora_jax.models.families.config import Linear, ModelConfig, RopeScaling, Yarn
+from dora_jax.models.families.family import DEFAULTS, FULL, SLIDING, Fields, rotary_tables
 
 # Switches that would change the function; the value here is the only one the decoder computes.
 FIXED = {
@@ -97,39 +97,40 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     defaults = {known.names.get(name, name): value for name, value in known.defaults.items()}
     fields = Fields({**defaults, **raw}, file, known.names)
     for name, value in FIXED.items():
+        if name in known.reads:
+            continue
         unused = name == "sliding_window" and raw.get("use_sliding_window") is False
         if raw.get(name, value) not in (value, None) and not unused:
             raise ValueError(f"{file} has {name}={raw[name]!r:.60}; the decoder computes {name}={value!r} only")
-    if set(fields.value("layer_types", list) or ()) - {"full_attention"}:
+    if "layer_types" not in known.reads and set(fields.value("layer_types", list) or ()) - {"full_attention"}:
         raise ValueError(f"{file} has layer_types other than full_attention; the decoder attends in full only")
     # Base and scaling of the rotary angles; where both spellings stand in one file they have to agree
     new, old = (fields.value(name, dict) or {} for name in ("rope_parameters", "rope_scaling"))
+    for kind, table in rotary_tables(fields):  # of other layers they are the family's to read
+        new = table.raw if kind == FULL else new
     thetas = {theta for entry in (raw, new) if (theta := Fields(entry, file).number("rope_theta")) is not None}
-    scalings = [_scaling(Fields(entry, file), fields) for entry in (new, old) if entry]
-    if len(thetas) > 1 or len(set(scalings)) > 1:
-        raise ValueError(f"{file} gives rope_parameters that disagree with its rope_theta or rope_scaling")
-    d_model, n_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    sizes = {
-        "vocab_size": fields.size("vocab_size"),
-        "d_model": d_model,
-        "n_heads": n_heads,
-        "n_layers": fields.size("num_hidden_layers"),
-        "n_kv_heads": fields.size("num_key_value_heads", n_heads),
-        "head_dim": fields.size("head_dim", known.defaults.get("head_dim") or d_model // n_heads),
-        "d_ff": fields.size("intermediate_size"),
-        "max_position": fields.size("max_position_embeddings"),
-    }
-    tied = fields.value("tie_word_embeddings", bool)
     try:
-        return ModelConfig(
-            family=known.model_type,
-            **known.switches,
-            rope_theta=thetas.pop() if thetas else known.defaults["rope_theta"],
-            rope_scaling=scalings[0] if scalings else None,
-            tie_embeddings=scorer or bool(tied),
-            norm_eps=fields.number("rms_norm_eps", known.defaults["rms_norm_eps"]),
-            **sizes | known.read(fields),
-        )
+        its_own = known.read(fields)
+        rotated = its_own.get("rope_part", 1.0)
+        scalings = [_scaling(Fields(entry, file), fields, rotated) for entry in (new, old) if entry]
+        if len(thetas) > 1 or len(set(scalings)) > 1:
+            raise ValueError(f"{file} gives rope_parameters that disagree with its rope_theta or rope_scaling")
+        d_model, n_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        sizes = {
+            "vocab_size": fields.size("vocab_size"),
+            "d_model": d_model,
+            "n_heads": n_heads,
+            "n_layers": fields.size("num_hidden_layers"),
+            "n_kv_heads": fields.size("num_key_value_heads", n_heads),
+            "head_dim": fields.size("head_dim", known.defaults.get("head_dim") or d_model // n_heads),
+            "d_ff": fields.size("intermediate_size"),
+            "max_position": fields.size("max_position_embeddings"),
+            "rope_theta": thetas.pop() if thetas else known.defaults["rope_theta"],
+            "rope_scaling": scalings[0] if scalings else None,
+            "tie_embeddings": scorer or bool(fields.value("tie_word_embeddings", bool)),
+            "norm_eps": fields.number("rms_norm_eps", known.defaults["rms_norm_eps"]),
+        }
+        return ModelConfig(family=known.model_type, **{**known.switches, **sizes, **its_own})
     except ValueError as error:
         raise error if str(error).startswith(str(file)) else ValueError(f"{file}: {error}") from error
 
@@ -138,12 +139,16 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     """The object to write: `base` (a source's config.json, or empty) with every field of `cfg`, in both spellings."""
     known, scaling = family(cfg.family), None
     if cfg.rope_scaling is not None:
-        llama = isinstance(cfg.rope_scaling, RopeScaling)
-        kinds = {"rope_type": "llama3"} if llama else {"rope_type": "yarn", "type": "yarn"}
+        kind = {RopeScaling: "llama3", Linear: "linear", Yarn: "yarn"}[type(cfg.rope_scaling)]
+        kinds = {"rope_type": kind} if kind == "llama3" else {"rope_type": kind, "type": kind}
         entries = dataclasses.asdict(cfg.rope_scaling)
-        entries["original_max_position_embeddings"] = entries.pop("original_max_position")
+        if kind != "linear":
+            entries["original_max_position_embeddings"] = entries.pop("original_max_position")
         absent = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if not entries.get(name)]
         scaling = kinds | {name: x for name, x in entries.items() if name not in absent}
+    full = {"rope_type": "default", **(scaling or {}), "rope_theta": cfg.rope_theta}
+    full |= {"partial_rotary_factor": cfg.rope_part} if cfg.rope_part != 1.0 else {}
+    local = max(kind.theta for kind in cfg.kinds)  # base of the layers that have one of their own
     respelled = ("num_local_experts",) if cfg.experts else ()  # of transformers 5, beside the hub's own
     usual = {
         "architectures": [known.architecture],
@@ -161,7 +166,7 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
         "tie_word_embeddings": cfg.tie_embeddings,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": cfg.rope_theta},
+        "rope_parameters": {FULL: full} | {SLIDING: {"rope_type": "default", "rope_theta": local}} if local else full,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
@@ -172,18 +177,21 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     }
 
 
-def _scaling(entry: Fields, fields: Fields) -> RopeScaling | Yarn | None:
+def _scaling(entry: Fields, fields: Fields, rotated: float) -> RopeScaling | Yarn | Linear | None:
+    """rotated: the share of a head that is."""
     file, kind = entry.file, entry.raw.get("rope_type") or entry.raw.get("type") or "default"
-    if entry.raw.get("partial_rotary_factor", 1.0) != 1.0:
+    if entry.raw.get("partial_rotary_factor", rotated) != rotated:
         raise ValueError(f"{file} has partial_rotary_factor={entry.raw['partial_rotary_factor']!r}; heads rotate whole")
     if kind == "default":
         return None
-    if kind not in ("llama3", "yarn"):
-        raise ValueError(f"{file} asks for rope scaling {kind!r}; known: default, llama3, yarn")
+    if kind not in ("llama3", "yarn", "linear"):
+        raise ValueError(f"{file} asks for rope scaling {kind!r}; known: default, llama3, yarn, linear")
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     factors = {name: value for name in needed if (value := entry.number(name)) is not None}
     if lacking := [name for name in needed if name not in factors]:
         raise ValueError(f"{file} asks for rope scaling {kind} without {lacking[0]}")
+    if kind == "linear":
+        return Linear(**factors)
     original = entry.size("original_max_position_embeddings", fields.raw.get("max_position_embeddings"))
     if kind == "llama3":
         return RopeScaling(**factors, original_max_position=original)

@@ -15,6 +15,7 @@ states alone, whatever computes the experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -67,9 +68,12 @@ def dense_specs(d: int, f: int, residual: float, name: str) -> dict[str, Spec]:
     }
 
 
-def dense(weights: Weights, h_BxLxD: jax.Array, products: Products, name: str) -> jax.Array:
-    """SwiGLU."""
-    gate_BxLxF = jax.nn.silu(products(weights, h_BxLxD, name.format("gate")))
+GATES = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}  # by cfg.activation
+
+
+def dense(weights: Weights, h_BxLxD: jax.Array, products: Products, name: str, gate: str = "silu") -> jax.Array:
+    """SwiGLU, or the same with another activation."""
+    gate_BxLxF = GATES[gate](products(weights, h_BxLxD, name.format("gate")))
     return products(weights, gate_BxLxF * products(weights, h_BxLxD, name.format("up")), name.format("down"))
 
 

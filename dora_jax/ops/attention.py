@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged_attention
 
+from dora_jax.models.decoder import Scores
 from dora_jax.ops import latent_attention
 from dora_jax.ops.latent_attention import check_pages
 
@@ -35,29 +36,34 @@ def chunk_attention(
     past_len_B,
     k_new_BxKxDxM,
     v_new_BxKxMxD,
-    new_mask_LxM,
-    scale: float,
+    at_L,
+    scores: Scores,
 ) -> jax.Array:
     """o[B, L, H, D of v]. `past`: (k [B,K,D,S], v [B,K,S,D]) blocks, of which the first past_len positions count; V
-    must be zero beyond. `new_mask_LxM` says which of the M new positions each of the L queries sees, itself at
-    least."""
+    must be zero beyond. at_L: i32[L], which of the M new positions each query is, which sees itself and what is before
+    it, as far as its window reaches."""
     b, length, heads, d = q_BxLxHxD.shape
     kv = k_new_BxKxDxM.shape[1]
     group = heads // kv
     q = q_BxLxHxD.reshape(b, length, kv, group, d).transpose(0, 2, 3, 1, 4).reshape(b, kv, group * length, d)
 
-    def scores(k_BxKxDxS, mask):
+    def products(k_BxKxDxS, mask):
         s = jnp.einsum("bkqd,bkds->bkqs", q, k_BxKxDxS, preferred_element_type=jnp.float32)
-        return jnp.where(mask, s * scale, MASKED)
+        return jnp.where(mask, s * scores.scale, MASKED)
 
     parts, start = [], 0
     for k, v in past:
         width = k.shape[-1]
-        seen = (start + jnp.arange(width))[None, None, None, :] < past_len_B[:, None, None, None]
-        parts.append((scores(k, seen), v))
+        at_S = (start + jnp.arange(width))[None, None, None, :]
+        seen = at_S < past_len_B[:, None, None, None]
+        if scores.window:
+            last_BxL = past_len_B[:, None] + jnp.tile(at_L, group)[None]
+            seen &= at_S > last_BxL[:, None, :, None] - scores.window
+        parts.append((products(k, seen), v))
         start += width
-    mask = jnp.tile(new_mask_LxM, (group, 1))[None, None]
-    parts.append((scores(k_new_BxKxDxM, mask), v_new_BxKxMxD))
+    behind_LxM = at_L[:, None] - jnp.arange(k_new_BxKxDxM.shape[-1])[None]  # how far a position is behind the query's
+    mask_LxM = (behind_LxM >= 0) & (behind_LxM < (scores.window or behind_LxM.shape[1]))
+    parts.append((products(k_new_BxKxDxM, jnp.tile(mask_LxM, (group, 1))[None, None]), v_new_BxKxMxD))
     # Softmax over all parts; the new positions first, then the past in order, masked tail blocks add zeros
     peak = parts[-1][0].max(-1, keepdims=True)
     for s, _ in parts[:-1]:
@@ -110,7 +116,7 @@ def paged_kernel(impl: str, rank: int = 0) -> Callable[..., jax.Array]:
 
 
 def paged_step(
-    q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scale: float, impl: str, rank: int = 0
+    q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scores: Scores, impl: str, rank: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """(o[S, L, H, D], the pages with the new KV): the L queries of a sequence are its last L positions, whose KV is
     `new`, in the pages' type; each query sees itself and what is before it.
@@ -121,15 +127,16 @@ def paged_step(
     comes padded.
     """
     if impl == "tokamax":
-        return tokamax_step(q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scale)
+        return tokamax_step(q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scores)
     length, size = q_SxLxHxD.shape[1], pages.shape[1]
     at_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
     page_SxL = jnp.take_along_axis(tables_SxM, at_SxL // size, axis=1)
     pages = pages.at[page_SxL, at_SxL % size].set(new)
-    return paged_kernel(impl, rank)(q_SxLxHxD, pages, kv_lens_S, tables_SxM, scale), pages
+    how = scores.scale if rank else scores  # latent layers have no windows
+    return paged_kernel(impl, rank)(q_SxLxHxD, pages, kv_lens_S, tables_SxM, how), pages
 
 
-def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
+def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores) -> jax.Array:
     """`paged_step` with the KV written already, by jax's ragged paged attention for TPUs."""
     check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
@@ -144,7 +151,8 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
         tables_SxM,
         jnp.arange(s + 1, dtype=jnp.int32) * length,
         jnp.full((1,), s, jnp.int32),
-        sm_scale=scale,
+        sm_scale=scores.scale,
+        sliding_window=scores.window or None,
         **scales,
         num_kv_pages_per_block=block_pages,
         num_queries_per_block=min(length, BLOCK_QUERIES),
@@ -153,7 +161,7 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
 
 
 def tokamax_step(
-    q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float, implementation: str = "kernel"
+    q_SxLxHxD, new_SxLxCxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores, implementation: str = "kernel"
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_step` by tokamax's batched ragged paged attention. implementation: "kernel", or "reference", its plain
     XLA.
@@ -168,7 +176,8 @@ def tokamax_step(
     new_TxCxD = new_SxLxCxD.reshape(s * length, -1, d)
     decoding = s if length == 1 else 0
     narrower = kv_pages_NxPxCxD.dtype != q_SxLxHxD.dtype
-    options = dict(sm_scale=scale, **({"k_scale": 1.0, "v_scale": 1.0} if narrower else {}))
+    options = dict(sm_scale=scores.scale, sliding_window=scores.window or None)
+    options |= {"k_scale": 1.0, "v_scale": 1.0} if narrower else {}
     attend = reference.batched_ragged_paged_attention_reference
     if implementation == "kernel":
         blocks, attend = dict(bkv_sz=BLOCK_TOKENS, n_buffer=3), wrapper.ragged_paged_attention
@@ -190,7 +199,7 @@ def tokamax_step(
     return o_TxHxD.reshape(q_SxLxHxD.shape), kv_pages_NxPxCxD
 
 
-def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: float) -> jax.Array:
+def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores) -> jax.Array:
     """The same in plain XLA: every sequence's pages side by side, one softmax."""
     check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, _heads, d = q_SxLxHxD.shape
@@ -199,8 +208,9 @@ def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scale: f
     own_SxT = at_T[None] < kv_lens_S[:, None]
     k_SxTxKxD, v_SxTxKxD = (jnp.where(own_SxT[:, :, None, None], x, 0) for x in (kv[:, :, 0::2], kv[:, :, 1::2]))
     q = q_SxLxHxD.reshape(s, length, k_SxTxKxD.shape[2], -1, d)
-    scores = jnp.einsum("slkgd,stkd->skglt", q, k_SxTxKxD, preferred_element_type=jnp.float32) * scale
+    found = jnp.einsum("slkgd,stkd->skglt", q, k_SxTxKxD, preferred_element_type=jnp.float32) * scores.scale
     last_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
     seen_SxLxT = at_T[None, None] <= last_SxL[:, :, None]
-    weights = jax.nn.softmax(jnp.where(seen_SxLxT[:, None, None], scores, MASKED), axis=-1).astype(kv.dtype)
+    seen_SxLxT &= at_T[None, None] > last_SxL[:, :, None] - (scores.window or len(at_T))
+    weights = jax.nn.softmax(jnp.where(seen_SxLxT[:, None, None], found, MASKED), axis=-1).astype(kv.dtype)
     return jnp.einsum("skglt,stkd->slkgd", weights, v_SxTxKxD).reshape(q_SxLxHxD.shape).astype(q_SxLxHxD.dtype)

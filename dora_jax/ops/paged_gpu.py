@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from dora_jax.models.decoder import Scores
 from dora_jax.ops import latent_attention
 from dora_jax.ops.latent_attention import dot
 
@@ -40,7 +41,7 @@ def paged_attention(
     kv_pages_NxPxCxD,
     kv_lens_S,
     tables_SxM,
-    scale: float,
+    scores: Scores,
     *,
     span: int = SPAN,
     block: int = BLOCK,
@@ -78,7 +79,8 @@ def paged_attention(
         outs = [jax.ShapeDtypeStruct((*partials, d), jnp.float32), jax.ShapeDtypeStruct(partials, jnp.float32)]
     kernel = functools.partial(
         _attend,
-        scale=scale * LOG2E,
+        scale=scores.scale * LOG2E,
+        window=scores.window,
         group=group,
         rows=rows,
         block=block,
@@ -114,6 +116,7 @@ def _attend(
     o_ref,
     *lse_ref,
     scale: float,
+    window: int,
     group: int,
     rows: int,
     block: int,
@@ -138,6 +141,10 @@ def _attend(
     start = 0 if span is None else split * span
     stop = n - length + 1 + jnp.minimum(length - 1, jax.lax.div(first * rows + rows - 1, group))
     stop = stop if span is None else jnp.minimum(stop, start + span)
+    inside = start < stop  # even where it is all before the window, it is a partial, of nothing
+    if window:  # blocks before the window of the first query are left out
+        oldest = n - length + jax.lax.div(first * rows, group) + 1 - window
+        start = jnp.maximum(start, jax.lax.div(jnp.maximum(oldest, 0), block) * block)
     where_Rx1 = s, query_R[:, None], head_R[:, None]
     q_RxD = plgpu.load(q_ref.at[*where_Rx1, lane_1xD], mask=(real_R & (start < stop))[:, None], other=0.0)
 
@@ -154,6 +161,8 @@ def _attend(
             for i in (0, 1)
         )
         seen_RxT = (at_T[None] < seen_R[:, None]) & own_T[None]
+        if window:
+            seen_RxT &= at_T[None] >= seen_R[:, None] - window
         scores_RxT = jnp.where(seen_RxT, dot(q_RxD, k_TxD.T, 0) * scale, MASKED)
         new_peak_R = jnp.maximum(peak_R, scores_RxT.max(-1))
         kept_R = jnp.exp2(peak_R - new_peak_R)
@@ -168,7 +177,7 @@ def _attend(
     if splits == 1:
         plgpu.store(o_ref.at[*where_Rx1, lane_1xD], o_RxD.astype(o_ref.dtype), mask=real_R[:, None])
     else:
-        written_R = real_R & (start < stop)
+        written_R = real_R & inside
         plgpu.store(o_ref.at[*where_Rx1, split, lane_1xD], o_RxD, mask=written_R[:, None])
         plgpu.store(lse_ref[0].at[s, query_R, head_R, split], peak_R + jnp.log2(total_R), mask=written_R)
 

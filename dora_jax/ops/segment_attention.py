@@ -79,7 +79,7 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 
     def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
         length, group = q_BxLxHxD.shape[1], q_BxLxHxD.shape[2] // k_BxLxKxD.shape[2]
-        kernel = splash_kernel(group, length, context, interpret, q_BxLxHxD.shape[3])
+        kernel = splash_kernel(group, length, context, interpret, q_BxLxHxD.shape[3], scores.window)
         shards = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "context")))
         rows, heads = spec("batch", "sequence"), spec("batch", "sequence", "heads")
         keys = spec("batch", "sequence", "kv_heads")
@@ -94,7 +94,7 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
 
 @functools.cache
 def splash_kernel(
-    group: int, length: int, context: int, interpret: bool, width: int = LANES
+    group: int, length: int, context: int, interpret: bool, width: int = LANES, window: int = 0
 ) -> splash.SplashAttentionKernel:
     """`group` query heads of `width` numbers on one KV head; its tables of blocks are numpy arrays, so that no trace
     owns them. Blocks of wider heads are shorter: they have to fit the chip's vector memory."""
@@ -107,7 +107,9 @@ def splash_kernel(
     else:
         backward |= {"use_fused_bwd_kernel": True}
     sizes = splash.BlockSizes(block_q=queries, block_kv=keys, block_kv_compute=compute, **backward)
-    mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((length, length)) for _ in range(group)])
+    square = length, length
+    one = splash_mask.LocalMask(square, (window - 1, 0), 0) if window else splash_mask.CausalMask(square)
+    mask = splash_mask.MultiHeadMask([one] * group)
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mqa(
             mask,
@@ -141,11 +143,12 @@ def cudnn_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> 
     it writes.
     """
 
-    def local(scale, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where):
-        same_Bx1xLxL = _may_see(where, where)[:, None]
+    def local(scores: Scores, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where):
+        same_Bx1xLxL = _may_see(where, where, scores.window)[:, None]
         o_BxLxHxD = jax.nn.dot_product_attention(
-            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True, scale=scale, implementation="cudnn"
-        )
+            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, mask=same_Bx1xLxL, is_causal=True, scale=scores.scale,
+            implementation="cudnn",
+        )  # fmt: skip
         return jax.ad_checkpoint.checkpoint_name(o_BxLxHxD, KEPT)
 
     where = (segment_ids_BxL, positions_BxL, *prefix_ids)
@@ -153,7 +156,7 @@ def cudnn_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> 
 
     def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
         run = jax.shard_map(
-            functools.partial(local, scores.scale),
+            functools.partial(local, scores),
             mesh=mesh,
             in_specs=(heads, keys, keys, *[rows] * len(where)),
             out_specs=heads,
@@ -205,12 +208,13 @@ def context_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -
     return attend
 
 
-def _may_see(q_where, k_where):
+def _may_see(q_where, k_where, window: int):
     """bool[B, L, M]: whether a query looks at a key, by (segment ids, positions) and ids of shared prompts, if any."""
     same = q_where[0][:, :, None] == k_where[0][:, None, :]
     if len(q_where) > 2:
         same |= q_where[2][:, :, None] == k_where[0][:, None, :]
-    return same & (q_where[1][:, :, None] >= k_where[1][:, None, :])
+    behind = q_where[1][:, :, None] - k_where[1][:, None, :]
+    return same & (behind >= 0) & (behind < window) if window else same & (behind >= 0)
 
 
 def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
@@ -224,7 +228,8 @@ def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_w
 
         def attend(part):
             q, *where = part
-            return attend_block(scores.scale, q, k_BxKxDxM, v_BxKxMxD, _may_see(where, k_where)[:, None, None])
+            mask_Bx1x1xCxM = _may_see(where, k_where, scores.window)[:, None, None]
+            return attend_block(scores.scale, q, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xCxM)
 
         parts = tuple(
             jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :]), axis, 0)
@@ -236,7 +241,7 @@ def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_w
         block = max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
         bounds = [(start, min(start + block, length)) for start in range(0, length, block)]
         ends = [stop if triangular else k_BxKxDxM.shape[-1] for _, stop in bounds]
-        mask_Bx1x1xLxM = _may_see(q_where, k_where)[:, None, None]
+        mask_Bx1x1xLxM = _may_see(q_where, k_where, scores.window)[:, None, None]
         o_BxKxGxLxD = jnp.concatenate(
             [
                 attend_block(

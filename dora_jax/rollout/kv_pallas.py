@@ -128,7 +128,7 @@ class Paged:
         impl, kv, size = self.shapes.attention, self.kv, self.shapes.page_size
         lens_S = positions_SxL[:, -1] + 1
 
-        def run(scale, q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL):
+        def run(scores, q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL):
             rows = self._rows(k, v)
             kept = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
             rows = narrow(jnp.where(kept, rows, 0), self.pool_dtype)
@@ -137,7 +137,8 @@ class Paged:
                 held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1)[:, 0]]
                 stays = jnp.expand_dims(is_kept_SxL[:, :size], range(2, rows.ndim))
                 rows = rows.at[:, :size].set(jnp.where(stays, held, rows[:, :size]))
-            o, pages = attention.paged_step(self._padded(q), rows, pages, lens_S, tables_SxM, scale, impl, rank=kv.rank)
+            q, rank = self._padded(q), kv.rank
+            o, pages = attention.paged_step(q, rows, pages, lens_S, tables_SxM, scores, impl, rank=rank)
             return o[..., : kv.rank or kv.value_dim], pages
 
         heads = PartitionSpec(None, None, serving_table(self.mesh)["heads"])
@@ -150,7 +151,7 @@ class Paged:
         def attend(layer, q, k, v, scores):
             tables = tables_SxM + layer * (self.shapes.pages + 1)
             inputs = q, k, v, pool[0], tables, lens_S, real_SxL, is_kept_SxL
-            o, pool[0] = split(functools.partial(run, scores.scale))(*inputs)
+            o, pool[0] = split(functools.partial(run, scores))(*inputs)
             return o
 
         return attend

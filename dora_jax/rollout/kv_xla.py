@@ -52,13 +52,12 @@ class Gathered:
         """The `attend` of step i; it puts the new KV into `new`, which the caller hands to the next step."""
         del active_B  # what a finished row computes is not kept: see `end`
         past, past_B = fixed
-        seen_1xN = (jnp.arange(self.shapes.steps) <= i)[None]
 
         def attend(layer, q, k, v, scores):
             for name, x in self._turned(k, v).items():
                 new[name][layer] = jax.lax.dynamic_update_slice_in_dim(new[name][layer], x, i, POSITIONS[name] % 4)
             now = {name: of_layers[layer] for name, of_layers in new.items()}
-            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), seen_1xN, scores.scale)
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), i[None], scores)
 
         return attend
 
@@ -71,8 +70,7 @@ class Gathered:
             now = self._turned(k, v)
             for name, x in now.items():
                 new[name][layer] = x
-            causal_LxL = jnp.tri(k.shape[1], dtype=bool)
-            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), causal_LxL, scores.scale)
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), jnp.arange(k.shape[1]), scores)
 
         return attend
 
@@ -106,7 +104,6 @@ class Gathered:
         del length_R  # positions beyond it go to the dummy page or to places that are written again before they count
         past = self._gather(pool, past_RxP, start_R)
         chunk, size = self.shapes.chunk, self.shapes.page_size
-        causal_LxL = jnp.arange(chunk)[:, None] >= jnp.arange(chunk)[None]
         is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
 
         def attend(layer, q, k, v, scores):
@@ -119,7 +116,7 @@ class Gathered:
                 now[name] = jax.lax.dynamic_update_slice_in_dim(x, jnp.where(is_kept, held, first), 0, axis)
                 new = narrow(_cut(now[name], name, size), self.pool_dtype)
                 pool[name][layer] = pages.at[write_RxW].set(new)
-            return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), causal_LxL, scores.scale)
+            return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), jnp.arange(chunk), scores)
 
         return attend
 

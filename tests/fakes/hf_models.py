@@ -91,6 +91,22 @@ EXTRAS = {
 }
 
 
+# families of layer patterns, of sizes at which text is longer than two windows
+NEWER = {
+    "gemma3_text": {
+        "num_hidden_layers": 8,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 11,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        },
+    },
+    "smollm3": {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 2e6}},
+}  # fmt: skip
+
+
 def transformers():
     pytest.importorskip("torch", reason="torch is not installed: parity is checked against tests/data/golden instead")
     return pytest.importorskip("transformers", reason="transformers is not installed: see tests/data/golden")
@@ -103,13 +119,13 @@ def torch_model(family: str, *, tied: bool, seed: int = 0, **changes):
     import torch
 
     torch.manual_seed(seed)
-    fields = SIZES | EXTRAS[family] | {"tie_word_embeddings": tied} | changes
+    fields = SIZES | (EXTRAS | NEWER)[family] | {"tie_word_embeddings": tied} | changes
     config = library.AutoConfig.for_model(family, **fields)
     model = library.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         biases = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for name, weight in [*model.named_parameters(), *biases]:
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            weight.normal_(1.0 if "norm" in name and family != "gemma3_text" else 0.0, 0.3)  # its gains are 1 + w
     return model
 
 

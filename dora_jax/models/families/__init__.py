@@ -8,20 +8,31 @@ from __future__ import annotations
 from typing import Any
 
 from dora_jax.base import callables
-from dora_jax.models.families import deepseek_v3, llama, longcat_flash, mistral, qwen2, qwen3, qwen3_moe
+from dora_jax.models.families import (
+    deepseek_v3,
+    gemma3,
+    llama,
+    longcat_flash,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)  # fmt: skip
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
-FAMILIES = tuple(module.FAMILY for module in _MODULES)
+_NEWER = (gemma3, smollm3)
+FAMILIES = tuple(module.FAMILY for module in (*_MODULES, *_NEWER))
+
 used: dict[str, None] = {}  # import paths that `use` was given
+
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type -> the family whose every field and tensor it has
 NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
     "gemma3": "layers that attend in windows beside those that attend in full, and norms behind them",
-    "gemma3_text": "layers that attend in windows beside those that attend in full, and norms behind them",
     "olmo2": "norms behind attention and feed-forward, and queries and keys normed over all heads at once",
-    "olmo3": "norms behind attention and feed-forward, and layers that attend in windows",
     "qwen3_next": "layers of linear attention",
     "qwen3_5": "layers of linear attention",
     "qwen3_5_text": "layers of linear attention",

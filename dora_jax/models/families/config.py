@@ -12,6 +12,8 @@ import math
 
 MAX_LAYERS = 10_000  # ten times what any model has; the names of a billion layers' tensors take all memory
 ROUTERS = ("softmax", "sigmoid")
+NORMS = ("pre", "post", "both")  # where a layer's norms stand: before its two parts, behind them, or both
+ACTIVATIONS = ("silu", "gelu_tanh")
 EXPERT_SLACK = 1.25  # rows of a block of grouped_experts.py, times those of an even load
 
 
@@ -56,11 +58,28 @@ class Yarn:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Positions divided by a factor (`rope_type: linear`)."""
+
+    factor: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """How one attention makes scores of queries and keys."""
 
     scale: float  # their products are multiplied by it, in f32
+    window: int = 0  # positions that a query sees, its own the last; 0: all up to its own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How a layer attends where layers differ."""
+
+    window: int = 0  # see Scores
+    theta: float = 0.0  # base of its rotary angles, which are not scaled then; 0: the model's own
+    rotated: bool = True  # whether queries and keys are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,9 +154,17 @@ class ModelConfig:
     head_dim: int  # of queries and keys
     d_ff: int  # of the dense feed-forward
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | Yarn | None = None
+    rope_scaling: RopeScaling | Yarn | Linear | None = None
+    rope_part: float = 1.0  # of a head, from its first number on, is rotated
+    kinds: tuple[Kind, ...] = (Kind(),)  # of consecutive layers, again and again
     qk_norm: bool
+    qk_norm_whole: bool = False  # queries are normed over all heads at once, and keys
     qkv_bias: bool
+    query_scale: float = 0.0  # queries are divided by its root; 0: by that of head_dim
+    norms: str = "pre"
+    gain_offset: float = 0.0  # is added to every gain
+    activation: str = "silu"
+    embed_scale: float = 1.0  # of what the embedding gives, rounded to its type
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     max_position: int = 32768
@@ -157,6 +184,10 @@ class ModelConfig:
         if self.rope_dim % 2:
             name = "rope_dim" if self.latent else "head_dim"
             raise ValueError(f"model {name} {self.rope_dim} is odd; rotary embeddings need pairs")
+        if self.norms not in NORMS or self.activation not in ACTIVATIONS:
+            raise ValueError(f"model norms {self.norms!r} and activation {self.activation!r}: {NORMS} x {ACTIVATIONS}")
+        if self.latent and (self.windows or self.rope_part != 1.0 or self.qk_norm):
+            raise ValueError("model latent: windows and heads that are normed or partly rotated are of grouped queries")
         if self.experts and not self.expert_layers:
             raise ValueError(
                 f"model n_layers {self.n_layers} leaves no layer behind experts.first_dense {self.experts.first_dense} "
@@ -178,7 +209,15 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Numbers of a head that are rotated."""
-        return self.latent.rope_dim if self.latent else self.head_dim
+        return self.latent.rope_dim if self.latent else int(self.head_dim * self.rope_part)
+
+    def kind(self, layer: int) -> Kind:
+        return self.kinds[layer % len(self.kinds)]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer that has one."""
+        return tuple(window for i in range(self.n_layers) if (window := self.kind(i).window))
 
     @property
     def kv_layers(self) -> int:
@@ -203,10 +242,9 @@ class ModelConfig:
         e = self.experts
         return e is not None and layer >= e.first_dense and layer not in e.dense
 
-    @property
-    def scores(self) -> Scores:
+    def scores(self, kind: Kind) -> Scores:
         gain = self.rope_scaling.score_gain if self.latent and isinstance(self.rope_scaling, Yarn) else 1.0
-        return Scores(self.head_dim**-0.5 * gain)
+        return Scores((self.query_scale or self.head_dim) ** -0.5 * gain, kind.window)
 
     @property
     def q_width(self) -> int:
@@ -255,12 +293,14 @@ class ModelConfig:
     @property
     def gain_params(self) -> int:
         """Gains and biases: small, and replicated but for the biases."""
-        attention = self.d_model
-        attention += 2 * self.head_dim if self.qk_norm else 0
+        attention = self.d_model * (2 if self.norms == "both" else 1)
+        normed = self.q_width + self.kv_width if self.qk_norm_whole else 2 * self.head_dim
+        attention += normed if self.qk_norm else 0
         attention += self.q_width + 2 * self.kv_width if self.qkv_bias else 0
         attention += self.latent.q_rank + self.latent.kv_rank if self.latent else 0
         biases = self.expert_layers * self.experts.choices if self.experts and self.experts.corrected else 0
-        return self.kv_layers * (attention + self.d_model) + biases + self.d_model
+        feed_forward = self.d_model * (2 if self.norms == "both" else 1)
+        return self.kv_layers * (attention + feed_forward) + biases + self.d_model
 
     @property
     def wide_params(self) -> int:

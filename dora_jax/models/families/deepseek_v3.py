@@ -1,11 +1,12 @@
 """DeepSeek-V3 and R1: latent attention; sigmoid scores, of which the best groups take part; one shared expert."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from dora_jax.models.families.config import Experts, Latent, ModelConfig, Yarn
 from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
 
-_ROUTING: dict[str, Any] = {"router": "sigmoid", "corrected": True}
+ROUTING: dict[str, Any] = {"router": "sigmoid", "corrected": True}
 
 
 def read_latent(fields: Fields) -> dict[str, Any]:
@@ -39,43 +40,56 @@ def write_latent(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
-    fields.only("moe_layer_freq", 1)
-    experts = Experts(
+def read_experts(fields: Fields, dense: Sequence[int]) -> Experts:
+    """A mixture by the rules of DeepSeek-V3; dense: the layers without one."""
+    first = next((i for i, layer in enumerate(dense) if i != layer), len(dense))
+    return Experts(
         count=fields.either("num_local_experts", "n_routed_experts"),
         per_token=fields.size("num_experts_per_tok"),
         width=fields.size("moe_intermediate_size"),
         shared=fields.size("n_shared_experts", 0, least=0),
-        first_dense=fields.size("first_k_dense_replace", 0, least=0),
-        **_ROUTING,
+        first_dense=first,
+        dense=tuple(dense[first:]),
+        **ROUTING,
         groups=fields.size("n_group"),
         top_groups=fields.size("topk_group"),
         renormalize=bool(fields.value("norm_topk_prob", bool)),
         scale=fields.number("routed_scaling_factor", 1.0),
     )
-    return {"experts": experts, **read_latent(fields)}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def write_experts(cfg: ModelConfig) -> dict[str, Any]:
     e = cfg.moe
     return {
-        **write_latent(cfg),
-        "rope_interleave": True,
         "n_routed_experts": e.count,
         "num_experts_per_tok": e.per_token,
         "moe_intermediate_size": e.width,
         "n_shared_experts": e.shared,
-        "first_k_dense_replace": e.first_dense,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "n_group": e.groups,
         "topk_group": e.top_groups,
         "norm_topk_prob": e.renormalize,
         "routed_scaling_factor": e.scale,
         "num_nextn_predict_layers": 0,
+    }
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("moe_layer_freq", 1)
+    dense = range(fields.size("first_k_dense_replace", 0, least=0))
+    return {"experts": read_experts(fields, dense), **read_latent(fields)}
+
+
+def _write(cfg: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_latent(cfg),
+        **write_experts(cfg),
+        "rope_interleave": True,
+        "first_k_dense_replace": cfg.moe.first_dense,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     }
 
 
@@ -95,7 +109,7 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
-    mixture=_ROUTING,
+    mixture=ROUTING,
     latent=True,
     read=_read,
     write=_write,
@@ -116,7 +130,7 @@ KNOWN = {
         rope_scaling=Yarn(factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
         latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128, q_rank=1536),
         experts=Experts(
-            count=256, per_token=8, width=2048, shared=1, first_dense=3, **_ROUTING, groups=8, top_groups=4, scale=2.5
+            count=256, per_token=8, width=2048, shared=1, first_dense=3, **ROUTING, groups=8, top_groups=4, scale=2.5
         ),
     )
 }

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
 
-from dora_jax.models.families.config import ModelConfig
+from dora_jax.models.families.config import Kind, ModelConfig
 
 JSON_NAMES = {list: "array", dict: "object", bool: "true or false", str: "string"}
 
@@ -80,6 +80,51 @@ class Tensor:
         return "{e}" in self.name
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types, and of rope_parameters
+
+
+def rotary_tables(fields: Fields) -> Iterator[tuple[str, Fields]]:
+    """(kind of layer, what rope_parameters has of it) where each kind has its own."""
+    for kind, entry in (fields.value("rope_parameters", dict) or {}).items():
+        if isinstance(entry, dict):
+            yield kind, Fields(entry, fields.file)
+
+
+def windows(fields: Fields, every: int, theta: float) -> tuple[Kind, ...]:
+    """Kinds of layers of which every so many-th attends in full, where layer_types does not name each; the others see
+    a sliding_window, and their rotary angles have this base unless rope_parameters has another."""
+    n = fields.size("num_hidden_layers")
+    names = fields.value("layer_types", list) or [FULL if (i + 1) % every == 0 else SLIDING for i in range(n)]
+    if len(names) != n or set(names) - {FULL, SLIDING}:
+        raise ValueError(f"{fields.file} has layer_types that are not {n} of {FULL} and {SLIDING}")
+    for kind, table in rotary_tables(fields):
+        if kind == SLIDING:
+            table.only("rope_type", "default")
+            theta = table.number("rope_theta", theta)
+    local = Kind(window=fields.size("sliding_window"), theta=theta)
+    return repeated(tuple(local if name == SLIDING else Kind() for name in names))
+
+
+def rotated_part(fields: Fields, absent: float) -> float:
+    """The share of a head that is rotated, in either spelling."""
+    table = Fields(fields.value("rope_parameters", dict) or {}, fields.file)
+    return table.number("partial_rotary_factor", fields.number("partial_rotary_factor", absent))
+
+
+def repeated(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    """The shortest beginning of which all of them are repeats, the last one maybe cut off."""
+    return next(kinds[:n] for n in range(1, len(kinds) + 1) if all(x == kinds[i % n] for i, x in enumerate(kinds)))
+
+
+def layer_types(cfg: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json from which `windows` reads them."""
+    kinds = [cfg.kind(i) for i in range(cfg.n_layers)]
+    found: dict[str, Any] = {"layer_types": [SLIDING if kind.window else FULL for kind in kinds]}
+    if cfg.windows:
+        found["sliding_window"] = cfg.windows[0]
+    return found
+
+
 def nothing_more(of: Fields | ModelConfig) -> dict[str, Any]:
     """Nothing beside the fields that all families have."""
     return {}
@@ -98,6 +143,8 @@ class Family:
     mixture: Mapping[str, Any] | None = None  # of Experts: what the family's router fixes; None: the family has none
     latent: bool = False  # whether attention is latent
     shortcut: bool = False
+    further: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other fields of ModelConfig that it fixes
+    reads: tuple[str, ...] = ()  # switches that `read` takes, where other families have one value of them
     read: Callable[[Fields], dict[str, Any]] = nothing_more  # further arguments of ModelConfig
     write: Callable[[ModelConfig], dict[str, Any]] = nothing_more  # further fields of config.json
     tensors: Mapping[str, Tensor]  # of a layer, by our name
@@ -107,7 +154,7 @@ class Family:
     @property
     def switches(self) -> dict[str, Any]:
         """Fields of ModelConfig that the family fixes."""
-        return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, "shortcut": self.shortcut}
+        return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, "shortcut": self.shortcut, **self.further}
 
 
 DEFAULTS = {"rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -119,6 +166,10 @@ GQA = {
     **{f"{x}_proj": Tensor(f"self_attn.{x}_proj.weight") for x in "qkvo"},
     **{f"{x}_bias": Tensor(f"self_attn.{x}_proj.bias", False) for x in "qkv"},
     **{f"{x}_norm": Tensor(f"self_attn.{x}_norm.weight", False) for x in "qk"},
+}
+POST_NORMS = {  # behind attention and feed-forward
+    "attn_post_norm": Tensor("post_attention_layernorm.weight", False),
+    "mlp_post_norm": Tensor("post_feedforward_layernorm.weight", False),
 }
 MLA = {
     **{f"{x}_proj": Tensor(f"self_attn.{x}_proj.weight") for x in ("q", "q_a", "q_b", "kv_b", "o")},
