@@ -27,7 +27,7 @@ CODE = {
     "cli": 473,
     "config": 812,
     "costs": 391,
-    "models": 2904,
+    "models": 3010,
     "ops": 632,
     "orchestrate": 2780,
     "plan": 1229,

@@ -91,6 +91,17 @@ EXTRAS = {
 }
 
 
+GLM = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
 # families of layer patterns, of sizes at which text is longer than two windows
 NEWER = {
     "gemma3_text": {
@@ -103,7 +114,25 @@ NEWER = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         },
     },
+    "olmo3": {
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5, "attention_factor": 1.2079,
+                               "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    },
     "smollm3": {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 2e6}},
+    "glm4_moe": GLM
+    | {
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "glm4_moe_lite": GLM | LATENT | {"num_key_value_heads": 4, "num_hidden_layers": 3},
 }  # fmt: skip
 
 

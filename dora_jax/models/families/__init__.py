@@ -11,9 +11,12 @@ from dora_jax.base import callables
 from dora_jax.models.families import (
     deepseek_v3,
     gemma3,
+    glm4_moe,
+    glm4_moe_lite,
     llama,
     longcat_flash,
     mistral,
+    olmo3,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -23,7 +26,7 @@ from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
-_NEWER = (gemma3, smollm3)
+_NEWER = (gemma3, glm4_moe, glm4_moe_lite, olmo3, smollm3)
 FAMILIES = tuple(module.FAMILY for module in (*_MODULES, *_NEWER))
 
 used: dict[str, None] = {}  # import paths that `use` was given
