@@ -27,8 +27,8 @@ CODE = {
     "cli": 473,
     "config": 812,
     "costs": 391,
-    "models": 3010,
-    "ops": 632,
+    "models": 3013,
+    "ops": 633,
     "orchestrate": 2780,
     "plan": 1229,
     "report": 1161,
@@ -40,7 +40,7 @@ CODE = {
     "trainer": 2255,
 }
 PIECES = {"functions": 88.8, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
-LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 14, "ragged tables": 6}  # in the wheel
+LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 
 

@@ -1,15 +1,14 @@
 """DeepSeek-V3 and R1: latent attention; sigmoid scores, of which the best groups take part; one shared expert."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from dora_jax.models.families.config import Experts, Latent, ModelConfig, Yarn
-from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Tensor
+from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Json, Tensor
 
-ROUTING: dict[str, Any] = {"router": "sigmoid", "corrected": True}
+ROUTING: Json = {"router": "sigmoid", "corrected": True}
 
 
-def read_latent(fields: Fields) -> dict[str, Any]:
+def read_latent(fields: Fields) -> Json:
     """Latent attention as config.json describes it."""
     fields.only("rope_interleave", True)
     latent = Latent(
@@ -27,7 +26,7 @@ def read_latent(fields: Fields) -> dict[str, Any]:
     return {"latent": latent, "head_dim": latent.nope_dim + latent.rope_dim}
 
 
-def write_latent(cfg: ModelConfig) -> dict[str, Any]:
+def write_latent(cfg: ModelConfig) -> Json:
     m = cfg.mla
     return {
         "kv_lora_rank": m.kv_rank,
@@ -58,7 +57,7 @@ def read_experts(fields: Fields, dense: Sequence[int]) -> Experts:
     )
 
 
-def write_experts(cfg: ModelConfig) -> dict[str, Any]:
+def write_experts(cfg: ModelConfig) -> Json:
     e = cfg.moe
     return {
         "n_routed_experts": e.count,
@@ -73,7 +72,7 @@ def write_experts(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.only("moe_layer_freq", 1)
@@ -81,7 +80,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {"experts": read_experts(fields, dense), **read_latent(fields)}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     return {
         **write_latent(cfg),
         **write_experts(cfg),

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from dora_jax.models.families.config import Kind, ModelConfig
 
+Json = dict[str, Any]  # fields by name, of config.json or of ModelConfig
 JSON_NAMES = {list: "array", dict: "object", bool: "true or false", str: "string"}
 
 

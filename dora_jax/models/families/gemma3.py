@@ -1,15 +1,13 @@
 """Gemma 3, text: norms before and behind both parts with gains of 1 + w, five layers of six in windows with a base of
 their own, the embedding scaled, GELU."""
 
-from typing import Any
-
 from dora_jax.models.families.config import ModelConfig
-from dora_jax.models.families.family import DEFAULTS, GQA, MLP, Family, Fields, Tensor, layer_types, windows
+from dora_jax.models.families.family import DEFAULTS, GQA, MLP, Family, Fields, Json, Tensor, layer_types, windows
 
 _GELU = "gelu_pytorch_tanh"
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     fields.only("hidden_activation", _GELU)
     fields.only("hidden_act", _GELU)
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
@@ -23,7 +21,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     return {
         **layer_types(cfg),
         "hidden_act": _GELU,

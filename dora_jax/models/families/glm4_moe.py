@@ -1,13 +1,22 @@
 """GLM-4.5, 4.6, 4.7: grouped queries whose heads rotate by half, and a mixture by DeepSeek-V3's rules."""
 
-from typing import Any
-
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.deepseek_v3 import ROUTER, ROUTING, read_experts, write_experts
-from dora_jax.models.families.family import DEFAULTS, EXPERTS, GQA, MLP, NORMS, SHARED, Family, Fields, rotated_part
+from dora_jax.models.families.family import (
+    DEFAULTS,
+    EXPERTS,
+    GQA,
+    MLP,
+    NORMS,
+    SHARED,
+    Family,
+    Fields,
+    Json,
+    rotated_part,
+)
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     return {
         "experts": read_experts(fields, range(fields.size("first_k_dense_replace", least=0))),
         "qk_norm": bool(fields.value("use_qk_norm", bool)),
@@ -16,7 +25,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     return {
         **write_experts(cfg),
         "first_k_dense_replace": cfg.moe.first_dense,

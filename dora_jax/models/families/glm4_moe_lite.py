@@ -1,7 +1,5 @@
 """GLM-4.7-Flash: DeepSeek-V3's attention and mixture; mlp_layer_types names the layers without experts."""
 
-from typing import Any
-
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.deepseek_v3 import (
     ROUTER,
@@ -11,12 +9,12 @@ from dora_jax.models.families.deepseek_v3 import (
     write_experts,
     write_latent,
 )  # fmt: skip
-from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields
+from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, MLP, NORMS, SHARED, Family, Fields, Json
 
 DENSE, SPARSE = "dense", "sparse"
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     n = fields.size("num_hidden_layers")
     names = fields.value("mlp_layer_types", list) or [DENSE] + [SPARSE] * (n - 1)
     if len(names) != n or set(names) - {DENSE, SPARSE}:
@@ -25,7 +23,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {"experts": read_experts(fields, dense), **read_latent(fields)}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     names = [SPARSE if cfg.has_experts(i) else DENSE for i in range(cfg.n_layers)]
     return {**write_latent(cfg), **write_experts(cfg), "rope_interleave": True, "mlp_layer_types": names}
 

@@ -5,16 +5,15 @@ Some of its experts compute nothing: they return their input.
 """
 
 import dataclasses
-from typing import Any
 
 from dora_jax.models.families.config import Experts, Latent, ModelConfig
 from dora_jax.models.families.deepseek_v3 import read_latent, write_latent
-from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, Family, Fields, Tensor
+from dora_jax.models.families.family import DEFAULTS, EXPERTS, MLA, Family, Fields, Json, Tensor
 
-_ROUTING: dict[str, Any] = {"corrected": True, "renormalize": False}
+_ROUTING: Json = {"corrected": True, "renormalize": False}
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     fields.only("attention_method", "MLA")
     fields.only("zero_expert_type", "identity")
     fields.only("router_bias", False)
@@ -38,7 +37,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {**latent, "latent": dataclasses.replace(latent["latent"], scaled=True), "experts": experts}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     e = cfg.moe
     return {
         **write_latent(cfg),

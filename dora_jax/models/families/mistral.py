@@ -1,12 +1,10 @@
 """Mistral: a Llama whose attention may see a window only; without the window it is one."""
 
-from typing import Any
-
 from dora_jax.models.families.config import ModelConfig
-from dora_jax.models.families.family import DEFAULTS, GQA, MLP, NORMS, Family, Fields
+from dora_jax.models.families.family import DEFAULTS, GQA, MLP, NORMS, Family, Fields, Json
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     if "sliding_window" not in fields.raw:  # transformers takes 4096 then
         raise ValueError(
             f"{fields.file} leaves sliding_window out, which means 4096; the decoder attends in full only: null"
@@ -14,7 +12,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     return {"sliding_window": None}
 
 

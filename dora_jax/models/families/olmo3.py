@@ -1,17 +1,15 @@
 """OLMo 3: norms behind attention and feed-forward, queries and keys normed over all heads at once; three layers of four
 attend in windows."""
 
-from typing import Any
-
 from dora_jax.models.families.config import ModelConfig
-from dora_jax.models.families.family import DEFAULTS, GQA, MLP, POST_NORMS, Family, Fields, layer_types, windows
+from dora_jax.models.families.family import DEFAULTS, GQA, MLP, POST_NORMS, Family, Fields, Json, layer_types, windows
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     return {"kinds": windows(fields, 4, 5e5)}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     return layer_types(cfg)
 
 

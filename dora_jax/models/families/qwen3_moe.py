@@ -1,12 +1,10 @@
 """Qwen3 with experts: Qwen3's attention; a softmax over all experts chooses."""
 
-from typing import Any
-
 from dora_jax.models.families.config import Experts, ModelConfig
-from dora_jax.models.families.family import DEFAULTS, EXPERTS, GQA, MLP, NORMS, Family, Fields, Tensor
+from dora_jax.models.families.family import DEFAULTS, EXPERTS, GQA, MLP, NORMS, Family, Fields, Json, Tensor
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     only, step = fields.value("mlp_only_layers", list) or [], fields.size("decoder_sparse_step")
     dense = [i for i in range(fields.size("num_hidden_layers")) if i in only or (i + 1) % step]
     first = next((i for i, layer in enumerate(dense) if i != layer), len(dense))
@@ -22,7 +20,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     e = cfg.moe
     return {
         "num_experts": e.count,

@@ -1,12 +1,10 @@
 """SmolLM3: a Llama of whose layers every fourth does not rotate queries and keys."""
 
-from typing import Any
-
 from dora_jax.models.families.config import Kind, ModelConfig
-from dora_jax.models.families.family import DEFAULTS, GQA, MLP, NORMS, Family, Fields, repeated
+from dora_jax.models.families.family import DEFAULTS, GQA, MLP, NORMS, Family, Fields, Json, repeated
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> Json:
     n, every = fields.size("num_hidden_layers"), fields.size("no_rope_layer_interval")
     rotated = fields.value("no_rope_layers", list) or [int((i + 1) % every != 0) for i in range(n)]
     if len(rotated) != n or set(rotated) - {0, 1}:
@@ -14,7 +12,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {"kinds": repeated(tuple(Kind(rotated=bool(x)) for x in rotated))}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write(cfg: ModelConfig) -> Json:
     return {"no_rope_layers": [int(cfg.kind(i).rotated) for i in range(cfg.n_layers)]}
 
 
