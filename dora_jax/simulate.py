@@ -39,7 +39,7 @@ ADVISE_HELP = "search staleness bound, split and load in place of the table"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class SimFlags:
     """What one command line asks for."""
 
     config: SimConfig
@@ -49,7 +49,7 @@ class Asked:
     replay: str
 
 
-def main(asked: Asked) -> int:
+def main(asked: SimFlags) -> int:
     if asked.replay:
         print(replay.render(replay.replay(asked.replay)))
     elif asked.advise:
@@ -76,7 +76,7 @@ def tuned(rows: Sequence[Row]) -> list[Row]:
     return [best.row for best in found]
 
 
-def run_rows(rows: Sequence[Row], seeds: int) -> list[many.Ran]:
+def run_rows(rows: Sequence[Row], seeds: int) -> list[many.RowResults]:
     lines = []
     for ran in many.run_rows(rows, seeds):
         minutes = sum(result.seconds for result in ran.results) / 60
@@ -85,7 +85,7 @@ def run_rows(rows: Sequence[Row], seeds: int) -> list[many.Ran]:
     return lines
 
 
-def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> Asked:
+def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> SimFlags:
     """What argv (program name first) asks for; ConfigError says what is wrong with it."""
     spec, rest = arguments.split(argv)
     flags.DEFINE_string("trace", "", TRACE_HELP, flag_values=flag_values)
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> A
     replays = any(arg.lstrip("-").startswith("replay") for arg in rest)
     tree = config.defaults() if replays and not spec else load_file(spec)
     arguments.apply_overrides(tree, rest, flag_values, SimConfig)
-    return Asked(
+    return SimFlags(
         config=config.from_config_dict(tree),
         trace=flag_values.trace,
         tune=flag_values.tune,

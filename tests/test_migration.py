@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora_jax.orchestrate.balance import EmptiedInstance, Mover, Sink, plan_moves, worth_moving
+from dora_jax.orchestrate.balance import EmptiedInstance, Mover, StayingInstance, plan_moves, worth_moving
 from dora_jax.types import SampleId
 
 
@@ -11,7 +11,7 @@ def mover(group, index=0, tokens=10, pages=2):
 
 
 def sink(id, used, slots=4, free_pages=100, speed=1.0):
-    return Sink(id, used, slots, free_pages, speed)
+    return StayingInstance(id, used, slots, free_pages, speed)
 
 
 def short(moves):

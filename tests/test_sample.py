@@ -9,7 +9,7 @@ import pytest
 
 from dora_jax.models.logits import MASKED
 from dora_jax.rollout import sample
-from dora_jax.rollout.sample import Limits, keep, sample_key
+from dora_jax.rollout.sample import DrawLimits, keep, sample_key
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STATIC = ("greedy", "top_k", "top_p", "min_p", "keep_set")
@@ -102,7 +102,7 @@ def test_greedy_ignores_the_noise():
 
 def limits(last, repeats, **changes):
     settings = dict(stop_ids=(1, 3), min_new_tokens=0, max_repeats=0) | changes
-    return Limits(last_B=jnp.array(last), repeats_B=jnp.array(repeats), **settings)
+    return DrawLimits(last_B=jnp.array(last), repeats_B=jnp.array(repeats), **settings)
 
 
 def test_no_stop_token_comes_too_early_and_no_token_too_often():

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from dora_jax.sim import instance as inst
-from dora_jax.sim.instance import Instance, Job
+from dora_jax.sim.instance import Job, SimInstance
 from dora_jax.sim.workload import Turn
 from dora_jax.types import SampleId
 
@@ -28,7 +28,7 @@ class Costs:
 
 def make(costs=None, **changes):
     options = {"slots": 64, "page_size": 16, "speed": 1.0, "report_ticks": 10**9} | changes
-    return Instance(0, 0, costs or Costs(), {}, **options)
+    return SimInstance(0, 0, costs or Costs(), {}, **options)
 
 
 def job(index, prompt, *lengths, environment_s=1.0, observed=0):

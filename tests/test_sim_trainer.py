@@ -3,7 +3,7 @@
 import pytest
 
 from dora_jax.sim import config, run
-from dora_jax.sim.config import OrchestratorSection
+from dora_jax.sim.config import SimOrchestratorSection
 from dora_jax.sim.trainer import SimGroup, SimTrainer
 
 
@@ -22,9 +22,9 @@ def groups(n, tokens=1):
 
 
 def test_parts_follow_one_another_and_cost_what_a_whole_step_costs():
-    trainer = SimTrainer(OrchestratorSection(groups_per_step=4, group_size=1), Costs())
+    trainer = SimTrainer(SimOrchestratorSection(groups_per_step=4, group_size=1), Costs())
     assert trainer.begins(10.0, groups(4)) == (10.0, 22.0, True)
-    trainer = SimTrainer(OrchestratorSection(groups_per_step=4, group_size=1), Costs())
+    trainer = SimTrainer(SimOrchestratorSection(groups_per_step=4, group_size=1), Costs())
     assert trainer.begins(10.0, groups(1)) == (10.0, 13.0, False)
     assert trainer.begins(11.0, groups(2)) == (13.0, 19.0, False)  # it waits for its turn
     assert not trainer.ends(13.0) and trainer.busy

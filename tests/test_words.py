@@ -118,3 +118,13 @@ def test_docstrings_begin_as_sentences_do():
     nodes = (node for path in modules() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
     found = [text for node in nodes if (text := ast.get_docstring(node)) and text.split()[0] in BEGINNINGS]
     assert len(found) <= FRAGMENTS, found
+
+
+def test_a_class_has_a_name_of_its_own():
+    """One name means one class, wherever a reader meets it; what a file keeps to itself, and benches, excepted."""
+    places = {}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())) if "bench" not in path.parts else ():
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -20,7 +20,7 @@ COLOURS = ("thread_state_running", "rail_response", "rail_animation", "cq_build_
            "thread_state_runnable", "rail_load", "generic_work")  # fmt: skip
 
 
-class Rows:
+class TraceRows:
     """Rows by (process, row). A slice in progress is emitted when the row's next one begins, or by `end`."""
 
     def __init__(self, label: str, emit: Callable[[Event], object]):

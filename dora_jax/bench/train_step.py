@@ -88,7 +88,7 @@ from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.quantize import KV, PROJECTIONS, WEIGHTS
 from dora_jax.runtime.assembly import run as build
-from dora_jax.runtime.assembly.run import Replay, engine_of, engine_options, trainer_recipe
+from dora_jax.runtime.assembly.run import EngineReplay, engine_of, engine_options, trainer_recipe
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.trainer import score, step
 from dora_jax.trainer.advantage import Prepare
@@ -631,7 +631,9 @@ def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> Itera
         for engine in engines:
             sampled(engine, count)  # the first ones compile
         (plain_s, _), (exact_s, samples) = (harness.timed(sampled, each, count) for each in engines)
-        replay = Replay(cfg, config.rollout, harness.one_device(), **engine_options(config, cfg, (), cfg.vocab_size))
+        replay = EngineReplay(
+            cfg, config.rollout, harness.one_device(), **engine_options(config, cfg, (), cfg.vocab_size)
+        )
         answers = [(sample.prompt_ids, sample.out_ids) for sample in samples]
         replay(params, answers)
         replay_s, scores = harness.timed(replay, params, answers)

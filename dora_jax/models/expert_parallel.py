@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from dora_jax.models import moe
-from dora_jax.models.grouped_experts import Grouped, Plan, order_of, over_blocks, places_of, plan_of, sums_of
+from dora_jax.models.grouped_experts import BlockPlan, Grouped, order_of, over_blocks, places_of, plan_of, sums_of
 from dora_jax.models.sharding import TABLE, serving_table, spec
 
 
@@ -43,7 +43,7 @@ class _Sent(NamedTuple):
 class _Exchange(NamedTuple):
     """Static."""
 
-    plan: Plan
+    plan: BlockPlan
     axis: str
     devices: int  # of the axis
     mesh_axes: tuple[str, ...]

@@ -28,7 +28,7 @@ EVEN_LOAD = "once_under_even_load"  # names the loop over blocks, whose count de
 Matrices = Sequence[jax.Array]  # gate, up, down of every expert
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """Static sizes."""
 
     rows: int  # of a block
@@ -74,12 +74,12 @@ def experts(
     return y_TxD.astype(h_TxD.dtype)
 
 
-def plan_of(tokens: int, k: int, count: int, parts: int, interpret: bool) -> Plan:
+def plan_of(tokens: int, k: int, count: int, parts: int, interpret: bool) -> BlockPlan:
     """The plan of so many tokens whose experts are on `parts` devices, `count` of them on this one."""
     even = tokens * k if parts == 1 else int(EXPERT_SLACK * tokens * k / parts)
     tile = next((n for n in TILE_ROWS if 4 * n * count <= even), TILE_ROWS[-1])
     rows = -(-even // tile) * tile
-    return Plan(rows, -(-tokens * k // rows), k, tile, interpret)
+    return BlockPlan(rows, -(-tokens * k // rows), k, tile, interpret)
 
 
 def order_of(ids_N: jax.Array) -> jax.Array:
@@ -101,7 +101,7 @@ def places_of(ids_N: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(plan: Plan, h_TxD, weights_N, rows_of: Sorted, gate_ExDxF, up_ExDxF, down_ExFxD) -> jax.Array:
+def _mixed(plan: BlockPlan, h_TxD, weights_N, rows_of: Sorted, gate_ExDxF, up_ExDxF, down_ExFxD) -> jax.Array:
     """f32[T, D]."""
 
     def add(start, y_TxD):
@@ -117,7 +117,7 @@ def _forward(plan, *inputs):
     return _mixed(plan, *inputs), inputs
 
 
-def _backward(plan: Plan, inputs, dy_TxD):
+def _backward(plan: BlockPlan, inputs, dy_TxD):
     h_TxD, weights_N, rows_of, *matrices = inputs
     dy_TxD = dy_TxD.astype(h_TxD.dtype)
 
@@ -139,7 +139,7 @@ _mixed.defvjp(_forward, _backward)
 class _Block:
     """The rows from `start` on: which tokens they are of, and back."""
 
-    def __init__(self, plan: Plan, rows_of: Sorted, start: int | jax.Array, tokens: int):
+    def __init__(self, plan: BlockPlan, rows_of: Sorted, start: int | jax.Array, tokens: int):
         self._per_token, self._place_N, self._tokens = plan.per_token, rows_of.place_N, tokens
         self.choice_R = jax.lax.dynamic_slice_in_dim(rows_of.choice_N, start, plan.rows)
         self._held = rows_of.ends_E[-1]
@@ -172,7 +172,7 @@ class _Block:
 # ---------------------------------------------------------------- one block, however its rows came here
 
 
-def over_blocks(plan: Plan, rows: jax.Array, body: Callable[[Any, Any], Any], sums: Any) -> Any:
+def over_blocks(plan: BlockPlan, rows: jax.Array, body: Callable[[Any, Any], Any], sums: Any) -> Any:
     """body(first row, sums) -> sums, for every block that has any of so many rows."""
     if plan.blocks == 1:
         return body(0, sums)
@@ -182,7 +182,7 @@ def over_blocks(plan: Plan, rows: jax.Array, body: Callable[[Any, Any], Any], su
         )[1]
 
 
-def sums_of(plan: Plan, matrices: Matrices) -> Matrices:
+def sums_of(plan: BlockPlan, matrices: Matrices) -> Matrices:
     """Where the gradients of all blocks add up; one block adds nothing up."""
     return tuple(jnp.zeros(w.shape, jnp.float32 if plan.blocks > 1 else w.dtype) for w in matrices)
 
@@ -190,7 +190,7 @@ def sums_of(plan: Plan, matrices: Matrices) -> Matrices:
 class Grouped:
     """Rows that lie by expert, so many of each."""
 
-    def __init__(self, plan: Plan, sizes_E: jax.Array):
+    def __init__(self, plan: BlockPlan, sizes_E: jax.Array):
         self._plan, self._sizes_E = plan, sizes_E
 
     def forward(self, x_RxD: jax.Array, weights_R: jax.Array, matrices: Matrices) -> jax.Array:

@@ -174,7 +174,7 @@ class EmptiedInstance(NamedTuple):
     movers: list[Mover]
 
 
-class Sink(NamedTuple):
+class StayingInstance(NamedTuple):
     """An instance of the same version that stays."""
 
     id: InstanceId
@@ -185,7 +185,7 @@ class Sink(NamedTuple):
 
 
 def plan_moves(
-    sources: list[EmptiedInstance], sinks: list[Sink], limit: int
+    sources: list[EmptiedInstance], sinks: list[StayingInstance], limit: int
 ) -> list[tuple[SampleId, InstanceId, InstanceId]]:
     """(sample, src, dst): sources with the fewest samples first, the longest sample first onto the least loaded sink.
     `limit` bounds the moves of one step; the next trigger goes on."""
@@ -378,9 +378,9 @@ def _emptied(s: State, instance: Instance, units: list[Unit]) -> EmptiedInstance
     return EmptiedInstance(instance.id, [Mover(u.id, u.tokens, pages(size, u.tokens)) for u in units])
 
 
-def _sink(instance: Instance) -> Sink:
+def _sink(instance: Instance) -> StayingInstance:
     free_pages = instance.pages - instance.pages_used
-    return Sink(instance.id, instance.used, instance.slots, free_pages, instance.speed)
+    return StayingInstance(instance.id, instance.used, instance.slots, free_pages, instance.speed)
 
 
 def _movable(unit: Unit) -> bool:

@@ -116,7 +116,7 @@ class Calls:
             logits=logits,
             draw=draw,
             own=functools.partial(sample.OwnSampling, temperature=temperature or 1.0, stop_ids=eos_ids),
-            limits=functools.partial(sample.Limits, stop_ids=eos_ids, **limits) if any(limits.values()) else None,
+            limits=functools.partial(sample.DrawLimits, stop_ids=eos_ids, **limits) if any(limits.values()) else None,
             key=functools.partial(sample.sample_key, seed),
             stop=functools.partial(forward.is_stop, eos_ids=eos_ids),
             dtype=dtype,

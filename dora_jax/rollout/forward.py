@@ -40,7 +40,7 @@ class Forward:
     logits: Callable[..., jax.Array]  # (params, hidden [N, D]) -> [N, V], tempered and masked
     draw: Callable[..., Any]  # sample.draw with its options
     own: Callable[..., Any]  # a decode call's options array -> sample.OwnSampling
-    limits: Callable[..., Any] | None  # (last token, how often in a row) -> sample.Limits; None: any may be drawn
+    limits: Callable[..., Any] | None  # (last token, how often in a row) -> DrawLimits; None: any may be drawn
     key: Callable[..., jax.Array]  # (group, index) -> the sample's key
     stop: Callable[[jax.Array], jax.Array]  # tokens -> whether each ends its sample
     dtype: Any

@@ -34,7 +34,7 @@ def draw(
     logits_BxV,
     keys_B,
     positions_B,
-    limits: Limits | None = None,
+    limits: DrawLimits | None = None,
     forced_B: jax.Array | None = None,
     *,
     greedy: bool = False,
@@ -75,7 +75,7 @@ class OwnSampling:
     temperature: float  # that the logits were divided by
     stop_ids: tuple[int, ...]
 
-    def draw(self, drawn, logits_BxV, keys_B, positions_B, limits: Limits | None, new_BxN, count):
+    def draw(self, drawn, logits_BxV, keys_B, positions_B, limits: DrawLimits | None, new_BxN, count):
         """`drawn` as `draw` returns it, with these rows' draws in place. new_BxN: this call's tokens, of which the
         first `count` are there."""
         token_B, logprob_B, set_BxK = drawn
@@ -160,7 +160,7 @@ def _least(_, logprobs_BxV, top_k_B, top_p_B) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class DrawLimits:
     """What may not be drawn, given what has been: a stop token too early, one token too often in a row."""
 
     last_B: jax.Array  # the token before

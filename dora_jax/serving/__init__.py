@@ -6,7 +6,7 @@
     reply.py     PURE  what was sampled -> the JSON bodies and stream chunks of each route
     answers.py   the answers that run: retries join them, a client that leaves frees their pages
     versions.py  PURE  which version serves a session, which one is loaded next, which one retires
-    fleet.py     the engines of this process behind the `Fleet` protocol; checkpoints become versions
+    fleet.py     the engines of this process behind the `ServingFleet` protocol; checkpoints become versions
     verifiers.py tasksets of verifiers as environments of a run, whose own training client speaks this wire
 
 One asyncio loop owns everything here but the engines, each of which has its own thread.

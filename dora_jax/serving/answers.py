@@ -46,7 +46,7 @@ def requested(group_id: GroupId, prompt_ids: Sequence[int], wanted: GenerateRequ
     )
 
 
-class Fleet(Protocol):
+class ServingFleet(Protocol):
     """The engines. Every call returns at once; what comes of it goes to `Answers`."""
 
     def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None: ...
@@ -179,7 +179,7 @@ class Answers:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ServingFleet,
         versions: Versions,
         decode: Callable[..., str],
         *,

@@ -30,7 +30,7 @@ from dora_jax.runtime.live_sessions import LiveSessions, SessionsOver
 from dora_jax.serving import chat, request
 from dora_jax.serving.answers import Answer, Answers, Identity, Piece, Reader
 from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
-from dora_jax.serving.request import Form, GenerateRequest, Limits, Refused
+from dora_jax.serving.request import Form, GenerateRequest, Refused, ServedLimits
 
 MAX_BODY_BYTES = 64 << 20
 SESSION, RETRY_KEY, VERSION = "x-session-id", "idempotency-key", "x-weight-version"
@@ -44,7 +44,7 @@ class Endpoint:
 
     answers: Answers
     tokenizer: Tokenizer
-    limits: Limits
+    limits: ServedLimits
     counters: Counters
     token: str
     pulse_s: float
@@ -133,7 +133,7 @@ class Endpoint:
             raise Refused(401, "the Authorization header holds no Bearer token of this endpoint")
         return await route(asked)
 
-    def _render(self, talk: chat.Conversation) -> list[int]:
+    def _render(self, talk: chat.TemplateInput) -> list[int]:
         try:
             text = self.tokenizer.chat(talk.messages, **talk.variables)
             if "tools" in talk.variables:
@@ -151,7 +151,7 @@ class Endpoint:
         wanted: GenerateRequest,
         form: Form,
         reply: type[Reply],
-        talk: chat.Conversation | None = None,
+        talk: chat.TemplateInput | None = None,
     ) -> _Answering:
         versions = self.answers.versions
         session, retry = asked.headers.get(SESSION), asked.headers.get(RETRY_KEY)
@@ -168,7 +168,7 @@ class Endpoint:
         self,
         sessions: LiveSessions,
         session: str,
-        talk: chat.Conversation,
+        talk: chat.TemplateInput,
         wanted: GenerateRequest,
         untrained: Coroutine[Any, Any, Reader],
     ) -> Reader:

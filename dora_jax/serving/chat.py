@@ -100,14 +100,14 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TemplateInput:
     """What a chat template is rendered with."""
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
 
 
-def read(body: Json) -> Conversation:
+def read(body: Json) -> TemplateInput:
     check(body, *OWN)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -125,7 +125,7 @@ def read(body: Json) -> Conversation:
         raise Refused(400, 'tools: not a list of objects of type "function"', param="tools")
     if tools and choice != "none":
         variables["tools"] = tools
-    return Conversation([_message(message, f"messages[{i}]") for i, message in enumerate(messages)], variables)
+    return TemplateInput([_message(message, f"messages[{i}]") for i, message in enumerate(messages)], variables)
 
 
 class ToolCalls(_Growing):

@@ -1,8 +1,8 @@
-"""The engines of this process as a `Fleet`: a thread each, samples spread over them, checkpoints loaded beside.
+"""The engines of this process as a `ServingFleet`: a thread each, samples spread over them, checkpoints loaded beside.
 
-Consumes what `Answers` asks for and the versions that a `Source` offers; tells `Answers`, on the loop's thread, what
-the engines sample. Laws: a sample and its session stay on one engine; weights are read and placed beside the engines'
-threads, which decode meanwhile; a version is resident once every engine has it.
+Consumes what `Answers` asks for and the versions that a `VersionSource` offers; tells `Answers`, on the loop's thread,
+what the engines sample. Laws: a sample and its session stay on one engine; weights are read and placed beside the
+engines' threads, which decode meanwhile; a version is resident once every engine has it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ EVERY_TICK_S = 1e-9  # an engine's worker tells what its samples have grown by a
 POLL_S = 0.5  # between two looks at the source of versions
 
 
-class Engine(RolloutEngine, Protocol):
+class ServingEngine(RolloutEngine, Protocol):
     @property
     def free_pages(self) -> int:
         """KV pages that no sample holds."""
 
 
-class Source(Protocol):
+class VersionSource(Protocol):
     """Where versions come from. Both methods run on other threads than the loop's."""
 
     def newest(self) -> Version | None:
@@ -51,7 +51,13 @@ class Source(Protocol):
 
 
 class LocalFleet:
-    def __init__(self, engines: Sequence[Engine], store: WeightStore, versions: Versions, source: Source | None = None):
+    def __init__(
+        self,
+        engines: Sequence[ServingEngine],
+        store: WeightStore,
+        versions: Versions,
+        source: VersionSource | None = None,
+    ):
         self.workers = [EngineWorker(i, engine, store, self, EVERY_TICK_S) for i, engine in enumerate(engines)]
         self.free_pages = {i: engine.free_pages for i, engine in enumerate(engines)}
         self.crashed: BaseException | None = None
@@ -185,6 +191,6 @@ class LocalFleet:
             self._load[worker.instance] -= 1
             worker.post(self._count, self._engines[worker.instance], worker.instance)
 
-    def _count(self, engine: Engine, instance: InstanceId) -> None:
+    def _count(self, engine: ServingEngine, instance: InstanceId) -> None:
         """On the engine's thread: an engine that is idle reports nothing by itself."""
         self.free_pages[instance] = engine.free_pages

@@ -134,7 +134,7 @@ def _on_loop(call: Callable[..., None]) -> Callable[..., None]:
 
 
 class LiveFleet:
-    """`Fleet` for Answers, on its loop; `Desk` for the run, on the run's thread.
+    """`ServingFleet` for Answers, on its loop; `Desk` for the run, on the run's thread.
 
     A sample whose client is gone for the moment leaves its engine and begins again when the client is back: by the same
     version and with the same noise, so with the same tokens, which is checked."""
@@ -157,7 +157,7 @@ class LiveFleet:
         finally:
             self._loop = None
 
-    # ------------------------------------------------------------ as a Fleet
+    # ------------------------------------------------------------ as a ServingFleet
 
     def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None:
         prompt = dataclasses.replace(prompt, group_id=SERVED - id.group_id)

@@ -97,7 +97,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServedLimits:
     """What the engines are compiled for."""
 
     context: int  # tokens of prompt and answer together
@@ -142,7 +142,7 @@ class Form:
     token_names: bool = False  # a token's text is "token_id:52"
 
 
-def completion(body: Json, limits: Limits, encode: Encode) -> tuple[GenerateRequest, Form]:
+def completion(body: Json, limits: ServedLimits, encode: Encode) -> tuple[GenerateRequest, Form]:
     """`POST /v1/completions`."""
     check(body, "prompt")
     prompt: Any = body.get("prompt")
@@ -158,7 +158,7 @@ def completion(body: Json, limits: Limits, encode: Encode) -> tuple[GenerateRequ
     return _generate_request(body, limits, tuple(prompts), COMPLETION_TOKENS), _form(body, logprobs is not None)
 
 
-def chat(body: Json, limits: Limits, prompt_ids: Sequence[int], *, tools: bool) -> tuple[GenerateRequest, Form]:
+def chat(body: Json, limits: ServedLimits, prompt_ids: Sequence[int], *, tools: bool) -> tuple[GenerateRequest, Form]:
     """`POST /v1/chat/completions`, whose messages are `prompt_ids` by now."""
     if body.get("max_completion_tokens") is not None:
         body = {**body, "max_tokens": body["max_completion_tokens"]}
@@ -166,7 +166,7 @@ def chat(body: Json, limits: Limits, prompt_ids: Sequence[int], *, tools: bool) 
     return wanted, _form(body, _flag(body, "logprobs"))
 
 
-def generate(body: Json, limits: Limits) -> tuple[GenerateRequest, Form]:
+def generate(body: Json, limits: ServedLimits) -> tuple[GenerateRequest, Form]:
     """`POST /inference/v1/generate`: token ids in, token ids out."""
     params = body.get("sampling_params") or {}
     if not isinstance(params, Mapping):
@@ -202,7 +202,7 @@ def check(body: Json, *own: str) -> None:
 
 
 def _generate_request(
-    body: Json, limits: Limits, prompts: tuple[tuple[int, ...], ...], tokens: int | None, *, tools: bool = False
+    body: Json, limits: ServedLimits, prompts: tuple[tuple[int, ...], ...], tokens: int | None, *, tools: bool = False
 ) -> GenerateRequest:
     """tokens: where the request names no max_tokens; None: as many as fit."""
     for prompt in prompts:
@@ -245,7 +245,7 @@ def _generate_request(
     )
 
 
-def _sampling(body: Json, limits: Limits, max_tokens: int) -> Sampling | None:
+def _sampling(body: Json, limits: ServedLimits, max_tokens: int) -> Sampling | None:
     """None: every value is the run's."""
     run: dict[str, float] = dict(limits.sampling)
     own: dict[str, Any] = {}

@@ -36,7 +36,7 @@ from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal.workdir_mirror import fetch
 from dora_jax.runtime.local_backend import side_by_side
 from dora_jax.serving.fleet import LocalFleet
-from dora_jax.serving.request import SAMPLING, Limits
+from dora_jax.serving.request import SAMPLING, ServedLimits
 from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
 from dora_jax.trainer import checkpoint
@@ -86,9 +86,9 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
     return 0
 
 
-def limits_of(config: Config, tokenizer: Tokenizer) -> Limits:
+def limits_of(config: Config, tokenizer: Tokenizer) -> ServedLimits:
     section = config.rollout
-    return Limits(
+    return ServedLimits(
         context=section.max_prompt_tokens + section.max_new_tokens,
         vocab=tokenizer.vocab_size,
         sampling=tuple((name, getattr(section, name)) for name in SAMPLING),

@@ -16,7 +16,7 @@ from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.fleet import LocalFleet
-from dora_jax.serving.request import Limits
+from dora_jax.serving.request import ServedLimits
 from dora_jax.serving.versions import Versions
 
 
@@ -41,7 +41,7 @@ class Service:
         fleet: LocalFleet,
         versions: Versions,
         tokenizer: Tokenizer,
-        limits: Limits,
+        limits: ServedLimits,
         options: Options,
         **answering: Any,
     ):

@@ -29,7 +29,7 @@ from typing import Any
 
 from dora_jax.serving.answers import Answer, Piece
 from dora_jax.serving.reply import GenerateReply
-from dora_jax.serving.request import SAMPLING, GenerateRequest, Limits, Refused, generate
+from dora_jax.serving.request import SAMPLING, GenerateRequest, Refused, ServedLimits, generate
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message, PolicyFacts
 
 NAME = "policy"  # the model that clients ask for
@@ -195,7 +195,7 @@ class Host:
 
         body = await asked.json()
         rollout, turn = self._policy.rollout, self._policy.turn_tokens
-        limits = Limits(
+        limits = ServedLimits(
             context=self._policy.context,
             vocab=self._policy.vocab,
             sampling=tuple((name, rollout[name]) for name in SAMPLING),

@@ -55,7 +55,7 @@ class WorkloadSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrchestratorSection:
+class SimOrchestratorSection:
     max_versions: int = 3
     groups_per_step: int = 512
     group_size: int = 16
@@ -99,7 +99,7 @@ class SimConfig:
     hardware: Hardware = dataclasses.field(default=Hardware())
     cost: CostOptions = dataclasses.field(default=CostOptions())
     workload: WorkloadSection = WorkloadSection()
-    orchestrator: OrchestratorSection = OrchestratorSection()
+    orchestrator: SimOrchestratorSection = SimOrchestratorSection()
     draft: DraftSection = dataclasses.field(default=DraftSection())
     fault: FaultSection = FaultSection()
     grid: GridSection = GridSection()

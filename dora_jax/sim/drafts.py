@@ -53,7 +53,7 @@ class DecodeTimes:
         return min(found)
 
 
-class Decoding:
+class SimDecoding:
     """What an instance's decoding took since its last report, as an engine says it: with drafts and without."""
 
     def __init__(self) -> None:

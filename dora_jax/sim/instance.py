@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.costs import Costs
-from dora_jax.sim.drafts import DecodeTimes, Decoding, DraftSection
+from dora_jax.sim.drafts import DecodeTimes, DraftSection, SimDecoding
 from dora_jax.sim.workload import Turn
 from dora_jax.types import InstanceId, SampleId, Version
 
@@ -75,7 +75,7 @@ class Job:
         self.turn += 1
 
 
-class Instance:
+class SimInstance:
     """`live` is shared by all instances: version -> samples that decode."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Instance:
         self._prefill_left_s = 0.0
         self._still_s = 0.0  # that it still stands still
         self.waiting: dict[SampleId, Job] = {}
-        self.decoded = Decoding()
+        self.decoded = SimDecoding()
         self._report_ticks = report_ticks
         self._report_at = float(report_ticks)
 

@@ -21,7 +21,7 @@ Job = TypeVar("Job")
 Answer = TypeVar("Answer")
 
 
-class Ran(NamedTuple):
+class RowResults(NamedTuple):
     """One row, over its seeds."""
 
     row: Row
@@ -43,7 +43,7 @@ class Ran(NamedTuple):
         return statistics.stdev(map(figure, self.results)) if len(self.results) > 1 else 0.0
 
 
-def run_rows(rows: Sequence[Row], seeds: int) -> Iterator[Ran]:
+def run_rows(rows: Sequence[Row], seeds: int) -> Iterator[RowResults]:
     """In the order of `rows`, each with `seeds` seeds from its own on."""
     jobs = []
     for row in rows:
@@ -53,7 +53,7 @@ def run_rows(rows: Sequence[Row], seeds: int) -> Iterator[Ran]:
     answers = each(_timed, jobs)
     for row in rows:
         results, seconds = zip(*(next(answers) for _ in range(seeds)), strict=True)
-        yield Ran(row, list(results), sum(seconds))
+        yield RowResults(row, list(results), sum(seconds))
 
 
 def each(function: Callable[[Job], Answer], jobs: Sequence[Job]) -> Iterator[Answer]:

@@ -16,7 +16,7 @@ from dora_jax.base.chrome_trace import MICRO, ROLLOUT, TRAINER
 from dora_jax.orchestrate.events import Train
 from dora_jax.orchestrate.modes import Decisions
 from dora_jax.sim.config import SimConfig
-from dora_jax.sim.instance import ACTIVITIES, DECODE, IDLE, PREFILL, Instance
+from dora_jax.sim.instance import ACTIVITIES, DECODE, IDLE, PREFILL, SimInstance
 from dora_jax.sim.trainer import SimGroup
 from dora_jax.types import GroupId, InstanceId, Version
 
@@ -104,12 +104,12 @@ class Meter:
         if self._state == WAIT_GROUPS:
             self._trainer_state(now, self._waits(groups))
 
-    def train_begins(self, now: float, instances: Iterable[Instance]) -> None:
+    def train_begins(self, now: float, instances: Iterable[SimInstance]) -> None:
         """Every instance stands at `now`, here and where the trainer ends."""
         self._trainer_state(now, TRAIN)
         self._idle_tail += self._idle_s(instances) - self._idle_before
 
-    def train_ends(self, now: float, instances: Iterable[Instance], ready: int) -> None:
+    def train_ends(self, now: float, instances: Iterable[SimInstance], ready: int) -> None:
         """The trainer has nothing to do; `ready`: groups that it may not take yet."""
         self._trainer_state(now, self._waits(ready))
         self._idle_before = self._idle_s(instances)
@@ -133,7 +133,7 @@ class Meter:
         self._live_count += 1
         self._live_max = max(self._live_max, versions)
 
-    def lost(self, now: float, instance: Instance, comes_back: bool = True) -> None:
+    def lost(self, now: float, instance: SimInstance, comes_back: bool = True) -> None:
         if comes_back:
             self._down[instance.id] = now
         for name, seconds in {**instance.spent, "slot_s": instance.slot_s, "preempted": instance.preempted}.items():
@@ -142,7 +142,7 @@ class Meter:
     def up(self, now: float, id: InstanceId) -> None:
         self._lost[DOWN] = self._lost.get(DOWN, 0.0) + now - self._down.pop(id, now)
 
-    def published(self, now: float, version: Version, instances: Iterable[Instance], ready: int) -> None:
+    def published(self, now: float, version: Version, instances: Iterable[SimInstance], ready: int) -> None:
         """After the warm-up counting begins; the result is always up to date."""
         self.train_ends(now, instances, ready)
         self._ready_left += ready
@@ -164,11 +164,11 @@ class Meter:
         self._trainer[self._state] += now - self._since
         self._state, self._since = state, now
 
-    def _idle_s(self, instances: Iterable[Instance]) -> float:
+    def _idle_s(self, instances: Iterable[SimInstance]) -> float:
         """Instance-seconds idle so far, those of the lost included."""
         return self._lost.get(IDLE, 0.0) + sum(instance.spent[IDLE] for instance in instances)
 
-    def _counters(self, now: float, instances: Iterable[Instance]) -> dict[str, float]:
+    def _counters(self, now: float, instances: Iterable[SimInstance]) -> dict[str, float]:
         counters = {"now": now, "tokens": self._tokens, "moves": self.moves, "reloads": self.reloads}
         counters |= {"samples": self._samples, "mixed": self._mixed}
         counters |= {"move_bytes": self.move_bytes, "weight_bytes": self.weight_bytes, "idle_tail": self._idle_tail}
@@ -225,12 +225,12 @@ class Trace:
 
     def __init__(self, label: str, arrows: int = 20_000):
         self._events: list[chrome_trace.Event] = []
-        self._rows = chrome_trace.Rows(label, self._events.append)
+        self._rows = chrome_trace.TraceRows(label, self._events.append)
         self.last_done: dict[GroupId, tuple[float, InstanceId]] = {}
         self._arrows = arrows
         self._now = 0.0
 
-    def state(self, now: float, instance: Instance) -> None:
+    def state(self, now: float, instance: SimInstance) -> None:
         """The instance's slice goes on, or ends and another begins."""
         self._now = now
         activity = instance.activity

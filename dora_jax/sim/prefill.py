@@ -11,7 +11,7 @@ import heapq
 from typing import Any
 
 from dora_jax.costs import Costs
-from dora_jax.sim.instance import ENTERED, IDLE, WAIT, Instance, Job
+from dora_jax.sim.instance import ENTERED, IDLE, WAIT, Job, SimInstance
 from dora_jax.types import SampleId
 
 
@@ -28,7 +28,7 @@ class PrefillPool:
         return end + self._costs.move_s(job.tokens)
 
 
-class DecodingInstance(Instance):
+class DecodingInstance(SimInstance):
     """An instance that decodes while `pool` prefills its samples. Their slots and pages are theirs meanwhile."""
 
     def __init__(self, pool: PrefillPool, *args: Any, **more: Any):

@@ -18,7 +18,7 @@ from dora_jax.types import GroupId, Version
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replay:
+class ReplaySummary:
     """What a recording shows; seconds are the run's own."""
 
     mode: str
@@ -34,7 +34,7 @@ class Differs(RuntimeError):
     """The replay's commands are not those of the recorded run."""
 
 
-def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> Replay:
+def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> ReplaySummary:
     """Feed a recording to a new orchestrator and compare every command; `Differs` names the first difference.
 
     `warmup`, `rundown`: steps left out of the averages at the start, and at the end, where a run uses up its stock."""
@@ -72,7 +72,7 @@ def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> Replay:
         raise ConfigError(f"recording: {steps} steps leave none beside {warmup} of warm-up and {rundown} at the end")
     (began, trained_before_s, lags_before), (ended, trained_s, lags) = marks[warmup], marks[steps - rundown]
     seconds, steps = ended - began, steps - warmup - rundown
-    return Replay(
+    return ReplaySummary(
         mode=config.mode,
         events=number - 1,
         steps=steps,
@@ -83,7 +83,7 @@ def replay(path: str | Path, warmup: int = 0, rundown: int = 0) -> Replay:
     )
 
 
-def render(result: Replay) -> str:
+def render(result: ReplaySummary) -> str:
     lags = " ".join(f"{lag}:{n / sum(result.lags.values()):.0%}" for lag, n in sorted(result.lags.items()))
     return (
         f"{result.events:,} events replay to the same commands: mode {result.mode}, {result.steps} steps in "

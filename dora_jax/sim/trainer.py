@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dora_jax.costs import Costs
-from dora_jax.sim.config import OrchestratorSection
+from dora_jax.sim.config import SimOrchestratorSection
 from dora_jax.sim.instance import Job
 from dora_jax.types import Version
 
@@ -36,7 +36,7 @@ class SimGroup:
 class SimTrainer:
     """`busy` from the first part that finds it idle until `ends` says that it is idle again."""
 
-    def __init__(self, section: OrchestratorSection, costs: Costs):
+    def __init__(self, section: SimOrchestratorSection, costs: Costs):
         self.busy = False
         self._section, self._costs = section, costs
         self._missing = section.groups_per_step  # groups that the step in progress still lacks

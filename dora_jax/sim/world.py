@@ -23,7 +23,7 @@ from dora_jax.sim import instance as inst
 from dora_jax.sim import prefill
 from dora_jax.sim import workload as work
 from dora_jax.sim.config import SimConfig
-from dora_jax.sim.instance import Instance, Job
+from dora_jax.sim.instance import Job, SimInstance
 from dora_jax.sim.meter import EndOfMeasurement, Meter, Trace
 from dora_jax.sim.network import Network
 from dora_jax.sim.trainer import SimGroup, SimTrainer
@@ -56,7 +56,7 @@ class SimWorld:
         self._network = Network(
             self.costs.load_s(), hardware.trainer_chips // hardware.instance_chips, config.orchestrator.peer_weights
         )
-        self._instances: dict[InstanceId, Instance] = {}
+        self._instances: dict[InstanceId, SimInstance] = {}
         self._live: dict[Version, int] = {}
         self._incarnations = [0] * (hardware.instances + len(hardware.lendable))  # how often each instance came up
         self._away: dict[SampleId, Job] = {}  # parked, recorded, or on their way
@@ -244,7 +244,7 @@ class SimWorld:
         self._notify(ev.TimePassed(now_s=self.now))
         self._at(self.now + self._config.orchestrator.rebalance_period_s, self._clock)
 
-    def _wake(self, instance: Instance, wakeup: int) -> None:
+    def _wake(self, instance: SimInstance, wakeup: int) -> None:
         if wakeup != instance.wakeup:
             return
         instance.advance(self.now)
@@ -285,7 +285,7 @@ class SimWorld:
                 )
         self._schedule(instance)
 
-    def _ask(self, instance: Instance, job: Job) -> None:
+    def _ask(self, instance: SimInstance, job: Job) -> None:
         """The environment answers the turn that has stopped after a while, and the sample goes on with what it
         answered.
 
@@ -303,7 +303,7 @@ class SimWorld:
         self._notify(ev.SampleWaiting(id=job.id, instance=instance.id, tokens=job.response, **way))
         self._at(due_s, self._answered, job, None)
 
-    def _answered(self, job: Job, place: Instance | None) -> None:
+    def _answered(self, job: Job, place: SimInstance | None) -> None:
         """`place`: where it has kept its slot."""
         if place is None:
             self.meter.waits(self.now, -1)
@@ -331,7 +331,7 @@ class SimWorld:
             self.meter.filtered += 1
         self._notify(ev.GroupScored(group_id=group_id, trainable=trainable))
 
-    def _loaded(self, instance: Instance, version: Version) -> None:
+    def _loaded(self, instance: SimInstance, version: Version) -> None:
         if self._instances.get(instance.id) is instance:
             instance.advance(self.now)
             instance.loading = False
@@ -339,7 +339,7 @@ class SimWorld:
             self._schedule(instance)
             self._notify(ev.WeightsLoaded(instance=instance.id, version=version, incarnation=instance.incarnation))
 
-    def _arrive(self, job: Job, src: Instance, dst: Instance | None, move: ev.Move) -> None:
+    def _arrive(self, job: Job, src: SimInstance, dst: SimInstance | None, move: ev.Move) -> None:
         if self._away.get(job.id) is not job:
             return  # cancelled on its way
         fate = work.uniform(self._seed, work.MOVE, *job.id, round(self.now * 1e3))
@@ -355,13 +355,13 @@ class SimWorld:
             self._settle(job, src)
         self._notify(ev.MoveFailed(**way, reason="the transfer broke off"))
 
-    def _settle(self, job: Job, instance: Instance) -> None:
+    def _settle(self, job: Job, instance: SimInstance) -> None:
         """The sample goes on where its KV is."""
         del self._away[job.id]
         self._touch(instance.id).receive(job)
         self._schedule(instance)
 
-    def _brought(self, job: Job, instance: Instance, fact: type[ev.SampleParked | ev.SampleResumed]) -> None:
+    def _brought(self, job: Job, instance: SimInstance, fact: type[ev.SampleParked | ev.SampleResumed]) -> None:
         """Its KV is in host memory, or back from there."""
         if self._away.get(job.id) is job and self._instances.get(instance.id) is instance:
             if fact is ev.SampleResumed:
@@ -397,7 +397,7 @@ class SimWorld:
         more |= {"report_ticks": config.report_tokens, "draft": config.draft}
         empty = (id, self._incarnations[id], self.costs, self._live)
         pool = self._prefill_pool
-        instance = prefill.DecodingInstance(pool, *empty, **more) if pool else Instance(*empty, **more)
+        instance = prefill.DecodingInstance(pool, *empty, **more) if pool else SimInstance(*empty, **more)
         instance.time, instance.slowed = self.now, self.costs.contention if self._trainer.busy else 1.0
         self._instances[id] = instance
         self.meter.up(self.now, id)
@@ -412,7 +412,7 @@ class SimWorld:
             uptime_s = -fault.mtbf_s * math.log(work.uniform(self._seed, work.FAULT, id, self._incarnations[id]))
             self._at(self.now + uptime_s, self._down, instance)
 
-    def _down(self, instance: Instance, left: list[Job] | None = None) -> None:
+    def _down(self, instance: SimInstance, left: list[Job] | None = None) -> None:
         """An incarnation is over. `left`: samples that have left it as it gave its chips back, which what has come to
         it meanwhile follows; None: it is lost."""
         if left is None and (self._instances.get(instance.id) is not instance or instance.id in self._returning):
@@ -439,18 +439,18 @@ class SimWorld:
         """Call it then. Calls of one moment come in the order in which they were agreed on."""
         heapq.heappush(self._appointments, (time, next(self._agreed), call, args))
 
-    def _touch(self, id: InstanceId) -> Instance:
+    def _touch(self, id: InstanceId) -> SimInstance:
         instance = self._instances[id]
         instance.advance(self.now)
         return instance
 
-    def _all(self) -> Iterable[Instance]:
+    def _all(self) -> Iterable[SimInstance]:
         """The instances as they are now."""
         for instance in self._instances.values():
             instance.advance(self.now)
         return self._instances.values()
 
-    def _schedule(self, instance: Instance) -> None:
+    def _schedule(self, instance: SimInstance) -> None:
         """Make the next appointment with an instance whose batch or state has changed; older ones are void."""
         instance.wakeup += 1
         time = instance.next_time()

@@ -252,7 +252,7 @@ class ScorerPool:
     def _start(self, process: calls.Process) -> None:
         try:
             process.start()
-        except calls.Refused as error:
+        except calls.Declined as error:
             raise ConfigError(str(error)) from error
         except NoAnswer as error:
             raise RuntimeError(

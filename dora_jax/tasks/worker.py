@@ -20,7 +20,7 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
         for reward in terms.values():
             getattr(reward, "prepare", lambda: None)()
     except rewards.RewardError as error:
-        raise calls.Refused(str(error), error.kind) from error
+        raise calls.Declined(str(error), error.kind) from error
     pattern = re.compile(setup["answer_pattern"]) if setup["answer_pattern"] else None
 
     def answer(request: calls.Request) -> calls.Request:
@@ -34,7 +34,7 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
             )
             return {"parts": of_terms, "reward": total}
         except rewards.RewardError as error:
-            raise calls.Refused(str(error), error.kind) from error
+            raise calls.Declined(str(error), error.kind) from error
 
     return answer
 

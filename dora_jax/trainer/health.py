@@ -137,7 +137,7 @@ def gap(logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> dict[str, float]
     }
 
 
-class Health:
+class HealthBounds:
     """Stops the run where its bounds are passed."""
 
     def __init__(self, max_mismatch: float, dump_dir: str | None):

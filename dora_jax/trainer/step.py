@@ -113,7 +113,7 @@ class Trainer:
         self._probed = scored(logprobs)
         self._values = scored(functools.partial(by_micro_batch, self.recipe.critic.values, section.micro_batches))
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
-        self.health = health.Health(section.max_mismatch, dump_dir)
+        self.health = health.HealthBounds(section.max_mismatch, dump_dir)
         self._meter = flops.FlopsMeter(model_cfg, mesh, section.peak_tflops, lora.on)
         # of the step under way: metrics, sums an update
         self._begun: tuple[dict[str, float], list[dict[str, Any]]] = {}, []

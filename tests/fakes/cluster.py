@@ -64,7 +64,7 @@ class FakeHost:
                     if other.began.rank:
                         other.inbox.put(item)
             if isinstance(item, messages.Call) and (answer := self._answer(self, item.what)) is not None:
-                self.link.send(messages.Answer(number=item.number, what=answer))
+                self.link.send(messages.CallAnswer(number=item.number, what=answer))
                 self.beat(len(self.received))
 
     def die(self):

@@ -34,7 +34,7 @@ from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Fact
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.runtime.transfer import weight_messages as ex
-from dora_jax.runtime.transfer.transfer_manifest import Key, Manifest, Offered
+from dora_jax.runtime.transfer.transfer_manifest import Key, KVOffer, Manifest
 from dora_jax.runtime.transfer.weight_distribution import STORAGE
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
@@ -323,7 +323,7 @@ class OnePorter:
     def offer(self, in_flight, move):
         assert in_flight.n_pages
         self._all.offered[move.number, self._host] = in_flight
-        return Offered(
+        return KVOffer(
             in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=OFFER
         )
 

@@ -14,7 +14,7 @@ from dora_jax.config import RolloutSection
 from dora_jax.plan import presets
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.serving.fleet import LocalFleet
-from dora_jax.serving.request import Limits
+from dora_jax.serving.request import ServedLimits
 from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
 
@@ -24,7 +24,9 @@ SECTION = presets.on_cpu(
         slots=64, pages=2048, page_size=4, max_prompt_tokens=64, max_new_tokens=64, decode_steps=2, residents=3
     )
 )
-LIMITS = Limits(context=128, vocab=256, sampling=(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)))
+LIMITS = ServedLimits(
+    context=128, vocab=256, sampling=(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+)
 
 
 class Speaker(OracleEngine):

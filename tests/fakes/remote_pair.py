@@ -10,7 +10,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.common.worker import InstanceReady
-from dora_jax.runtime.transfer.transfer_manifest import Offered
+from dora_jax.runtime.transfer.transfer_manifest import KVOffer
 from dora_jax.types import SampleId
 
 
@@ -105,5 +105,5 @@ REQUEST = InFlightSample(
 
 
 def moving(number=1, host=0, hosts=1, manifest=None):
-    offered = Offered(in_flight=REQUEST, kv_len=0, page_size=0, manifest=manifest)
+    offered = KVOffer(in_flight=REQUEST, kv_len=0, page_size=0, manifest=manifest)
     return messages.MoveStarted(offered=offered, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from dora_jax.models.tokenizer import Tokenizer
 
 
-class Replay:
-    """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.exact.Replay` on the first
+class EngineReplay:
+    """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.score.Replay` on the first
     devices of the trainer's mesh, as many as an instance has. The weights take the way of a published version: a copy
     in the engines' dtype, then the serving layout.
     """
@@ -167,7 +167,7 @@ def trainer_of(
     replay = None
     if config.rollout.exact:
         options = engine_options(config, model, eos_ids, vocab_limit or model.vocab_size)
-        replay = Replay(model, config.rollout, mesh, **options)
+        replay = EngineReplay(model, config.rollout, mesh, **options)
     return Trainer(
         model,
         config.trainer,

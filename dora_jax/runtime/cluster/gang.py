@@ -280,7 +280,7 @@ class Gang:
                         self.began_s = time.monotonic()
                     if all(other.ready for other in self._ranks):
                         self.ready.set()
-                case messages.Answer(number=number, what=what):
+                case messages.CallAnswer(number=number, what=what):
                     pending = self._calls[number]
                     pending.answers[self._ranks.index(process)] = what
                     if len(pending.answers) == self.hosts:

@@ -25,7 +25,7 @@ from dora_jax.runtime.common.sample_log import TokenView
 from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
 from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
-from dora_jax.runtime.transfer.transfer_manifest import Offered
+from dora_jax.runtime.transfer.transfer_manifest import KVOffer
 from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining
@@ -229,7 +229,7 @@ CallResult = StepFinished | Done | CheckpointFiles | Saved | CallDeclined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CallAnswer:
     number: int
     what: CallResult
 
@@ -346,7 +346,7 @@ class TickCommands:
 class MoveStarted:
     """A sample has left its engine for another one. Where its KV is offered, every process says so of its own shard."""
 
-    offered: Offered
+    offered: KVOffer
     src: InstanceId
     dst: InstanceId
     attempt: int
@@ -381,7 +381,7 @@ class FetchKV:
 
     number: int
     epoch: int  # of the gang that fetches
-    offered: tuple[Offered, ...]
+    offered: tuple[KVOffer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,8 +417,8 @@ CODEC = Codec(
     *typing.get_args(TrainerCall),
     *typing.get_args(CallResult),
     *typing.get_args(GangCommand),
-    *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, Answer, TickCommands),
+    *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, CallAnswer, TickCommands),
     *(Finished, Waiting, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
-    *(SampleGap, TokenView, MoveStarted, Offered, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
+    *(SampleGap, TokenView, MoveStarted, KVOffer, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

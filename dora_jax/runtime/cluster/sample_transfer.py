@@ -34,7 +34,7 @@ from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import PageShape
-from dora_jax.runtime.transfer.transfer_manifest import Key, Offered, WireError, deadline_s
+from dora_jax.runtime.transfer.transfer_manifest import Key, KVOffer, WireError, deadline_s
 from dora_jax.runtime.transfer.weight_messages import Command, Pull, Read
 from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 from dora_jax.types import InstanceId, Sample, SampleId, Version
@@ -131,7 +131,7 @@ class MoveDestination(CalledHere):
         if offers:
             offered = self._kv.offer(in_flight, self._move)
         else:
-            offered = Offered(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
+            offered = KVOffer(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
         started = messages.MoveStarted(
             offered=offered,
             src=src,
@@ -156,7 +156,7 @@ class KVEndpoint:
 
     # --------------------------------------------------------- as a source
 
-    def offer(self, in_flight: InFlightSample, move: messages.MoveSample) -> Offered:
+    def offer(self, in_flight: InFlightSample, move: messages.MoveSample) -> KVOffer:
         key = self._key(move.dst, move.epoch, in_flight, move.number)
         offered = kv_transfer.offer(self._opened, key, in_flight)
         if offered.manifest is not None:
@@ -279,7 +279,7 @@ class TransferThreads:
                     except StoreError as error:
                         self._link.send(messages.Note(text=f"version {version} does not come into storage: {error}"))
                         answer = messages.CallDeclined(error=str(error))
-                    self._link.send(messages.Answer(number=number, what=answer))
+                    self._link.send(messages.CallAnswer(number=number, what=answer))
                 case messages.DropWeights(version=version):
                     self._weights.weights.drop(version)
                 case messages.FetchKV() if self._kv:

@@ -110,7 +110,7 @@ class TrainerRole:
                         self._link.alone = False
                         self._link.send(messages.Ready(holds=holds))
                     case messages.Call(number=number, what=what):
-                        self._link.send(messages.Answer(number=number, what=self._answer(what)))
+                        self._link.send(messages.CallAnswer(number=number, what=self._answer(what)))
                 self._status.progress += 1
             self._status.busy = False
 

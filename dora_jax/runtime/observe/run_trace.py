@@ -28,7 +28,7 @@ class RunTrace:
         self._before = BETWEEN if _reopened(path, notify) else BEGIN  # what stands before the next event
         self._file = PatientFile(path, notify)
         self._most_bytes = budget_bytes // 2
-        self._rows = chrome_trace.Rows("live", self._emit)
+        self._rows = chrome_trace.TraceRows("live", self._emit)
         self._loading: set[InstanceId] = set()
         self._busy: dict[InstanceId, str] = {}  # name of the slice, while it has samples
         self._training = ""  # name of the trainer's slice
@@ -42,7 +42,7 @@ class RunTrace:
             self._rows.end(self._now_s)
             self._file.write(END)
             self._before = BEGIN if self._file.begin_anew() else BETWEEN
-            self._rows = chrome_trace.Rows("live", self._emit)
+            self._rows = chrome_trace.TraceRows("live", self._emit)
             self._rows.turn(TRAINER, 0, self._training, self._now_s)
             for instance in self._busy:
                 self._turn(instance, self._busy[instance])

@@ -1,6 +1,6 @@
 """Running samples between processes: the tokens of a sample over the control plane, its KV pages over the wire.
 
-    sender    offer(wire, key, in_flight) -> Offered              travels over the control plane
+    sender    offer(wire, key, in_flight) -> KVOffer              travels over the control plane
     receiver  fetch(wire, offered, layout) -> InFlightSample  is what `Engine.import_` takes
     sender    release(key)                                 once the receiver has confirmed that it has them, or never
     will
@@ -23,7 +23,7 @@ from dora_jax.rollout.migrate import InFlightSample, with_pages, without_pages
 from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.slices import shard_of
-from dora_jax.runtime.transfer.transfer_manifest import Key, Manifest, Offered, Shard, WireError, words
+from dora_jax.runtime.transfer.transfer_manifest import Key, KVOffer, Manifest, Shard, WireError, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class PageShape:
     latent: bool = False  # pages are K alone: the values are a part of the keys
 
 
-CODEC = Codec(InFlightSample, Key, Shard, Manifest, Offered)
+CODEC = Codec(InFlightSample, Key, Shard, Manifest, KVOffer)
 
 
 def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
@@ -46,19 +46,19 @@ def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
     return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages)
 
 
-def offer(wire: Wire, key: Key, in_flight: InFlightSample) -> Offered:
+def offer(wire: Wire, key: Key, in_flight: InFlightSample) -> KVOffer:
     """Offers the sample's pages until `release`. WireError: the key is of another version."""
     if key.version != in_flight.version:
         raise WireError(f"{words(key)} is a sample of version {in_flight.version}")
     manifest = None
     if in_flight.pages:
         manifest = wire.give(key, {shard_of(name, pages): pages for name, pages in in_flight.pages.items()})
-    return Offered(
+    return KVOffer(
         in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=manifest
     )
 
 
-def fetch(wire: Wire, offered: Offered, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
+def fetch(wire: Wire, offered: KVOffer, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
     """The sample with its pages. `key`: the transfer that this process agreed to, of a version that its engine holds.
     WireError: nothing was taken."""
     if offered.in_flight.version != key.version:

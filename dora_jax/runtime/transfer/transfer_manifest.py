@@ -62,7 +62,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
+class KVOffer:
     """A running sample on its way to another engine. `manifest` None: it has no pages, or `in_flight` carries them."""
 
     in_flight: InFlightSample  # without pages where the manifest offers them

@@ -426,7 +426,7 @@ class EnvironmentProcess:
             self.process.start()
             answer = self.process.ask({}, calls.START_TIMEOUT_S, self._name)
             self.terms, self.speaks_tokens = tuple(answer["terms"]), answer["tokens"]
-        except calls.Refused as error:
+        except calls.Declined as error:
             raise ConfigError(str(error)) from error
         except calls.NoAnswer as error:
             raise RuntimeError(f"environment workers failed {calls.START_ATTEMPTS} times to start; {error}") from error

@@ -61,7 +61,7 @@ class OneAnswer:
         try:
             self._rewards = resolve(rewards)
         except RewardError as error:
-            raise calls.Refused(str(error)) from error
+            raise calls.Declined(str(error)) from error
         self.terms = tuple(terms or self._rewards)
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
@@ -82,16 +82,16 @@ class OneAnswer:
 
 
 def _maker(task: str, entry: dict[str, Any]) -> Any:
-    """() -> the environment of a task; Refused in a sentence."""
+    """() -> the environment of a task; Declined in a sentence."""
     if "rewards" in entry:
         if unknown := set(entry) - {"rewards", "terms"}:
-            raise calls.Refused(f"environment.params.{task}: {min(unknown)} is none of rewards, terms")
+            raise calls.Declined(f"environment.params.{task}: {min(unknown)} is none of rewards, terms")
         return functools.partial(OneAnswer, **entry)
     if not entry.get("name") or (unknown := set(entry) - {"name", "params"}):
-        raise calls.Refused(f"environment.params.{task}: it takes name and params, or rewards and terms")
+        raise calls.Declined(f"environment.params.{task}: it takes name and params, or rewards and terms")
     kind: Any = resolved(entry["name"])
     if speaks_tokens(kind):
-        raise calls.Refused(
+        raise calls.Declined(
             f"environment.params.{task}: {entry['name']} speaks token ids, which no mix of environments does"
         )
     return functools.partial(kind, **entry.get("params", {}))

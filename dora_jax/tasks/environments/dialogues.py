@@ -14,7 +14,7 @@ from typing import Any
 from dora_jax.config import ConfigError, EnvironmentSection
 from dora_jax.tasks.environment import EpisodePrompt
 from dora_jax.tasks.environments.environment_worker import resolved
-from dora_jax.tasks.sandbox.calls import Refused
+from dora_jax.tasks.sandbox.calls import Declined
 
 Dialogue = tuple[tuple[str, bool], ...]  # texts in order, and which of them the policy says
 
@@ -26,7 +26,7 @@ def worked(
     dialogues."""
     try:
         kind: Any = resolved(section.name)
-    except Refused as error:
+    except Declined as error:
         raise ConfigError(str(error)) from error
     if not hasattr(kind, "worked"):
         raise ConfigError(

@@ -98,7 +98,7 @@ class Noise:
         return [*observed[:-1], last]
 
 
-class Server:
+class EpisodeServer:
     def __init__(self, kind: type[Environment], setup: calls.Request, terms: Sequence[str], replays: bool):
         self._kind, self._params = kind, keywords(kind, setup)
         self._terms, self._replays = tuple(terms), replays
@@ -180,15 +180,15 @@ class Server:
 
 
 def resolved(path: str) -> type[Environment]:
-    """The environment of an import path; Refused in a sentence."""
+    """The environment of an import path; Declined in a sentence."""
     module, _, name = callables.registered("environment").get(path, path).rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything
-        raise calls.Refused(f"environment.name: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise calls.Declined(f"environment.name: {path} cannot be imported: {type(error).__name__}: {error}") from error
     lacks = [each for each in ("terms", "replays", "reset", "step", "close") if not hasattr(found, each)]
     if lacks:
-        raise calls.Refused(f"environment.name: {path} has no {', '.join(lacks)}")
+        raise calls.Declined(f"environment.name: {path} has no {', '.join(lacks)}")
     return found
 
 
@@ -197,11 +197,11 @@ def speaks_tokens(kind: type[Environment]) -> bool:
 
 
 def keywords(kind: type[Environment], setup: calls.Request) -> dict[str, Any]:
-    """Keywords of the constructor; Refused: observations that are token ids have no text that noise could change."""
+    """Keywords of the constructor; Declined: observations that are token ids have no text that noise could change."""
     if not speaks_tokens(kind):
         return setup["params"]
     if noise := [name for name in NOISE if setup["noise"][name]]:
-        raise calls.Refused(f"environment.noise_{noise[0]}: {setup['name']} says token ids, which have no noise")
+        raise calls.Declined(f"environment.noise_{noise[0]}: {setup['name']} says token ids, which have no noise")
     return {**setup["params"], "policy": PolicyFacts(**setup["policy"])}
 
 
@@ -213,7 +213,7 @@ def main(fd: int) -> None:
         kind = resolved(opening["setup"]["name"])
         tried = kind(**keywords(kind, opening["setup"]))
         fault = None
-    except calls.Refused as error:
+    except calls.Declined as error:
         fault = str(error)
     except ImportError as error:  # of what an adapter needs
         fault = f"environment.name: {opening['setup']['name']}: {error}"
@@ -226,7 +226,7 @@ def main(fd: int) -> None:
     properties = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": speaks_tokens(kind)}
     calls.send(sock, {"nonce": asked["nonce"]} | properties)
     sock.setblocking(False)
-    asyncio.run(Server(kind, opening["setup"], tried.terms, bool(tried.replays)).serve(sock))
+    asyncio.run(EpisodeServer(kind, opening["setup"], tried.terms, bool(tried.replays)).serve(sock))
 
 
 if __name__ == "__main__":

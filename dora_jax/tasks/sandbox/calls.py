@@ -50,7 +50,7 @@ class NoAnswer(Exception):
         self.kind = kind or reason
 
 
-class Refused(NoAnswer):
+class Declined(NoAnswer):
     """The code was asked and refused: it raised, or cannot be loaded. Its process may be asked again."""
 
 
@@ -96,7 +96,7 @@ class Process:
         return self._walled.pid if self._walled and self._walled.poll() is None else None
 
     def start(self) -> None:
-        """A fresh process that has taken the setup; Refused where it says no, NoAnswer where it keeps dying."""
+        """A fresh process that has taken the setup; Declined where it says no, NoAnswer where it keeps dying."""
         for attempt in range(1, START_ATTEMPTS + 1):
             self._end()
             ours, theirs = socket.socketpair()
@@ -130,7 +130,7 @@ class Process:
             try:
                 self.ask({"setup": self._setup}, START_TIMEOUT_S, "start-up")
                 return
-            except Refused:
+            except Declined:
                 raise
             except NoAnswer:
                 if self._closed or attempt == START_ATTEMPTS:
@@ -167,7 +167,7 @@ class Process:
             reason = kind = f"{what}: {error}"
         else:
             if "error" in reply:
-                raise Refused(str(reply["error"]), str(reply.get("kind", "")))
+                raise Declined(str(reply["error"]), str(reply.get("kind", "")))
             return reply
         self._end()
         raise NoAnswer(reason, kind)
@@ -200,14 +200,14 @@ def _close_all(held: dict[str, Any]) -> None:
 
 
 def serve(fd: int, prepare: Callable[[Request], Callable[[Request], Request]]) -> None:
-    """Answers until the caller is gone. `prepare` takes the setup; it and what it returns raise Refused to say no."""
+    """Answers until the caller is gone. `prepare` takes the setup; it and what it returns raise Declined to say no."""
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)  # what the code starts must not hold the connection open
     try:
         opening = receive(sock)
         try:
             answer = prepare(opening["setup"])
-        except Refused as error:
+        except Declined as error:
             send(sock, {"nonce": opening["nonce"], "error": str(error), "kind": error.kind})
             return
         send(sock, {"nonce": opening["nonce"]})
@@ -216,7 +216,7 @@ def serve(fd: int, prepare: Callable[[Request], Callable[[Request], Request]]) -
             nonce = request.pop("nonce")
             try:
                 reply = answer(request)
-            except Refused as error:
+            except Declined as error:
                 reply = {"error": str(error), "kind": error.kind}
             send(sock, {**reply, "nonce": nonce})
     except EOFError:

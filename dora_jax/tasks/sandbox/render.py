@@ -58,7 +58,7 @@ class Renderer:
                 self._process = process
             try:
                 return self._process.ask(request, RENDER_S, self._what).get("text")
-            except calls.Refused as error:
+            except calls.Declined as error:
                 raise ValueError(f"{self._what} {error}") from error
             except calls.NoAnswer as error:
                 self._process = None
@@ -80,7 +80,7 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
         try:
             return _environment().from_string(setup["template"])
         except jinja2.TemplateError as error:
-            raise calls.Refused(f"does not compile: {error}") from error
+            raise calls.Declined(f"does not compile: {error}") from error
 
     def answer(request: calls.Request) -> calls.Request:
         names = {"tools": None, "documents": None, **setup["special"], **request["variables"]}
@@ -90,11 +90,11 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
             )
             return {"text": text}
         except jinja2.TemplateError as error:
-            raise calls.Refused(f"refused the messages: {error}") from error
+            raise calls.Declined(f"refused the messages: {error}") from error
         except Exception as error:  # a template divides, adds and calls like any program; always raised again
-            if isinstance(error, calls.Refused):
+            if isinstance(error, calls.Declined):
                 raise
-            raise calls.Refused(f"refused the messages: {type(error).__name__}: {error}") from error
+            raise calls.Declined(f"refused the messages: {type(error).__name__}: {error}") from error
 
     return answer
 
