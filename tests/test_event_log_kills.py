@@ -157,7 +157,7 @@ NAME_ATTEMPTS = {event.__name__ for event in records.NAME_ATTEMPTS}
 
 
 def older(record, format):
-    """As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no
+    """As format 9 had it: no settings of the run. As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no
     report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two
     columns more in a table. As format 4 had it: no report with what decoding took, and scores that were no group. As
     format 3 had it: every entry by itself, and decided on by itself, and no sample with a table."""
@@ -166,9 +166,10 @@ def older(record, format):
             return []
         case ["Batch", entries, True] if format <= 3:
             return [msgpack.packb(entry) for entry in entries]
-        case ["Head", _, epoch, config, *rest, saved]:
+        case ["Head", _, epoch, config, *rest, saved, settings]:
             config = {name: value for name, value in config.items() if name != "task_lead" or format > 5}
-            return [msgpack.packb(["Head", format, epoch, config, *rest, *([saved] if format > 8 else [])])]
+            rest += [saved] * (format > 8) + [settings] * (format > 9)
+            return [msgpack.packb(["Head", format, epoch, config, *rest])]
         case row:
             return [msgpack.packb(row)]
 

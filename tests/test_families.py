@@ -49,7 +49,7 @@ def folder(tmp_path, family, changes=None, tensors=None):
         (
             "qwen3",
             {"model_type": "gemma3_text", "architectures": None},
-            "'gemma3_text'; .* layers that attend in windows",
+            "has hidden_act='silu'; the decoder computes hidden_act='gelu_pytorch_tanh' only",
         ),
         (
             "qwen3",

@@ -14,6 +14,7 @@ from dora_jax.runtime.transfer.kv_transfer import CODEC, fetch, layout_of, offer
 from dora_jax.runtime.transfer.transfer_manifest import Key, WireError
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import LAYOUT, assert_undisturbed, bits, finish, loaded, shared_engine, taken_out
+from tests.fakes.members import RUN
 from tests.fakes.wire_peer import new_wire
 
 NUMBERS = iter(range(1, 1000))
@@ -25,7 +26,7 @@ def ends():
 
 
 def key(version=0):
-    return Key(epoch=1, version=version, receiver="peer/0", sequence=next(NUMBERS))
+    return Key(epoch=1, version=version, receiver="rollout0/0", sequence=next(NUMBERS))
 
 
 def carried(offered):
@@ -75,7 +76,7 @@ def test_another_version_refuses(ends):
     with pytest.raises(WireError, match="is a sample of version 0"):
         offer(ends[0], key(version=1), in_flight)
     offered = offer(ends[0], k, in_flight)
-    with pytest.raises(WireError, match="a sample of version 0 comes where version 1 for peer/0"):
+    with pytest.raises(WireError, match="a sample of version 0 comes where version 1 for rollout0/0"):
         fetch(ends[1], offered, dataclasses.replace(k, version=1), LAYOUT, 5)
 
 
@@ -99,7 +100,7 @@ def test_pages_that_nobody_fetches_are_freed(ends):
 def test_a_sample_goes_on_in_another_process_bit_for_bit(ends):
     peer = subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.engine_peer"],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "WIRE_PEER_CREDENTIAL": RUN.issue("rollout0", 1)},
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -52,7 +52,8 @@ def test_state_by_hand():
     mesh = memory.Mesh(1, 2, 2, 1)
     weights = SMALL.matrix_params / 4 + SMALL.gain_params
     lines = {line.what: line.bytes for line in memory.trainer_state(SMALL, CONFIG, mesh)}
-    assert lines == {"masters": 4 * weights, "moments": 8 * weights, "published versions": 3 * 2 * weights}
+    published = 3 * (2 * weights + 2 * SMALL.wide_params)  # gains stay in float32
+    assert lines == {"masters": 4 * weights, "moments": 8 * weights, "published versions": published}
     assert memory.trainer_state(SMALL, changed(trainer={"moments": "bfloat16"}), mesh)[1].bytes == 4 * weights
     assert (
         memory.trainer_state(SMALL, CONFIG, mesh, on_host=True)[1].bytes == 2 * 4 * 3 * 8 * 16 / 4
@@ -110,7 +111,7 @@ def test_memory_of_experts_by_hand():
 
 def test_weights_of_an_instance_by_hand():
     resident, incoming = memory.instance_weights(SMALL, changed(rollout={"residents": 2}))
-    whole = 2 * (SMALL.matrix_params + SMALL.gain_params)
+    whole = 2 * SMALL.matrix_params + 4 * SMALL.gain_params
     assert (resident.bytes, incoming.bytes) == (2 * whole, whole)
     small, _ = memory.instance_weights(SMALL, changed(rollout={"weights": "int8"}))
     assert small.bytes == whole - 3 * SMALL.layer_params()
@@ -119,7 +120,7 @@ def test_weights_of_an_instance_by_hand():
 def test_adapters_of_an_instance_stand_beside_one_base():
     config = dataclasses.replace(changed(rollout={"residents": 4}), lora=Lora(rank=8))
     base, resident, incoming = memory.instance_weights(SMALL, config)
-    assert base.bytes == 2 * (SMALL.matrix_params + SMALL.gain_params)
+    assert base.bytes == 2 * SMALL.matrix_params + 4 * SMALL.gain_params
     assert resident.bytes == 4 * incoming.bytes == 4 * 2 * adapter_params(SMALL, config.lora)
 
 

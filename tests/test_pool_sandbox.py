@@ -99,7 +99,7 @@ def test_a_worker_that_lies_about_terms_fails_its_group(opened, folder):
     (folder / "liar.py").write_text("""
 import json
 from dora_jax.tasks import rewards
-rewards.score = lambda terms, prompt, response, answer: json.loads(response)
+rewards.score = lambda terms, prompt, response, *rest: (json.loads(response), 1.5)
 def score(prompt, response, answer): return 0.0
 """)
     pool = opened("liar.score", reward_retries=0)

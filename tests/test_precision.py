@@ -98,7 +98,7 @@ def test_products_of_f32_are_of_full_precision_on_a_tpu(family, dtype):
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_scores_are_scaled_and_angles_made_in_f32(family):
-    scale = CONFIGS[family].scores.scale
+    scale = CONFIGS[family].scores(CONFIGS[family].kind(0)).scale
     for name, text in lowered(family, "bfloat16").items():
         constants = re.findall(r"stablehlo.constant dense<(-?[\d.]+(?:e[+-]\d+)?)> : tensor<(\w+)>", text)
         found = {kind for value, kind in constants if abs(float(value) / scale - 1) < 4e-3}

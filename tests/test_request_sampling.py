@@ -20,18 +20,18 @@ NEW = 12
 
 
 @jax.jit
-def forward(tokens):
+def forward(params, tokens):
     positions = jnp.arange(len(tokens))[None]
     attend = segment_attention(jnp.ones_like(positions), positions)
-    hidden = decoder.forward(CFG, params(), tokens[None], positions, attend)
-    return decoder.logits(CFG, params(), hidden)[0]
+    hidden = decoder.forward(CFG, params, tokens[None], positions, attend)
+    return decoder.logits(CFG, params, hidden)[0]
 
 
 def logits_of(sample):
     """f32[U, V]: the policy's logits at each token of the response, by one forward pass."""
     tokens = np.concatenate([sample.prompt_ids, sample.out_ids])
     padded = np.pad(tokens, (0, len(PROMPT) + NEW - len(tokens)))
-    logits = np.asarray(forward(padded))[len(sample.prompt_ids) - 1 : len(tokens) - 1]
+    logits = np.asarray(forward(params(), padded))[len(sample.prompt_ids) - 1 : len(tokens) - 1]
     return np.where(np.arange(CFG.vocab_size) < VOCAB, logits, MASKED)
 
 

@@ -141,7 +141,7 @@ def test_a_line_break_that_became_another_byte_costs_no_record(tmp_path):
 
 def registry(folder):
     found = RunRegistry(str(folder), "build")
-    return found.token, found.left, found.fits
+    return found.authority.pem, found.left, found.fits
 
 
 def base(folder, params):
@@ -181,9 +181,10 @@ def test_damaged_state_is_refused_in_a_sentence_that_names_the_file(tmp_path, na
     file.rmdir()
     fields = json.loads(data)
     newer = {key: value for key, value in fields.items() if key not in ("format", "checksum")}
-    file.write_bytes(state_files.encode(newer, 3))
+    known = fields["format"]
+    file.write_bytes(state_files.encode(newer, known + 1))
     with pytest.raises(
-        ConfigError, match=f"{name} has format 3, and this dora_jax reads formats up to 2: go on with the"
+        ConfigError, match=f"{name} has format {known + 1}, and this dora_jax reads formats up to {known}: go on with"
     ):
         read(tmp_path)
     file.write_text(json.dumps(newer))  # as it was before formats had numbers

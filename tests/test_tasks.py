@@ -167,7 +167,7 @@ def test_unknown_names_and_parameters_name_the_nearest():
     assert "min_terms must be positive" in refusal(params(min_terms=0))
     assert refusal(params(min_terms="two")).startswith("task.params: reasoning-gym's chain_sum refuses {'min_terms'")
     assert "leave it out" in refusal(params(seed=3))
-    assert "neither" in refusal(TaskSection(name="gsm8k"))
+    assert "'gsm8k' is not an import path such as my_module.name" in refusal(TaskSection(name="gsm8k"))
 
 
 def test_datasets_that_follow_the_hash_seed_need_it_fixed(monkeypatch):

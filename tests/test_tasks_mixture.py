@@ -126,7 +126,11 @@ def test_a_mix_reaches_the_orchestrator():
         ({"weight": 0}, {}, "task.mix.sums.weight: 0 is not at least 1"),
         ({"weight": 2000}, {}, "task.mix: its weights add up to 2001: a turn through it has at most 1000 prompts"),
         ({"limit": 0.0}, {}, "task.mix.sums.limit: 0.0 is not above 0"),
-        ({"name": "chain_sum"}, {}, "task.mix.sums.name: 'chain_sum' is neither"),
+        (
+            {"name": "chain_sum"},
+            {},
+            'task.mix.sums.name: neither "rows" nor "reasoning_gym:<dataset>", and \'chain_sum\' is not an import path',
+        ),
         ({"wieght": 3}, {}, "task.mix.sums.wieght: unknown field; the nearest is task.mix.sums.weight"),
         ({"weight": "three"}, {}, "task.mix.sums.weight: 'three' is not a int"),
         ({}, {"task__name": "rows"}, "task.name: there is a task.mix, whose entries have their own; leave it empty"),

@@ -71,8 +71,8 @@ def made(text, kinds, shapes):
 @pytest.mark.parametrize(
     "attention,weights,scratch",
     [
-        ("tpu", "", 4 * 2**20),
-        ("tpu", "int8", 4 * 2**20),  # less than the weights of one layer
+        ("tpu", "", 6 * 2**20),  # half of it for rows with sampling values of their own
+        ("tpu", "int8", 6 * 2**20),  # less than the weights of one layer
         pytest.param("tokamax", "", 8 * 2**20, marks=pytest.mark.slow),
     ],
 )  # its schedule takes 5 MiB
@@ -108,7 +108,7 @@ def test_latent_pages_are_read_by_their_own_kernel_and_copied_nowhere(kv, pages)
     assert f"{kind}[{pool}]" in text and not made(text, "copy|copy-start", (pool,))
     assert "latent_attention" in text and not made(text, "gather", ("8,2048,640", "8,32,64,640"))
     assert memory.alias_size_in_bytes >= LATENT.n_layers * (pages + 1) * 64 * 640 * size
-    assert memory.temp_size_in_bytes < 4 * 2**20
+    assert memory.temp_size_in_bytes < 6 * 2**20
 
 
 def test_latent_pages_on_their_way_to_the_host_are_gathered_and_nothing_else_is_copied():

@@ -42,14 +42,14 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     copy = offered_copy("bfloat16", sharding.param_specs(cases.MODEL, on))(params)
     trainer = HostWeights()
     trainer.put(3, slices.offered(copy))
-    worlds = {"trainer": [WeightEndpoint(0, new_wire(), trainer)]}
+    worlds = {"trainer": [WeightEndpoint(0, new_wire(role="trainer"), trainer)]}
     brain = WeightDistribution()
     facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True), ex.Holds(world="trainer", epoch=1, version=3)]
     shardings = {}
     for i in range(3):
         shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
         like = weight_receiver.like(cases.MODEL, shardings[f"r{i}"], decoder.abstract_params(cases.MODEL, jnp.bfloat16))
-        worlds[f"r{i}"] = [WeightEndpoint(0, new_wire(), HostWeights(), like)]
+        worlds[f"r{i}"] = [WeightEndpoint(0, new_wire(role=f"r{i}"), HostWeights(), like)]
         facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]
     outcomes = carry(brain, worlds, *facts)
     assert outcomes == [ex.Loaded(world=f"r{i}", version=3) for i in range(3)]
@@ -57,7 +57,7 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     for name, sharded in shardings.items():
         got = worlds[name][0].weights.get(3, sharded)
         for x, y, s in zip(*map(jax.tree.leaves, (got, served, sharded)), strict=True):
-            assert x.dtype == jnp.bfloat16 and x.sharding == s and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+            assert x.dtype == y.dtype and x.sharding == s and np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():

@@ -369,7 +369,9 @@ class InstantDevice:
     def prefill(self, params: Any, control: np.ndarray, blocks: int) -> None:
         """Nothing to compute."""
 
-    def generate(self, params: Any, control: np.ndarray, blocks: int) -> tuple[np.ndarray | Pending, None]:
+    def generate(
+        self, params: Any, control: np.ndarray, blocks: int, options: np.ndarray | None = None
+    ) -> tuple[np.ndarray | Pending, None]:
         if not self._call_s:
             return self._result, None
         now_s = time.perf_counter()

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from dora_jax.models.logits import MASKED
 from dora_jax.rollout.shapes import BIASED, BIASES, HISTORY, Option
 
+OWN_ROWS = 8  # of a call, whose arrays of the vocabulary are alive at once
 GREEDY = 1e-5  # a request's temperature below it is 0, as in vLLM
 BLOCKS = 128  # of a vocabulary, at most; a power of two, so that a shard of the vocabulary holds whole blocks
 
@@ -81,31 +82,45 @@ class OwnSampling:
         token_B, logprob_B, set_BxK = drawn
         own_B = self.options_BxO[:, Option.OWN] > 0
 
-        def draw_own(logits_BxV, *_):
-            greedy_B = self._number(Option.TEMPERATURE) < GREEDY
-            divisor_Bx1 = jnp.where(greedy_B, 1.0, self._number(Option.TEMPERATURE))[:, None]
-            raw_BxV = logits_BxV * self.temperature
-            changed = (self.options_BxO[:, BIASED:BIASES] >= 0).any() | self._penalised.any()
-            logits_BxV = jax.lax.cond(changed, self._penalise, _first, raw_BxV, new_BxN, count)
-            allowed_BxV = jax.nn.log_softmax(logits_BxV / divisor_Bx1, axis=-1)
-            if limits is not None:
-                allowed_BxV = limits.cut(allowed_BxV, positions_B)
-            is_stop_V = jnp.isin(jnp.arange(allowed_BxV.shape[-1]), jnp.array(self.stop_ids, jnp.int32))
-            early_B = positions_B < self.options_BxO[:, Option.MIN_TOKENS]
-            allowed_BxV = jnp.where(early_B[:, None] & is_stop_V[None], MASKED, allowed_BxV)
-            top_k_B, top_p_B = self.options_BxO[:, Option.TOP_K], self._number(Option.TOP_P)
-            cuts_B = own_B & ~greedy_B & ((top_k_B > 0) | (top_p_B < 1.0))
-            least_B = allowed_BxV.min(-1)
-            least_B = jax.lax.cond(cuts_B.any(), _least, _first, least_B, allowed_BxV, top_k_B, top_p_B)
-            least_B = jnp.maximum(least_B, allowed_BxV.max(-1) + jnp.log(self._number(Option.MIN_P)))
-            rest_BxV = jnp.where(allowed_BxV >= least_B[:, None], allowed_BxV, MASKED)
-            next_B = jnp.where(greedy_B, _likeliest(allowed_BxV), _drawn(rest_BxV, keys_B, positions_B))
-            reported_BxV = jax.nn.log_softmax(raw_BxV / divisor_Bx1, axis=-1)
-            return next_B, jnp.take_along_axis(reported_BxV, next_B[:, None], axis=-1)[:, 0]
+        def draw_rows(rows):
+            options, logits, keys, positions, new, *limited = rows
+            cuts = dataclasses.replace(limits, last_B=limited[0], repeats_B=limited[1]) if limits else None
+            return dataclasses.replace(self, options_BxO=options)._draw(logits, keys, positions, cuts, new, count)
 
-        own = jax.lax.cond(own_B.any(), draw_own, lambda _, *drawn: drawn, logits_BxV, token_B, logprob_B)
+        def draw_own(*_):
+            rows = self.options_BxO, logits_BxV, keys_B, positions_B, new_BxN
+            rows += (limits.last_B, limits.repeats_B) if limits else ()
+            size = math.gcd(len(own_B), OWN_ROWS)
+            some = jax.lax.map(draw_rows, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows))
+            return jax.tree.map(jnp.ravel, some)
+
+        own = jax.lax.cond(own_B.any(), draw_own, lambda *drawn: drawn, token_B, logprob_B)
         token_B, logprob_B = (jnp.where(own_B, new, run) for new, run in zip(own, drawn[:2], strict=True))
         return token_B, logprob_B, jnp.where(own_B[:, None], -1, set_BxK)
+
+    def _draw(self, logits_BxV, keys_B, positions_B, limits: DrawLimits | None, new_BxN, count):
+        """(token, log-prob) of each row."""
+        greedy_B = self._number(Option.TEMPERATURE) < GREEDY
+        divisor_Bx1 = jnp.where(greedy_B, 1.0, self._number(Option.TEMPERATURE))[:, None]
+        raw_BxV = logits_BxV * self.temperature
+        changed = (self.options_BxO[:, BIASED:BIASES] >= 0).any() | self._penalised.any()
+        logits_BxV = jax.lax.cond(changed, self._penalise, _first, raw_BxV, new_BxN, count)
+        allowed_BxV = jax.nn.log_softmax(logits_BxV / divisor_Bx1, axis=-1)
+        if limits is not None:
+            allowed_BxV = limits.cut(allowed_BxV, positions_B)
+        is_stop_V = jnp.isin(jnp.arange(allowed_BxV.shape[-1]), jnp.array(self.stop_ids, jnp.int32))
+        early_B = positions_B < self.options_BxO[:, Option.MIN_TOKENS]
+        allowed_BxV = jnp.where(early_B[:, None] & is_stop_V[None], MASKED, allowed_BxV)
+        own_B, top_k_B = self.options_BxO[:, Option.OWN] > 0, self.options_BxO[:, Option.TOP_K]
+        top_p_B = self._number(Option.TOP_P)
+        cuts_B = own_B & ~greedy_B & ((top_k_B > 0) | (top_p_B < 1.0))
+        least_B = allowed_BxV.min(-1)
+        least_B = jax.lax.cond(cuts_B.any(), _least, _first, least_B, allowed_BxV, top_k_B, top_p_B)
+        least_B = jnp.maximum(least_B, allowed_BxV.max(-1) + jnp.log(self._number(Option.MIN_P)))
+        rest_BxV = jnp.where(allowed_BxV >= least_B[:, None], allowed_BxV, MASKED)
+        next_B = jnp.where(greedy_B, _likeliest(allowed_BxV), _drawn(rest_BxV, keys_B, positions_B))
+        reported_BxV = jax.nn.log_softmax(raw_BxV / divisor_Bx1, axis=-1)
+        return next_B, jnp.take_along_axis(reported_BxV, next_B[:, None], axis=-1)[:, 0]
 
     def _number(self, column: Option) -> jax.Array:
         return jax.lax.bitcast_convert_type(self.options_BxO[:, column], jnp.float32)

@@ -24,6 +24,11 @@ def new_wire(ip="127.0.0.1", role="rollout0", incarnation=1, authority=RUN, encr
     return Wire(ip, credential(role, incarnation, authority), encrypted)
 
 
+def peer_wire():
+    """In a process of its own, of the test's run."""
+    return Wire("127.0.0.1", Credential(os.environ["WIRE_PEER_CREDENTIAL"]))
+
+
 def arrays(version):
     """256 KiB of three dtypes; of version 99: 64 MiB."""
     rng = np.random.default_rng(version)
@@ -40,7 +45,7 @@ def whole(named):
 
 
 def main():
-    wire = Wire("127.0.0.1", Credential(os.environ["WIRE_PEER_CREDENTIAL"]))
+    wire = peer_wire()
     print(wire.address, flush=True)
     for line in sys.stdin:
         word, epoch, version, receiver, sequence = line.split()
