@@ -51,11 +51,11 @@ def slow(*args, **options):
     time.sleep(0.2)
     return step(*args, **options)
 
-def counted(self, params, control, blocks):
+def counted(self, params, control, blocks, *options):
     time.sleep(0.04)
     with Path("versions_in_calls").open("a") as file:
         print(len(set(control[control[:, REMAINING] > 0, ADAPTER].tolist())), file=file)
-    return generate(self, params, control, blocks)
+    return generate(self, params, control, blocks, *options)
 
 if __name__ == "__main__":
     faults.arm(os.environ["DORA_FAULT"])

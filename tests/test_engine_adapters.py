@@ -130,12 +130,12 @@ def mixed(engine, versions=(1, 2, 3, 4), size=2):
     most = collections.Counter()
 
     def counted(call, kind):
-        def run(params, control, blocks):
+        def run(params, control, blocks, *options):
             narrow = kind == "generate" and len(control) == engine.shapes.narrow_rows
             rows = control[control[:, REMAINING] > 0]
             name = "narrow" if narrow else kind
             most[name] = max(most[name], len(set(rows[:, ADAPTER].tolist())))
-            return call(params, control, blocks)
+            return call(params, control, blocks, *options)
 
         return mock.patch.object(engine.device, kind, run)
 
