@@ -71,6 +71,7 @@ def is_served(group_id: GroupId) -> bool:
 
 
 MAX_BIASES = 300  # entries of a logit bias: OpenAI's limit
+OWN_SAMPLING = "own_sampling"  # the scope of what a decode call computes for rows with `Sampling` alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ import pytest
 
 from dora_jax import tasks
 from dora_jax.config import ConfigError, TaskSection
-from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.tasks.rows import permuted
+from dora_jax.tasks.prompts import PromptTooLong, Wording
+from dora_jax.tasks.rows import RowsSource, permuted
 from dora_jax.tasks.source import uid_of
 from tests.fakes.tasks import Letters, sums, write
 
@@ -314,3 +314,14 @@ def test_a_row_over_the_limit_raises(folder):
     with pytest.raises(PromptTooLong, match="has 200 tokens"):
         for group in range(30):
             task.prompt_at(group)
+
+
+def test_a_name_that_no_console_can_print_is_spelt_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n{"\\ud800": "b", "answer": 2}\n')
+    section = TaskSection(name="rows", path=str(path), heldout=0, max_bad_rows_share=0.5)
+    wording = Wording(section, None)
+    source = RowsSource(
+        section, wording, heldout=0, exclude=frozenset(), supervised=False, quarantine_path=tmp_path / "bad.jsonl"
+    )
+    assert "the row has \\ud800, answer" in source.bad[0].reason

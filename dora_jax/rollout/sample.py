@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from dora_jax.models.logits import MASKED
 from dora_jax.rollout.shapes import BIASED, BIASES, HISTORY, Option
+from dora_jax.types import OWN_SAMPLING
 
 OWN_ROWS = 8  # of a call, whose arrays of the vocabulary are alive at once
 GREEDY = 1e-5  # a request's temperature below it is 0, as in vLLM
@@ -94,7 +95,8 @@ class OwnSampling:
             some = jax.lax.map(draw_rows, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows))
             return jax.tree.map(jnp.ravel, some)
 
-        own = jax.lax.cond(own_B.any(), draw_own, lambda *drawn: drawn, token_B, logprob_B)
+        with jax.named_scope(OWN_SAMPLING):
+            own = jax.lax.cond(own_B.any(), draw_own, lambda *drawn: drawn, token_B, logprob_B)
         token_B, logprob_B = (jnp.where(own_B, new, run) for new, run in zip(own, drawn[:2], strict=True))
         return token_B, logprob_B, jnp.where(own_B[:, None], -1, set_BxK)
 

@@ -102,7 +102,10 @@ class RowsSource:
                 raise  # not this row's fault alone
             except ValueError as error:
                 text = raw if isinstance(raw, str) else json.dumps(raw, default=str)
-                bad.append(BadRow(file=str(file), line=line, reason=str(error), row=shorten(text, 200)))
+                reason = (
+                    str(error).encode(errors="backslashreplace").decode()
+                )  # half a surrogate pair in a column's name
+                bad.append(BadRow(file=str(file), line=line, reason=reason, row=shorten(text, 200)))
         self.bad += bad
         # The file of the bad rows always describes the newest reading: it is absent where nothing is bad.
         if self.bad:

@@ -15,6 +15,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from dora_jax.types import OWN_SAMPLING
+
 SHARED_CHANNEL = "1"  # JAX gives it to every collective of a shard_map: it tells none from another
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 ITEM_BYTES = (
@@ -140,6 +142,8 @@ class CompiledText:
                     trips = {n for text in self._bodies[condition] for n in re.findall(r" constant\((\d+)\)", text)}
                 known = int(trips.pop()) if len(trips) == 1 else 0
                 self._visit(body[1], times * (known or (1 if self._once and self._once in line else self._loops)))
+            if " conditional(" in line and OWN_SAMPLING in line:  # no sample of a run takes it
+                continue
             for one, several in _CALLED.findall(line):
                 for called in filter(None, [one, *re.split(r"[,\s%]+", several)]):
                     self._visit(called, times)
