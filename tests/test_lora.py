@@ -95,7 +95,7 @@ def test_a_serving_pass_takes_them_in_both_layouts_and_absorbed(name):
     cfg, weights, many = CONFIGS[name], params(name), [adapter(name, seed) for seed in range(2)]
     index = jnp.asarray([1, 0, 1, 1])
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, scores):
         if v is None:
             return jnp.repeat(k[..., : cfg.latent.kv_rank], cfg.n_heads, axis=2)
         return jnp.repeat(v, cfg.n_heads // v.shape[2], axis=2)

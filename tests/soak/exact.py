@@ -27,7 +27,8 @@ from dora_jax.runtime.journal.recovery import replay
 from tests.soak.chaos import OVERRIDES, ChaosRun, prepare
 
 POINTS = ("trainer.before_step", "trainer.after_step", "trainer.after_put")
-TIMED = (  # metrics of time, of where samples ran, and of what a new process does once more
+TIMED = (  # metrics of time, of where samples ran, and of what a new process does once more or has not seen
+    "groups/filtered_share",
     "time/",
     "rollout/",
     "trainer/wait_s",
