@@ -19,10 +19,10 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
-    ".": 1045,
+    ".": 1046,
     "aot": 368,
     "base": 1632,
-    "bench": 3737,
+    "bench": 3739,
     "buffer": 319,
     "cli": 473,
     "config": 812,
@@ -32,12 +32,12 @@ CODE = {
     "orchestrate": 2780,
     "plan": 1229,
     "report": 1161,
-    "rollout": 3102,
+    "rollout": 3114,
     "runtime": 12059,
     "serving": 1951,
     "sim": 1995,
-    "tasks": 3632,
-    "trainer": 2255,
+    "tasks": 3635,
+    "trainer": 2258,
 }
 PIECES = {"functions": 88.8, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
