@@ -58,7 +58,7 @@ def suite(url):
     assert last.choices == [] and last.usage.total_tokens == talk.usage.total_tokens
 
     refused(404, client, model="gpt-5")
-    refused(400, client, model="policy", temperature=0.3)
+    refused(400, client, model="policy", temperature=-0.3)
     with_headers = client.completions.with_raw_response.create(model="policy", prompt="abc", max_tokens=2)
     assert with_headers.headers["x-weight-version"] == "0"
     asyncio.run(many(url))
