@@ -43,6 +43,10 @@ FEATURES = {  # name -> (what names it, its own files, files that name it beside
 }  # fmt: skip
 
 
+# From Python 3.12 on the texts of an f-string are tokens of their own.
+TEXT = {tokenize.NAME, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+
+
 @functools.cache
 def words():
     """File -> its identifiers and the words of its strings."""
@@ -57,7 +61,7 @@ def words():
                 documented.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
         found[name] = set()
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.start[0] not in documented and token.type in (tokenize.NAME, tokenize.STRING):
+            if token.start[0] not in documented and token.type in TEXT:
                 found[name].update(re.findall(r"[A-Za-z_][\w.]*", token.string))
     return found
 
