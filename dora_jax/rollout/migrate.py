@@ -290,7 +290,7 @@ class HostKV:
                     continue
                 self.dropped += 1
                 self.dropped_tokens += dropped.kv_len
-                if worth_saying(self.dropped):
+                if is_power_of_ten(self.dropped):
                     repeats.append(
                         f"the KV of sample {tuple(dropped.id)} leaves host memory, and its {dropped.kv_len} tokens are "
                         f"prefilled again: rollout.host_kv_bytes is {self.budget_bytes} ({self.dropped} samples so far)"
@@ -317,6 +317,6 @@ class HostKV:
         return request
 
 
-def worth_saying(count: int) -> bool:
+def is_power_of_ten(count: int) -> bool:
     """The first time, the tenth, the hundredth."""
     return str(count).strip("0") == "1"

@@ -21,7 +21,7 @@ import numpy as np
 
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import InFlightSample, joined, parted, without_pages, worth_saying
+from dora_jax.rollout.migrate import InFlightSample, is_power_of_ten, joined, parted, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
@@ -131,7 +131,7 @@ class GangWorker(CalledHere):
         self.forget(in_flight.id)
         dst.resume(in_flight, attempt)
         self._remade += 1
-        if worth_saying(self._remade):
+        if is_power_of_ten(self._remade):
             self._notify(
                 f"sample {tuple(in_flight.id)} leaves {self._owner.role}, which kept its KV, and is prefilled again "
                 f"({self._remade} samples so far)"
