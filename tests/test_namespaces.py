@@ -11,6 +11,7 @@ from dora_jax.runtime.transfer import weight_distribution
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import WeightDistribution
 from tests.fakes import namespaces, weight_peer
+from tests.fakes.members import RUN
 
 SIZE = 4 << 20
 PATIENT_S = 60.0
@@ -24,9 +25,9 @@ class Controller:
         self.ends, self.outcomes, self.answers, self.on_command = {}, [], {}, lambda item: None
         for name in hosts.space:
             self.ends[name], theirs = multiprocessing.get_context("spawn").Pipe()
-            multiprocessing.get_context("spawn").Process(
-                target=weight_peer.run, args=(theirs, SIZE, hosts.ip[name], hosts.space[name]), daemon=True
-            ).start()
+            arguments = theirs, SIZE, RUN.issue(name, 1), hosts.ip[name], hosts.space[name]
+            process = multiprocessing.get_context("spawn").Process(target=weight_peer.run, args=arguments, daemon=True)
+            process.start()
             theirs.close()
             self.tell(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
         for name in hosts.space:

@@ -34,7 +34,8 @@ def weights(version, size):
     return {f"{i}": np.full(size // LEAVES // 4, version * 100 + i, np.float32) for i in range(LEAVES)}
 
 
-def run(end, size, ip="127.0.0.1", space=None):
+def run(end, size, credential, ip="127.0.0.1", space=None):
+    """`credential`: PEM of who it is, by the test's run."""
     if space is not None:
         from tests.fakes.namespaces import enter
 
@@ -42,14 +43,15 @@ def run(end, size, ip="127.0.0.1", space=None):
     import jax
 
     from dora_jax.publish import HostWeights
+    from dora_jax.runtime.common.credentials import Credential
     from dora_jax.runtime.transfer import slices
+    from dora_jax.runtime.transfer.device_transfer import Wire
     from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
-    from tests.fakes.wire_peer import new_wire
 
     jax.config.update("jax_platforms", "cpu")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in weights(0, size).items()}
-    host = WeightEndpoint(0, new_wire(ip), HostWeights(), like)
+    host = WeightEndpoint(0, Wire(ip, Credential(credential)), HostWeights(), like)
     while True:
         try:
             item = CODEC.decode(end.recv_bytes())

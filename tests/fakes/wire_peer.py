@@ -20,8 +20,8 @@ MB = 1 << 20
 NAMED = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "z": np.zeros(5, np.float32)}
 
 
-def new_wire(ip="127.0.0.1", role="rollout0", incarnation=1, authority=RUN, encrypted=True):
-    return Wire(ip, credential(role, incarnation, authority), encrypted)
+def new_wire(role="rollout0", incarnation=1, authority=RUN, encrypted=True):
+    return Wire("127.0.0.1", credential(role, incarnation, authority), encrypted)
 
 
 def peer_wire():
