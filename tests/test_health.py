@@ -58,7 +58,8 @@ def healthy(seed, **sick):
             accuracy = 0.3 + 0.4 * learned
             if step > STEPS // 2 and "eval/accuracy" in sick:
                 accuracy = sick["eval/accuracy"](step)
-            rows.append({"step": step, "eval/accuracy": accuracy, "eval/prompts": 64, "eval/reward/mean": accuracy})
+            interval = {"eval/accuracy_low": accuracy - 0.12, "eval/accuracy_high": accuracy + 0.12}
+            rows.append({"step": step, "eval/accuracy": accuracy, **interval, "eval/reward/mean": accuracy})
     return rows
 
 
@@ -120,6 +121,20 @@ def test_first_steps_and_single_bad_ones_get_none():
     assert health.verdicts(first) == []
     alone = [row | bad if row["step"] == 40 and "reward/mean" in row else row for row in rows]
     assert health.verdicts(alone) == []
+
+
+@pytest.mark.parametrize("prompts", [16, 64])
+def test_what_few_held_out_prompts_say_by_chance_is_no_verdict(prompts):
+    """Without the intervals 6 of 20 runs that stay where they are would get one."""
+    for seed in range(20):
+        rng, follower = np.random.default_rng(seed), health.Health()
+        for step in range(1, 41):
+            follower.follow({"step": step, "reward/mean": 0.5 + rng.normal(0, 0.03)})
+            if step % 4 == 0:
+                p = rng.binomial(prompts, 0.5) / prompts
+                half = 1.96 * np.sqrt(p * (1 - p) / prompts)
+                row = {"step": step, "eval/accuracy": p, "eval/accuracy_low": p - half, "eval/accuracy_high": p + half}
+                assert follower.follow(row)[0] == []
 
 
 def test_a_certain_policy_that_is_right_has_not_collapsed():

@@ -16,7 +16,7 @@ from typing import Literal
 SETTLING = 5  # steps
 WINDOW = 10  # steps that a rule looks at
 EARLIER = 20  # settled steps whose median is what a run looked like, for rules in multiples of it
-FALL = 0.1  # of the held-out accuracy, while the reward does not fall
+FALL = 0.1  # of the held-out accuracy, beyond its 95 % intervals, while the reward does not fall
 TERM = 0.2  # by which one term of the reward rises and another falls
 Row = Mapping[str, object]
 
@@ -137,9 +137,8 @@ class Health:
             rule.metric: collections.deque(maxlen=EARLIER) for rule in RULES if rule.side == "times"
         }
         self._steps: list[Row] = []  # since the last evaluation but one
-        self._evaluated: list[
-            tuple[int, float, float | None]
-        ] = []  # version, accuracy, mean reward of the steps before
+        # version; accuracy and the ends of its interval; mean reward of the steps before
+        self._evaluated: list[tuple[int, list[float], float | None]] = []
         self._terms: collections.deque[dict[str, float]] = collections.deque(maxlen=2 * EARLIER)
 
     def follow(self, row: Row) -> tuple[list[Verdict], list[Verdict]]:
@@ -178,9 +177,9 @@ class Health:
         rewards = [reward for r in self._steps if (reward := number(r, "reward/mean")) is not None]
         self._steps.clear()
         if (accuracy := number(row, "eval/accuracy")) is not None:
-            self._evaluated.append(
-                (int(number(row, "step") or 0), accuracy, statistics.fmean(rewards) if rewards else None)
-            )
+            ends = [number(row, f"eval/accuracy_{end}") or accuracy for end in ("low", "high")]
+            reward = statistics.fmean(rewards) if rewards else None
+            self._evaluated.append((int(number(row, "step") or 0), [accuracy, *ends], reward))
 
     def _find(self) -> list[Verdict]:
         holding = []
@@ -196,14 +195,15 @@ class Health:
         """The reward does not fall, and held-out prompts or another of its terms do."""
         remedy = "read samples of these steps: the reward pays for something else than what you want"
         if len(self._evaluated) > 2:
-            accuracies = [accuracy for _, accuracy, _ in self._evaluated]
+            accuracies = [share[0] for _, share, _ in self._evaluated]
             best = accuracies.index(max(accuracies))
-            since, accuracy, reward = self._evaluated[best]
+            since, (accuracy, low, _), reward = self._evaluated[best]
             later = self._evaluated[best + 1 :][-2:]
             if len(later) == 2 and all(
-                a < accuracy - FALL and r is not None and r >= (reward or 0.0) for _, a, r in later
+                a < accuracy - FALL and high < low and r is not None and r >= (reward or 0.0)
+                for _, (a, _, high), r in later
             ):
-                seen = f"held-out accuracy fell from {accuracy:.3g} to {later[-1][1]:.3g}, and the reward did not fall"
+                seen = f"held-out accuracy fell from {accuracy:.3g} to {accuracies[-1]:.3g}, and the reward did not"
                 return [Verdict("reward hacking", since, seen, remedy)]
         if len(self._terms) == 2 * EARLIER:
             moved = {}
@@ -233,8 +233,8 @@ def table() -> str:
         (
             "reward hacking",
             (
-                f"`eval/accuracy` {FALL:g} below its best in two evaluations while the reward does not fall, or one "
-                f"`reward/term/*` up by {TERM:g} and another down by as much in {EARLIER} steps"
+                f"`eval/accuracy` {FALL:g} below its best beyond 95 % intervals in two evaluations while the reward "
+                f"does not fall, or one `reward/term/*` up by {TERM:g} and another down as far in {EARLIER} steps"
             ),
         ),
     ]

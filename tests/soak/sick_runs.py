@@ -11,7 +11,6 @@ reads finished workdirs, of runs that did well, and counts the verdicts that any
 from __future__ import annotations
 
 import argparse
-import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -95,15 +94,18 @@ def hacked(prompt: str, response: str, answer: Any) -> dict[str, float]:
 
 def rarely(prompt: str, response: str, answer: Any) -> float:
     """All samples of most prompts score alike."""
-    return digits(prompt, response, answer) if hashlib.sha256(prompt.encode()).digest()[0] % 16 == 0 else 1.0
+    return random.random() if hashlib.sha256(prompt.encode()).digest()[0] % 16 == 0 else 1.0
 
 
 class Fails(Calculator):
-    """A tool whose service is down for one message in eight."""
+    """A tool whose service is down for one message in eight, but not for the worked dialogues of the warm start, nor
+    while it is tried."""
+
+    down = True  # in the processes of environments
 
     async def step(self, message: Any) -> Any:
-        await asyncio.sleep(0)
-        if random.random() < 0.125:
+        calls["steps"] += 1
+        if self.down and calls["steps"] > 8 and calls["steps"] % 8 == 0:
             raise RuntimeError("the service is down")
         return await super().step(message)
 
@@ -132,6 +134,29 @@ def biased_engine() -> Iterator[None]:
         return dataclasses.replace(result, finished=tuple(finished))
 
     with mock.patch.object(Engine, "tick", biased):
+        yield
+
+
+@contextlib.contextmanager
+def dying_engine() -> Iterator[None]:
+    """The engine dies after every 24 samples, and takes two seconds to come back."""
+    from dora_jax.rollout.engine import Engine
+
+    tick, warmup = Engine.tick, Engine.warmup
+
+    def dying(engine: Any) -> Any:
+        result = tick(engine)
+        calls["finished"] += len(result.finished)
+        if calls["finished"] >= 24:
+            calls["finished"] = 0
+            raise RuntimeError("the machine is gone")
+        return result
+
+    def slow(engine: Any, *args: Any, **options: Any) -> None:
+        time.sleep(2.0)
+        warmup(engine, *args, **options)
+
+    with mock.patch.object(Engine, "tick", dying), mock.patch.object(Engine, "warmup", slow):
         yield
 
 
@@ -174,13 +199,15 @@ FAULTS: dict[str, dict[str, Any]] = {
                         "trainer.policy_loss": f"{OWN}.steep"},
     "numbers that are not finite": {"task.rewards": (f"{OWN}.spiked",), "trainer.advantage": f"{OWN}.centred",
                                     "trainer.policy_loss": f"{OWN}.undefined"},
+    "no instance": {"within": dying_engine, "rollout.instances": 1, "steps": 20},
     "environment failures": {"config": "configs/agent.py:tiny", "environment.name": f"{OWN}.Fails",
-                             "task.max_failed_share": 1.0, "task.rewards": ()},
+                             "within": lambda: mock.patch(f"{OWN}.Fails.down", False),
+                             "task.max_failed_share": 1.0, "task.rewards": (), "steps": 25},
     "groups without a score": {"task.rewards": (f"{OWN}.raising",), "task.max_failed_share": 1.0},
     "prompts left out": {"rollout.max_prompt_tokens": 12},
     "reward hacking": {"task.rewards": (f"{OWN}.hacked",), "trainer.learning_rate": 2e-3},
     "data exhausted": {"task.rewards": (f"{OWN}.rarely",), "orchestrator.filter_zero_variance": True,
-                       "orchestrator.max_filtered_rounds": 1000, "steps": 25},
+                       "orchestrator.max_filtered_rounds": 1000, "rollout.max_new_tokens": 8, "steps": 18},
 }  # fmt: skip
 
 
