@@ -35,8 +35,8 @@ CODE = {
     "rollout": 3114,
     "runtime": 12061,
     "serving": 1951,
-    "sim": 2008,
-    "tasks": 3635,
+    "sim": 2009,
+    "tasks": 3735,
     "trainer": 2258,
 }
 PIECES = {"functions": 88.8, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
