@@ -13,6 +13,7 @@ and the tokens between two turns are *observed*. A *branch* is a sequence that a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -53,6 +54,7 @@ def cycle_of(weights: Mapping[str, int]) -> tuple[str, ...]:
 
 
 SERVED = -(1 << 30)
+WHOLE = -1  # in the place of a turn's number: all turns of an episode
 
 
 def is_training(group_id: GroupId) -> bool:
@@ -71,6 +73,7 @@ def is_served(group_id: GroupId) -> bool:
 
 
 MAX_BIASES = 300  # entries of a logit bias: OpenAI's limit
+MAX_TOP_LOGPROBS = 20  # the most likely tokens that a request may ask for with each token: OpenAI's limit
 OWN_SAMPLING = "own_sampling"  # the scope of what a decode call computes for rows with `Sampling` alone
 
 
@@ -91,11 +94,23 @@ class Sampling:
     repetition_penalty: float = 1.0
     biased_ids: tuple[int, ...] = ()  # a logit bias: these tokens,
     biases: tuple[float, ...] = ()  # and what is added to the logit of each
+    top_logprobs: int = 0  # the most likely tokens, so many of them, that are reported with each token
+    # the response begins with these, which are scored and not drawn: a prompt whose log-probs are asked for, without
+    # its first token. Noise, min_tokens and penalties take them for tokens of the prompt.
+    given: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # the token that completes one of these ends the response, or its turn
+    grammar: str = ""  # what the response must look like: models/grammar.py. It is drawn a token a call.
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, or reported, otherwise than by the run's section."""
+        return dataclasses.replace(self, stop=()) != Sampling()
 
     @property
     def reads_tokens(self) -> bool:
         """A draw depends on the tokens before it, beside the last one's KV."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return bool(self.grammar) or penalties != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +215,8 @@ class Observed:
     id: SampleId
     token_ids: np.ndarray  # i32[n]
     keep: int | None = None  # leading tokens of prompt and response that stay; None: all. Fewer begin a new branch.
+    turn_tokens: int = 0  # that the turn which follows may sample; 0: as of the prompt
+    stop: tuple[str, ...] = ()  # strings that end that turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import pytest
 from dora_jax.models import decoder
 from dora_jax.models.logits import policy_logits
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.types import Sampling
 from tests.fakes.engine_rig import CFG, EOS, VOCAB, ids, new_engine, params, submit, weights
 
 MIN, REPEATS, STOP = 6, 2, "bb"
@@ -103,6 +104,22 @@ def test_the_keep_set_holds_the_likeliest_tokens_that_were_allowed(alone):
             assert token in ids and ids.tolist() == best[: len(ids)].tolist()
             share = np.cumsum(p[best] / p[best].sum())
             assert len(ids) == 1 + np.sum(share[:-1] < 0.95)
+
+
+def test_a_stop_string_of_its_own_ends_a_sample_which_is_drawn_as_the_run_draws(alone, engine, small):
+    whole = next(s for s, _ in alone.values() if len(s.out_ids) > 10)
+    own = Sampling(stop=("??", text(whole.out_ids[6:9])))
+    first = text(whole.out_ids).find(own.stop[1]) + 3
+    engine.submit(whole.id, whole.prompt_ids, 0, 24, sampling=own)
+    for _ in range(2):
+        engine.tick()
+    assert engine.holds(whole.id)
+    small.import_(engine.export(whole.id))
+    ((sample, kept),) = run(small).values()
+    assert sample.finish == "stop" and len(sample.out_ids) == len(kept) == first
+    np.testing.assert_array_equal(sample.out_ids, whole.out_ids[:first])
+    np.testing.assert_array_equal(sample.logprobs, whole.logprobs[:first])
+    np.testing.assert_array_equal(kept, alone[whole.id][1][:first])
 
 
 def test_no_bit_depends_on_moves_or_preemption(alone, engine, small):

@@ -19,28 +19,28 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
-    ".": 1046,
+    ".": 1059,
     "aot": 368,
     "base": 1632,
     "bench": 3739,
     "buffer": 319,
     "cli": 473,
-    "config": 821,
+    "config": 820,
     "costs": 391,
-    "models": 3013,
+    "models": 3071,
     "ops": 633,
-    "orchestrate": 2901,
+    "orchestrate": 2780,
     "plan": 1229,
-    "report": 1165,
-    "rollout": 3114,
-    "runtime": 12061,
-    "serving": 1951,
-    "sim": 2009,
-    "tasks": 3735,
+    "report": 1161,
+    "rollout": 3237,
+    "runtime": 12229,
+    "serving": 2552,
+    "sim": 1995,
+    "tasks": 3637,
     "trainer": 2258,
 }
 PIECES = {"functions": 88.8, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
-LOOSE = {"Any": 853, "Protocol": 35, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
+LOOSE = {"Any": 871, "Protocol": 35, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 
 

@@ -12,7 +12,7 @@ from dora_jax.models.logits import MASKED
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.episodes import RunPrompts
-from dora_jax.types import Prompt, SampleId, Sampling
+from dora_jax.types import MAX_TOP_LOGPROBS, Prompt, SampleId, Sampling
 from tests.fakes.engine_rig import CFG, EOS, VOCAB, finish, loaded, params
 
 PROMPT = np.array([7, 11, 13, 17, 19], np.int32)
@@ -30,7 +30,7 @@ def forward(params, tokens):
 def logits_of(sample):
     """f32[U, V]: the policy's logits at each token of the response, by one forward pass."""
     tokens = np.concatenate([sample.prompt_ids, sample.out_ids])
-    padded = np.pad(tokens, (0, len(PROMPT) + NEW - len(tokens)))
+    padded = np.pad(tokens, (0, 2 * NEW - len(tokens)))
     logits = np.asarray(forward(params(), padded))[len(sample.prompt_ids) - 1 : len(tokens) - 1]
     return np.where(np.arange(CFG.vocab_size) < VOCAB, logits, MASKED)
 
@@ -118,21 +118,61 @@ def test_rows_that_ask_for_nothing_draw_the_same_bits_beside_those_that_do():
     assert not np.array_equal(alone[1].out_ids, beside[1].out_ids)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
+def test_the_most_likely_tokens_are_those_of_the_reported_distribution(temperature):
+    with loaded("a") as engine:
+        engine.submit(SampleId(0, 0), PROMPT, 0, NEW, sampling=Sampling(temperature=temperature, top_logprobs=3))
+        while not engine.idle:
+            result = engine.tick()
+        (sample,), (top,) = result.finished, result.tops.values()
+    plain = np.asarray(jax.nn.log_softmax(logits_of(sample) / (temperature or 1.0), axis=-1))
+    best = np.sort(plain, axis=-1)[:, ::-1][:, :MAX_TOP_LOGPROBS]
+    ids, logprobs = top[:, :MAX_TOP_LOGPROBS], top[:, MAX_TOP_LOGPROBS:].copy().view(np.float32)
+    assert len(top) == len(sample.out_ids)
+    np.testing.assert_allclose(logprobs, best, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(np.take_along_axis(plain, ids, axis=1), best, rtol=0, atol=1e-4)
+
+
+def test_given_tokens_are_scored_and_what_follows_is_drawn_as_behind_a_prompt():
+    """A stop token among them ends nothing, and noise, penalties and min_tokens count from behind them."""
+    given = [7, EOS[0], 11, 11, 13]
+    own = dataclasses.replace(PENALISED, temperature=0.7, min_tokens=3)
+    with loaded("a") as engine:
+        engine.submit(SampleId(0, 0), [5, *given], 0, NEW, sampling=own)
+        engine.submit(SampleId(0, 1), [5, *given], 0, NEW)
+        behind = finish(engine)
+        with_given = dataclasses.replace(own, given=tuple(given))
+        engine.submit(SampleId(0, 0), [5], 0, NEW + len(given), sampling=with_given)
+        engine.submit(SampleId(0, 1), [5], 0, NEW + len(given), sampling=Sampling(given=tuple(given)))
+        scored = finish(engine)
+    for id, sample in scored.items():
+        assert sample.out_ids[: len(given)].tolist() == given
+        np.testing.assert_array_equal(sample.out_ids[len(given) :], behind[id].out_ids)
+        np.testing.assert_allclose(sample.logprobs[len(given) :], behind[id].logprobs, rtol=0, atol=1e-4)
+    plain = jax.nn.log_softmax(logits_of(scored[SampleId(0, 1)]), axis=-1)
+    scores = scored[SampleId(0, 1)].logprobs[: len(given)]
+    np.testing.assert_allclose(scores, plain[np.arange(len(given)), given], rtol=0, atol=1e-4)
+
+
 def test_values_of_the_run_asked_for_by_name_give_its_distribution():
     with loaded("a") as engine:
         as_run, same = sampled(engine, [None]), sampled(engine, [Sampling(temperature=1.0)])
     np.testing.assert_array_equal(as_run[0].out_ids, same[0].out_ids)
 
 
-def test_a_sample_with_values_of_its_own_moves_between_engines():
+@pytest.mark.parametrize(
+    "own", [PENALISED, dataclasses.replace(PENALISED, top_logprobs=2, given=(7, 9, 9, 7, 8, 6, 7))]
+)
+def test_a_sample_with_values_of_its_own_moves_between_engines(own):
     with loaded("a", "small") as (a, small):
-        (whole,) = sampled(a, [PENALISED])
-        a.submit(SampleId(0, 0), PROMPT, 0, NEW, sampling=PENALISED)
+        (whole,) = sampled(a, [own])
+        a.submit(SampleId(0, 0), PROMPT, 0, NEW, sampling=own)
         while not a.holds(SampleId(0, 0)) or a.sampled(SampleId(0, 0)).out_ids.size < 5:
             a.tick()
         moved = a.export(SampleId(0, 0))
         assert moved.sampling is not None and 5 <= len(moved.out_ids) < len(whole.out_ids)
         small.import_(moved)
+        assert (moved.top is None) == (not own.top_logprobs)
         (there,) = finish(small).values()
     np.testing.assert_array_equal(there.out_ids, whole.out_ids)
     np.testing.assert_array_equal(there.logprobs, whole.logprobs)

@@ -6,9 +6,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dora_jax.models import grammar
 from dora_jax.rollout.oracle import OracleEngine
-from dora_jax.types import Sample, SampleId, Sampling, Span
-from tests.fakes.endpoint import END, SECTION, Letters, Rig
+from dora_jax.types import SampleId, Sampling
+from tests.fakes.endpoint import END, SECTION, Letters, Rig, sample_of
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 FOUR = dataclasses.replace(SECTION, residents=4)
@@ -70,6 +71,72 @@ def test_token_ids_go_in_and_come_out_with_their_logprobs():
     asyncio.run(run())
 
 
+def test_each_token_comes_with_its_most_likely_alternatives():
+    async def run():
+        async with Rig(length=lambda *_: 6) as rig:
+            text = await rig.ask(COMPLETIONS, {"prompt": "abc", "logprobs": 3})
+            shown = text.json["choices"][0]["logprobs"]
+            for token, logprob, top in zip(
+                shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True
+            ):
+                assert len(top) == 3 and top[token] == logprob == max(top.values())
+            body = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+            whole = await rig.ask(CHAT, body)
+            entries = whole.json["choices"][0]["logprobs"]["content"]
+            assert len(entries) == 6
+            for entry in entries:
+                first, second = entry["top_logprobs"]
+                assert first == {name: entry[name] for name in ("token", "logprob", "bytes")}
+                assert second["logprob"] == first["logprob"] - 1 and set(second) == set(first)
+            stream = await rig.ask(CHAT, body | {"stream": True})
+            pieces = [choice["logprobs"] for chunk in stream.chunks for choice in chunk["choices"]]
+            assert [len(each["top_logprobs"]) for piece in pieces if piece for each in piece["content"]] == [2] * 6
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_echoed_with_its_own_log_probs(stream):
+    async def run():
+        async with Rig(length=lambda *_: 6) as rig:
+            body = {"prompt": ["abcde", "xy"], "echo": True, "logprobs": 1, "max_tokens": 3, "stream": stream}
+            call = await rig.ask(COMPLETIONS, body)
+            for index, prompt in enumerate(body["prompt"]):
+                pieces = [choice for each in (call.chunks if stream else [call.json]) for choice in each["choices"]]
+                pieces = [choice for choice in pieces if choice["index"] == index]
+                text = "".join(choice["text"] for choice in pieces)
+                shown = {
+                    name: [x for choice in pieces for x in choice["logprobs"][name]] for name in pieces[0]["logprobs"]
+                }
+                assert text == "".join(shown["tokens"]) and text.startswith(prompt) and len(text) == len(prompt) + 3
+                assert shown["token_logprobs"][0] is shown["top_logprobs"][0] is None
+                assert all(-2.1 < x < 0 for x in shown["token_logprobs"][1:]), shown
+                assert shown["text_offset"] == list(range(len(text)))
+                assert [max(top, key=top.get) for top in shown["top_logprobs"][1:]] == shown["tokens"][1:]
+            if not stream:
+                assert call.json["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_scored_without_an_answer():
+    async def run():
+        async with Rig() as rig:
+            call = await rig.ask(COMPLETIONS, {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 0})
+            (choice,) = call.json["choices"]
+            assert choice["text"] == "abc" and choice["finish_reason"] == "length"
+            assert len(choice["logprobs"]["token_logprobs"]) == 3
+            assert call.json["usage"]["completion_tokens"] == 0
+            body = {"messages": HELLO, "prompt_logprobs": 2, "max_tokens": 1}
+            call = await rig.ask(CHAT, body)
+            first, *others = call.json["prompt_logprobs"]
+            assert first is None and len(others) == len("user: hello\n") - 1
+            assert others[0][str(ord("s"))]["rank"] == 1 and len(others[0]) == 2
+            assert len(call.json["choices"][0]["message"]["content"]) == 1
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     "path, body, status, param",
     [
@@ -100,10 +167,24 @@ def test_token_ids_go_in_and_come_out_with_their_logprobs():
         (CHAT, {"messages": [{"role": "user", "content": ""}]}, 400, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
-        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "tool_choice": "often"}, 400, "tool_choice"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "response_format"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "response_format"),
+        (
+            CHAT,
+            {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wat"}}}},
+            400,
+            "response_format",
+        ),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 3}, 400, "top_logprobs"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
+        (CHAT, {"messages": HELLO, "echo": True}, 400, "echo"),
         (GENERATE, {"token_ids": "abc"}, 400, "token_ids"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"prompt_logprobs": 0}}, 400, "prompt_logprobs"),
-        ("/v1/responses", {"input": "a"}, 404, None),
+        ("/v1/embeddings", {"input": "a"}, 404, None),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(path, body, status, param):
@@ -143,6 +224,9 @@ class Recorder(OracleEngine):
         ),
         ({"logit_bias": {"9": -100, "7": 1.5}}, Sampling(biased_ids=(7, 9), biases=(1.5, -100.0))),
         ({"reasoning_effort": "low", "verbosity": "high"}, None),
+        ({"logprobs": 0}, None),
+        ({"logprobs": 20}, Sampling(top_logprobs=20)),
+        ({"echo": True, "temperature": 0}, Sampling(temperature=0.0)),
     ],
 )
 def test_an_engine_draws_as_the_request_asks(values, sampling):
@@ -383,6 +467,35 @@ def test_a_stop_string_ends_the_sample_in_its_engine_too():
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
+NAMED = {"type": "function", "function": {"name": "add"}}
+OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ({"tool_choice": "auto"}, None),
+        ({"tool_choice": "required"}, grammar.of(None, [TOOLS[0]["function"]])),
+        ({"tool_choice": NAMED}, grammar.of(None, [TOOLS[0]["function"]])),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, grammar.of(OBJECT, [TOOLS[0]["function"]])),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "none"}, grammar.of(OBJECT, [])),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}, "tools": []},
+            grammar.of(OBJECT, []),
+        ),
+    ],
+)
+def test_an_answer_is_held_to_what_the_request_says(values, expected):
+    async def run():
+        async with Rig(engine=(engine := Recorder())) as rig:
+            call = await rig.ask(CHAT, {"messages": HELLO, "max_tokens": 5, "tools": TOOLS} | values)
+            assert call.status == 200, call.body
+            assert engine.asked == [(5, None if expected is None else Sampling(grammar=expected))]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_call_is_reported_as_one(stream):
     """The text is put into the engine's mouth."""
@@ -419,15 +532,3 @@ def test_a_tool_call_is_reported_as_one(stream):
             assert made["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
     asyncio.run(run())
-
-
-def sample_of(id, out_ids, logprobs):
-    return Sample(
-        id=id,
-        prompt_ids=np.array([1], np.int32),
-        out_ids=out_ids,
-        logprobs=logprobs,
-        mask=np.ones(len(out_ids), bool),
-        spans=(Span(version=1, start=0, stop=len(out_ids)),),
-        finish="stop",
-    )

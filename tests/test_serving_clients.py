@@ -1,11 +1,9 @@
 """Both generations of OpenAI's client, each in an environment of its own, against live servers."""
 
-import json
 import subprocess
 import sys
 
 import pytest
-import tokenizers
 
 from dora_jax.models import decoder
 from tests.fakes import hf_folder
@@ -35,16 +33,9 @@ def ask(request):
 def served(tmp_path_factory):
     """The base URL of `python -m dora_jax.serve` over a tiny model of bytes with a chat template."""
     folder = tmp_path_factory.mktemp("model") / "model"
-    vocab = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + ["<|im_start|>", "<|im_end|>"]
     sizes = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32)
-    hf_folder.folder(folder, decoder.new_config("qwen3", vocab_size=len(vocab), **sizes))
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(vocab)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(vocab[-2:])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    hf_folder.folder(folder, decoder.new_config("qwen3", vocab_size=len(hf_folder.BYTES), **sizes))
+    hf_folder.byte_tokenizer(folder, TEMPLATE)
     small = {"max_prompt_tokens": 32, "max_new_tokens": 32, "slots": 16, "decode_steps": 2}
     flags = [f"--model={folder}", "--port=0", *(f"--config.rollout.{name}={value}" for name, value in small.items())]
     command = [sys.executable, "-m", "dora_jax.serve", *flags]

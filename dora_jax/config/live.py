@@ -43,6 +43,12 @@ class ServingSection:
         change="with it groups are sessions of the endpoint, without it prompts of the task",
     )
     session_idle_s: float = field(60.0, "train: a session that is silent for so long has ended", gt=0)
+    reward_s: float = field(
+        0.0,
+        "train: clients post rewards of their sessions, until so long after a session's end; 0: they do not",
+        ge=0,
+        change="with it a reward is what clients post beside task.rewards, without it task.rewards alone",
+    )
     hold_versions: int = field(0, "older versions kept for the sessions that began with them", ge=0)
     hold_s: float = field(600.0, "so long after a newer one is published, at most; then their requests get 410", ge=0)
 
@@ -63,12 +69,14 @@ def problems(config: Any) -> Iterator[str]:
             yield "environment.name: users are the environment where serving.train is set; leave it empty"
         if config.reward_model.path:
             yield "reward_model.path: sessions are scored by task.rewards, turn by turn; leave it empty"
-        if not config.task.rewards:
-            yield "task.rewards: no reward is named that says what an answer was worth"
+        if not (config.task.rewards or serving.reward_s):
+            yield "task.rewards: no reward is named that says what an answer was worth, and serving.reward_s is 0"
         if config.orchestrator.mode in ("partial", "staleflow"):
             yield f"orchestrator.mode: {config.orchestrator.mode}; a session belongs to one version"
         if config.task.mix:
             yield "task.mix: the prompts of the run are sessions where serving.train is set; leave it empty"
+    elif serving.reward_s:
+        yield "serving.reward_s: no session is trained on without serving.train"
     if not serving.port:
         return
     if serving.port == config.monitor.port:

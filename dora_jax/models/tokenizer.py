@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from dora_jax.models import grammar
 from dora_jax.models.hf_config import read_json, read_text
 from dora_jax.tasks.sandbox import render
 
@@ -135,6 +136,10 @@ class Tokenizer:
         if INCOMPLETE in text and all(char in BYTE_OF for char in token):
             return bytes(BYTE_OF[char] for char in token)
         return text.encode()
+
+    def check_grammar(self, text: str) -> None:
+        """ValueError: no text of this tokenizer can be held to this grammar."""
+        grammar.check(self.path, self.eos_ids, text)
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Render the folder's chat template, by default up to where the assistant's turn begins."""

@@ -112,11 +112,8 @@ def plan_partition(
     missing = {version: share * mean for version, share in shares.items()}
     spare = [_Candidate(0, 0, view, None) for view in views if view.free > 0]
     kept: list[_Candidate] = []
-    held: dict[Version, list[tuple[int, InstanceView]]] = {}
-    for view in views:
-        for version, samples in view.samples:
-            held.setdefault(version, []).append((samples, view))
-    for version, holding in sorted(held.items()):
+    for version in sorted({v for view in views for v, _ in view.samples}):
+        holding = [(dict(view.samples)[version], view) for view in views if version in dict(view.samples)]
         holding.sort(key=lambda held: (-held[1].speed if version < newest else 0.0, -held[0], held[1].id))
         for i, (samples, view) in enumerate(holding):
             place = _Candidate(1, samples, view, version)
@@ -128,10 +125,10 @@ def plan_partition(
     spare.sort(key=lambda p: (p.taken, p.samples, p.view.id, -1 if p.leaving is None else p.leaving))
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
     for version in sorted(shares):
-        holders = len(held.get(version, ()))
+        holders = sum(version in dict(view.samples) for view in views)
         for place in spare:
             # an older one by heads: it only shrinks
-            grows = not holders or version == newest or holders < shares[version]
+            grows = not holders or version >= newest or holders < shares[version]
             enough = place.view.capacity / 2 if holders else 0.0
             if grows and missing[version] > enough and _may_load(version, place, changes):
                 changes[place.view.id] = (version, place.leaving)
@@ -223,8 +220,6 @@ def worth_moving(left_tokens: list[float], *, slots: int, token_s: float, move_s
 
 # A mass migration is spread over several rebalances: each planned sample costs a few microseconds of this step.
 MOVES_A_STEP = 1024
-# Of samples that go on under the newest weights: each is parked, reported and placed again.
-SWAPPED_A_DECISION = 2048
 # A sample whose moves failed this often stays where it is.
 MOVE_ATTEMPTS = 3
 # A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand. Ten
@@ -258,9 +253,7 @@ def rebalance(s: State) -> None:
         of_mean = s.decisions.kv_weight / max(1.0, s.fleet.measured.mean_tokens)
         weights = {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be released.
-    # A younger one than the rollouts take is there for its evaluation alone.
-    taken = s.ledger.taken
-    cap = {v: len(s.fleet.holders.get(v, ())) if v < taken else need[v] for v in demand if v != taken}
+    cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
     shares = plan_shares(len(instances), weights, need, cap, s.decisions.spread, resident_slots)
     views = []
     for instance in instances:
@@ -270,7 +263,7 @@ def rebalance(s: State) -> None:
         samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
         speed, free = speed_class(instance.speed), instance.residents - len(versions)
         views.append(InstanceView(instance.id, samples, free, instance.slots * speed, speed))
-    changes = plan_partition(views, shares, taken)
+    changes = plan_partition(views, shares, s.ledger.base)
     for instance in instances:
         if instance.phase != fl.LOADING:
             coming, leaving = changes.get(instance.id, (None, None))
@@ -279,8 +272,10 @@ def rebalance(s: State) -> None:
             if coming is not None or not instance.used:
                 s.due.emptied[instance.id] = None
     if s.decisions.mixes_versions:
-        s.fleet.outdated = {h.id: None for h in s.fleet.instances.values() if any(v < taken for v in h.counts)}
-        swap(s)
+        # Mode `partial`: training samples that run under older weights are parked, to go on under the newest
+        for instance in s.fleet.instances.values():
+            units = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and is_training(u.group.id)]
+            _park(s, instance, units)
     for version in sorted(s.fleet.drains):
         _move(s, version)
     if s.roles.lent:
@@ -319,20 +314,6 @@ def _park(s: State, instance: Instance, units: list[Unit]) -> None:
         s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=instance.id))
 
 
-def swap(s: State) -> None:
-    """Modes `partial` and `staleflow`: training samples that run under older weights are parked, to go on under the
-    newest; instance after instance, and so many in one decision that what follows from them is no stall either."""
-    left = SWAPPED_A_DECISION
-    for id in list(s.fleet.outdated):
-        if left <= 0:
-            return
-        del s.fleet.outdated[id]
-        if (instance := s.fleet.instances.get(id)) is not None:
-            older = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and is_training(u.group.id)]
-            _park(s, instance, older)
-            left -= len(older)
-
-
 def consolidate(s: State) -> None:
     """Plan moves of a draining version again once as many slots are free as it has instances: a look at each instance
     costs no more than that a slot then."""
@@ -347,15 +328,13 @@ def _move(s: State, version: Version) -> None:
     """Empty the instances on which `version` drains, onto those that keep it."""
     s.due.drained.pop(version, None)
     measured = s.fleet.measured
-    drained, roomy = [], []
-    for id in s.fleet.holders.get(version, ()):
+    drained, sinks = [], []
+    for id in sorted(s.fleet.holders.get(version, ())):
         instance = s.fleet.instances[id]
         if instance.leaving == version:
             drained.append(instance)
         elif version in instance.versions and s.fleet.has_room(instance):
-            roomy.append((instance.load, id))
-    # So many moves reach no others
-    sinks = [_sink(s.fleet.instances[id]) for _, id in heapq.nsmallest(MOVES_A_STEP, roomy)]
+            sinks.append(_sink(instance))
     room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))
     sources = []
     for instance in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):
@@ -464,17 +443,16 @@ def settle_emptied(s: State) -> None:
             drop = min((v for v in instance.versions if v not in instance.counts and v not in last), default=None)
             # The oldest version that has samples and no instance, or else the newest if anything will run on it
             without = [v for v in s.queue.unfinished if v not in s.fleet.holders and s.queue.wanting(v)]
-            taken = s.ledger.taken
+            base = s.ledger.base
             if without:
                 coming = min(without)
-            elif taken in s.queue.unfinished or ledger.groups_to_issue(s.ledger, s.config.total_steps) > 0:
-                coming = taken
+            elif base in s.queue.unfinished or ledger.groups_to_issue(s.ledger, s.config.total_steps) > 0:
+                coming = base
             else:
                 continue
         full = len(instance.versions) >= instance.residents
         if coming not in instance.versions and not (full and (drop is None or drop in instance.counts)):
             drop = drop if full else None
             s.fleet.begin_load(instance, coming, drop)
-            s.fleet.asked_s[id] = s.now_s
             s.reloads_total += 1
             s.out.append(ev.LoadWeights(instance=instance.id, version=coming, drop=drop))

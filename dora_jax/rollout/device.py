@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.drafts import CallCosts
-from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Shapes
+from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Option, Shapes
 from dora_jax.types import Version
 
 TIMED = 8  # calls of which the quickest counts
@@ -40,7 +40,7 @@ class Device:
         self.compiled = calls.compiled
         self._calls = calls
         self.pool, self.state = calls.empty()
-        self._no_options: dict[int, jax.Array] = {}  # by rows
+        self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # options and masks that say nothing, by rows
 
     def free(self) -> None:
         """Frees the memory of the pool, none of whose pages is in use; the next call makes another."""
@@ -55,32 +55,42 @@ class Device:
         return _on_its_way(routes)
 
     def generate(
-        self, params: Any, control: np.ndarray, blocks: int, options: np.ndarray | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self,
+        params: Any,
+        control: np.ndarray,
+        blocks: int,
+        options: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """By the narrow call, where the control array has its rows. options: Shapes.decode_options; None: every row
-        samples as the run does.
+        samples as the run does. masks: Shapes.decode_masks; None: any token may be drawn.
 
         (i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
-        [rows, steps, M, k], where they are asked for)."""
+        [rows, steps, M, k], where they are asked for; the most likely tokens i32[rows, steps, TOP_COLUMNS], where a
+        row requests them)."""
         call = functools.partial(self._calls.decode, blocks=blocks)
         if len(control) == self.shapes.narrow_rows:
             call = functools.partial(self._calls.narrow, blocks=blocks)
         elif self._calls.chooses:
             call = self._calls.decode_chosen
         control_BxC, rows = _put(control, self._calls.replicated), len(control)
-        if options is not None:
-            options_BxO = _put(options, self._calls.replicated)
-        elif (options_BxO := self._no_options.get(rows)) is None:
-            nothing = np.zeros(self.shapes.decode_options(narrow=rows == self.shapes.narrow_rows), np.int32)
-            options_BxO = self._no_options[rows] = _put(nothing, self._calls.replicated)
-        self.pool, self.state, *found = call(params, self._whole_pool(), self.state, control_BxC, options_BxO)
-        return _on_its_way(tuple(found))
+        put = functools.partial(_put, sharding=self._calls.replicated)
+        if rows not in self._nothing:
+            narrow = rows == self.shapes.narrow_rows
+            shapes = self.shapes.decode_options(narrow), self.shapes.decode_masks(self._calls.vocab, narrow)
+            self._nothing[rows] = put(np.zeros(shapes[0], np.int32)), put(np.zeros(shapes[1], np.int32))
+        own = [none if x is None else put(x) for x, none in zip((options, masks), self._nothing[rows], strict=True)]
+        self.pool, self.state, *fetched = call(params, self._whole_pool(), self.state, control_BxC, *own)
+        if options is None or not options[:, Option.TOP_LOGPROBS].any():
+            fetched[-1] = None  # zeros, which stay where they are
+        result, routes, top = fetched
+        return _on_its_way((result, routes, top))
 
-    def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None]:
+    def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None, None]:
         """Like `generate`, for drafts."""
         control_BxC = _put(control, self._calls.replicated)
-        self.pool, *found = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
-        return _on_its_way(tuple(found))
+        self.pool, result, routes = self._calls.verify(params, self._whole_pool(), control_BxC, blocks=blocks)
+        return _on_its_way((result, routes, None))
 
     def launch_read(self, pages: list[int]) -> dict[str, jax.Array]:
         """These pages by the names of shapes.py, in the call that copies so many."""

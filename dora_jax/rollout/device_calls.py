@@ -88,7 +88,7 @@ class Calls:
         """routes: what the routers' choices look like, where decode and prefill return them; None: they do not. lora:
         of the adapters, where versions are adapters: the calls take (base weights, all adapters)."""
         shapes, temperature = shapes_of(section, lora.on), section.temperature
-        self.kv = kv_layout(cfg)
+        self.kv, self.vocab = kv_layout(cfg), cfg.vocab_size
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0)
         self.shapes = shapes
         mesh = sharding.serving_mesh(cfg, mesh, mesh.shape["tensor"] if shapes.whole_experts else 1)
@@ -153,11 +153,11 @@ class Calls:
         pool, rep = self.pool_sharding, self.replicated
         jit = functools.partial(decoder.jitted, dtype=computed.dtype, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: forward.empty(kv, self.shapes), out_shardings=(pool, rep))
-        how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep))
+        how = dict(donate_argnums=(1, 2), out_shardings=(pool, rep, rep, rep, rep))
         if self.chooses:
             weights_in = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), self.abstract_params)
             decode = functools.partial(computed.decode, blocks=self.shapes.decode_buckets[0])  # the only one
-            self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep, rep), **how)
+            self.decode = jit(decode, in_shardings=(weights_in, pool, rep, rep, rep, rep), **how)
         else:
             self.decode = jit(computed.decode, static_argnames="blocks", **how)
         self.narrow = jit(computed.decode, static_argnames="blocks", **how)  # takes the weights as they lie
@@ -209,8 +209,8 @@ class Calls:
             found[f"prefill {blocks}"] = self.prefill, (params, pool, control), {"blocks": blocks}
         for blocks in s.decode_buckets if s.narrow_rows else ():
             control, state = ints(*s.decode_control(blocks, narrow=True)), _placed(self.abstract_state, rep)
-            options = ints(*s.decode_options(narrow=True))
-            found[f"narrow {blocks}"] = self.narrow, (params, pool, state, control, options), {"blocks": blocks}
+            own = ints(*s.decode_options(narrow=True)), ints(*s.decode_masks(self.vocab, narrow=True))
+            found[f"narrow {blocks}"] = self.narrow, (params, pool, state, control, *own), {"blocks": blocks}
         for blocks in s.decode_buckets if s.drafts else ():
             control = ints(*s.verify_control(blocks))
             found[f"verify {blocks}"] = self.verify, (params, pool, control), {"blocks": blocks}
@@ -223,11 +223,12 @@ class Calls:
     def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:
         rep = self.replicated
         pool, state = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding), _placed(self.abstract_state, rep)
-        control, options = (
+        s = self.shapes
+        ints = [
             jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)
-            for shape in (self.shapes.decode_control(blocks), self.shapes.decode_options())
-        )
-        arguments = self.abstract_params, pool, state, control, options
+            for shape in (s.decode_control(blocks), s.decode_options(), s.decode_masks(self.vocab))
+        ]
+        arguments = self.abstract_params, pool, state, *ints
         return self.decode, arguments, {} if self.chooses else {"blocks": blocks}
 
     def compiled(self) -> int:

@@ -103,7 +103,7 @@ class Drafter:
     def decide(self, seqs: Sequence[Seq], cost: float, here: Iterable[Seq]) -> np.ndarray | None:
         """i32[n, drafts] that the next call of these samples verifies, NONE beyond the end of a guess; None: it
         decodes. cost: as above. here: every sample of the engine."""
-        if len(seqs) > self._rows or any(seq.sampling for seq in seqs):
+        if len(seqs) > self._rows or any(seq.sampling and seq.sampling.draws for seq in seqs):
             return None
         first = self._groups[seqs[0].id.group_id]
         if first.resting:

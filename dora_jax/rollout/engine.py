@@ -18,6 +18,7 @@ the same compiled calls take the same positions at the same places, and a forced
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ import numpy as np
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
+from dora_jax.models.grammar import Matcher
 from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import migrate
@@ -57,18 +59,22 @@ class Engine:
         vocab_limit: int,
         dtype=jnp.float32,
         decode: Callable[[Sequence[int]], str] | None = None,
+        matcher: Callable[[str], Matcher] | None = None,
         routes: RouteShape | None = None,
         host: HostKV | None = None,
         lora: Lora = OFF,
     ):
-        """decode: ids -> text, for rollout.stop_strings. routes: what the experts of a token look like, where samples
-        carry them; None: they do not. host: KV in host memory, which engines of a process may share. lora: versions are
-        adapters, if it is on."""
+        """decode: ids -> text, for stop strings. matcher: a grammar -> its masks; None: no sample has one. routes: what
+        the experts of a token look like, where samples carry them; None: they do not. host: KV in host memory, which
+        engines of a process may share. lora: versions are adapters, if it is on."""
         self.cfg = cfg
         self.section = section
         self.mesh = mesh
+        self._matcher = matcher
         self.shapes = shapes_of(section, lora.on)
-        self._stops = StopStrings(section.stop_strings, decode)
+        stop_strings = section.stop_strings
+        self._stops = functools.lru_cache(lambda own: StopStrings((*stop_strings, *own), decode))  # by a sample's own
+        self._stops(())  # of the section, which cannot do without `decode`
         self.eos_ids = tuple(eos_ids)
         options = {"eos_ids": self.eos_ids, "vocab_limit": vocab_limit, "dtype": dtype, "routes": routes, "lora": lora}
         calls = Calls(cfg, section, mesh, seed=seed, **options)
@@ -160,7 +166,8 @@ class Engine:
 
         An episode without room for a token ends with the next tick, by length; one whose turn is over waits again."""
         self._check_loaded(request.version, request.id)
-        if request.turn_tokens and self._stops.ends_turn(request, self.eos_ids):
+        own_stops = request.sampling.stop if request.sampling else ()
+        if request.turn_tokens and self._stops(own_stops).ends_turn(request, self.eos_ids):
             return self._emit.waiting.append(request)
         if request.turn_tokens and migrate.spent(request, self.shapes.max_context):
             self.forget(request.id)
@@ -231,7 +238,9 @@ class Engine:
     def sampled(self, id: SampleId, start: int = 0, row: int = 0) -> SampledTokens:
         """A running sample's tokens from `start` on and its table's rows from `row` on, without what is in flight."""
         seq = self._held(id)
-        return SampledTokens(seq.out_ids[start:].copy(), seq.logprobs[start:].copy(), seq.table_from(row))
+        return SampledTokens(
+            seq.out_ids[start:].copy(), seq.logprobs[start:].copy(), seq.table_from(row), seq.top_from(start)
+        )
 
     @property
     def idle(self) -> bool:
@@ -276,7 +285,14 @@ class Engine:
         for call in plan.decodes:
             params = self.residents.of(call.version)
             if call.drafts is None:
-                flights.append((call, *self.device.generate(params, call.control, call.blocks, call.options)))
+                masks = None
+                if any(seq.matcher for seq, _ in call.rows):
+                    narrow = len(call.control) == self.shapes.narrow_rows
+                    masks = np.zeros(self.shapes.decode_masks(self.calls.vocab, narrow), np.int32)
+                    for row, (seq, _) in enumerate(call.rows):
+                        if seq.matcher:
+                            masks[row] = seq.matcher.mask(masks.shape[1])
+                flights.append((call, *self.device.generate(params, call.control, call.blocks, call.options, masks)))
             else:
                 flights.append((call, *self.device.verify(params, call.control, call.blocks)))
         self._emit.started += plan.started
@@ -300,7 +316,7 @@ class Engine:
             self.device.write_pages(upload.pages, {name: x[:, span] for name, x in upload.request.pages.items()})
 
     def _run_prefill(self, call: PrefillCall) -> _Flight:
-        return call, None, self.device.prefill(self.residents.of(call.version), call.control, call.blocks)
+        return call, None, self.device.prefill(self.residents.of(call.version), call.control, call.blocks), None
 
     def _add(self, request: InFlightSample, announce: bool) -> None:
         self._check_loaded(request.version, request.id)
@@ -308,11 +324,16 @@ class Engine:
             raise RuntimeError(f"{request.id} is already here")
         if request.id in self.scheduler.resting and not self.scheduler.fit(request):
             self._swap([self.scheduler.release(request.id)])
-        if (own := request.sampling) is not None:
+        if (own := request.sampling) is not None and own.draws:
             unsaid = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(own, name) is None]
             own = dataclasses.replace(own, **{name: getattr(self.section, name) for name in unsaid})
             request = dataclasses.replace(request, sampling=own)
         self.scheduler.add(request, announce=announce)
+        if own is not None and own.grammar:
+            assert self._matcher is not None
+            seq = self.scheduler.seqs[request.id]
+            seq.matcher = self._matcher(own.grammar)
+            seq.matcher.take(seq.out_ids[seq.n_given :].tolist())
 
     def _held(self, id: SampleId) -> Seq:
         if id not in self.scheduler.seqs:
@@ -327,9 +348,9 @@ class Engine:
     def _land(self) -> None:
         """Reads back what is in flight and commits it."""
         flights, self._flights = self._flights, []
-        for call, result, routes in flights:
+        for call, result, routes, top in flights:
             if isinstance(call, DecodeCall):
-                self._commit(call, np.asarray(result), None if routes is None else np.asarray(routes))
+                self._commit(call, np.asarray(result), *(None if x is None else np.asarray(x) for x in (routes, top)))
             elif routes is not None:
                 for chunk, rows in zip(call.chunks, np.asarray(routes), strict=False):
                     if isinstance(chunk.of, Seq):
@@ -337,7 +358,7 @@ class Engine:
                     else:
                         chunk.of.routes = rows[: len(chunk.tokens)].copy()
 
-    def _commit(self, call: DecodeCall, result: np.ndarray, routes: np.ndarray | None) -> None:
+    def _commit(self, call: DecodeCall, result: np.ndarray, routes: np.ndarray | None, top: np.ndarray | None) -> None:
         steps = self.shapes.steps if call.drafts is None else self.shapes.drafts + 1
         rows, emit, held = len(call.rows), self._emit, self.scheduler.seqs
         tokens, logprobs = result[:rows, :steps], result[:rows, steps : 2 * steps].view(np.float32)
@@ -350,16 +371,23 @@ class Engine:
             seq.inflight -= planned
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            if self.section.stop_strings:
-                count, text_stops = self._stops.end(seq.out_ids[seq.turn_start :], tokens[row, :count])
-                stops |= text_stops
+            given = min(count, max(0, seq.n_given - seq.n_out))  # of them: no sample ends there
+            stops &= given < count
+            own_stops = seq.sampling.stop if seq.sampling else ()
+            if (self.section.stop_strings or own_stops) and given < count:
+                first = max(seq.turn_start, seq.n_given)
+                count, text_stops = self._stops(own_stops).end(seq.out_ids[first:], tokens[row, given:count])
+                count, stops = given + count, stops | text_stops
             if routes is not None:
                 seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
             if (drafter := self.scheduler.decoding.drafter) is not None and rows <= self.shapes.draft_rows:
                 draft = None if call.drafts is None else call.drafts[row]
                 guesses, right = drafter.learn(seq, draft, tokens[row, :count])
                 emit.guesses, emit.held = emit.guesses + guesses, emit.held + right
-            seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count])
+            new_top = None if top is None else top[row, :count]
+            seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count], new_top)
+            if seq.matcher is not None:
+                numbers &= seq.matcher.take(tokens[row, given:count].tolist())
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
             if numbers and seq.turn_tokens and (stops or seq.limit == seq.n_out < seq.budget):
@@ -379,6 +407,8 @@ class Engine:
         self._emit.finished.append(sample)
         if request.kept is not None:
             self._emit.kept[seq.id] = request.kept
+        if request.top is not None:
+            self._emit.tops[seq.id] = request.top
         self.scheduler.remove(seq)
 
     def _request(
@@ -390,8 +420,8 @@ class Engine:
         return migrate.with_pages(request, copied or (self.device.read_pages(pages) if pages else {}))
 
 
-# a call; of a decode call its result; routes, where they are asked for
-_Flight = tuple[DecodeCall | PrefillCall, jax.Array | None, jax.Array | None]
+# a call; of a decode call its result; routes and most likely tokens, where they are asked for
+_Flight = tuple[DecodeCall | PrefillCall, jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 Answer = tuple[np.ndarray, np.ndarray]  # i32[P] prompt, i32[U] sampled tokens

@@ -20,7 +20,7 @@ import numpy as np
 from dora_jax.models import decoder, moe
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import quantize
-from dora_jax.rollout.shapes import HEADER, PREFILL_HEADER, Shapes
+from dora_jax.rollout.shapes import HEADER, PREFILL_HEADER, TOP_COLUMNS, Shapes
 
 
 def empty(kv, shapes: Shapes):
@@ -39,7 +39,7 @@ class Forward:
     compute: moe.Compute
     logits: Callable[..., jax.Array]  # (params, hidden [N, D]) -> [N, V], tempered and masked
     draw: Callable[..., Any]  # sample.draw with its options
-    own: Callable[..., Any]  # a decode call's options array -> sample.OwnSampling
+    own: Callable[..., Any]  # a decode call's options and masks -> sample.OwnSampling
     limits: Callable[..., Any] | None  # (last token, how often in a row) -> DrawLimits; None: any may be drawn
     key: Callable[..., jax.Array]  # (group, index) -> the sample's key
     stop: Callable[[jax.Array], jax.Array]  # tokens -> whether each ends its sample
@@ -47,10 +47,11 @@ class Forward:
     routes: RouteShape | None  # None: no routes come along
     gain: float  # of adapters
 
-    def decode(self, params, pool, state_Sx3, control_BxC, options_BxO, *, blocks: int):
-        """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None); see `empty` for
-        the state, Shapes.result for the result."""
-        own = self.own(options_BxO)
+    def decode(self, params, pool, state_Sx3, control_BxC, options_BxO, masks_BxM, *, blocks: int):
+        """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None, most likely
+        tokens [rows, steps, TOP_COLUMNS]); see `empty` for the state, Shapes.result for the result, OwnSampling for the
+        last."""
+        own = self.own(options_BxO, masks_BxM)
         ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
         header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
         columns = [header[:, i] for i in range(HEADER)]
@@ -64,7 +65,8 @@ class Forward:
         rows, steps = token_B.shape[0], self.shapes.steps
 
         def step(carry):
-            i, last_B, repeats_B, active_B, moving, (tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB), count_B = carry
+            i, last_B, repeats_B, active_B, moving, out, count_B = carry
+            tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB, top_NxBxT = out
             hidden_Bx1xD, moving, ids = self._run(
                 quantize.tied(params, i),
                 last_B[:, None],
@@ -78,16 +80,19 @@ class Forward:
                 limits = self.limits and self.limits(last_B, repeats_B)
                 forced_B = forced_BxN[:, i] if self.shapes.exact else None
                 drawn = self.draw(logits_BxV, keys_B, drawn_B + i, limits, forced_B)
-                next_B, logprob_B, kept_BxK = own.draw(drawn, logits_BxV, keys_B, drawn_B + i, limits, tokens_NxB.T, i)
+                drawn = own.draw(drawn, logits_BxV, keys_B, drawn_B + i, limits, tokens_NxB.T, i)
+                next_B, logprob_B, kept_BxK, top_BxT = drawn
+            given_B = own.given(steps, i) >= 0
             token_B = jnp.where(active_B, next_B, last_B)
             repeats_B = jnp.where((token_B == last_B) & (repeats_B > 0), repeats_B + 1, 1)
+            repeats_B = jnp.where(given_B, 0, repeats_B)
             if self.routes is not None:
                 routes_NxB = routes_NxB.at[i].set(_routes(ids, self.routes)[:, 0])
             bits_B = jax.lax.bitcast_convert_type(logprob_B.astype(jnp.float32), jnp.int32)
             tokens_NxB, bits_NxB = tokens_NxB.at[i].set(token_B), bits_NxB.at[i].set(bits_B)
-            out = tokens_NxB, bits_NxB, kept_NxBxK.at[i].set(kept_BxK), routes_NxB
+            out = tokens_NxB, bits_NxB, kept_NxBxK.at[i].set(kept_BxK), routes_NxB, top_NxBxT.at[i].set(top_BxT)
             count_B = count_B + active_B
-            active_B = active_B & ~self.stop(token_B) & (i + 1 < remaining_B)
+            active_B = active_B & (~self.stop(token_B) | given_B) & (i + 1 < remaining_B)
             return i + 1, token_B, repeats_B, active_B, moving, out, count_B
 
         out = (
@@ -95,17 +100,19 @@ class Forward:
             jnp.zeros((steps, rows), jnp.int32),
             jnp.zeros((steps, rows, self.shapes.kept), jnp.int32),
             self.routes and jnp.zeros((steps, rows, self.routes.layers, self.routes.per_token), self.routes.dtype),
+            jnp.zeros((steps, rows, TOP_COLUMNS), jnp.int32),
         )
         carry = (jnp.int32(0), token_B, repeats_B, active_B, moving, out, jnp.zeros(rows, jnp.int32))
         _, token_B, repeats_B, active_B, moving, out, count_B = jax.lax.while_loop(
             lambda c: (c[0] < steps) & c[3].any(), step, carry
         )
-        tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB = out
+        tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB, top_NxBxT = out
         pool = self.kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
         state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
         kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
         result = jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
-        return pool, state_Sx3, result, None if routes_NxB is None else routes_NxB.swapaxes(0, 1)
+        routes_BxN = None if routes_NxB is None else routes_NxB.swapaxes(0, 1)
+        return pool, state_Sx3, result, routes_BxN, top_NxBxT.swapaxes(0, 1)
 
     def verify(self, params, pool, control_BxC, *, blocks: int):
         """One forward over each row's last token and its draft: (pool, result, routes), as `decode` gives them.

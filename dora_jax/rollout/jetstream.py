@@ -91,7 +91,7 @@ class Slots:
         data = np.zeros((self.max_concurrent_decodes, 3 * steps + 1), np.int32)
         for slot, (id, seen) in list(self._running.items()):
             done = finished.get(id)
-            tokens, logprobs, _ = sampled_from(done, seen, 0) if done else self.engine.sampled(id, seen)
+            tokens, logprobs, *_ = sampled_from(done, seen, 0) if done else self.engine.sampled(id, seen)
             new = len(tokens)
             data[slot, :new] = tokens
             data[slot, steps : steps + new] = 1

@@ -52,6 +52,8 @@ class InFlightSample:
     turn_tokens: int = 0  # that one turn of an episode may sample; 0: the sample is one answer
     dropped: int = 0  # sampled tokens of the episode's earlier branches that are not among out_ids
     sampling: Sampling | None = None  # None: as the run samples
+    top: np.ndarray | None = None  # i32[U, TOP_COLUMNS]: the most likely tokens at each token, -1 where they are not
+    # known. None: not requested
 
     @property
     def sampled(self) -> int:
@@ -85,6 +87,7 @@ class SampledTokens(NamedTuple):
     out_ids: np.ndarray  # i32[n]
     logprobs: np.ndarray  # f32[n]
     table: TokenTable  # of the tokens that ran forward meanwhile: the last of out_ids has not yet
+    top: np.ndarray | None = None  # i32[n, TOP_COLUMNS]: the most likely tokens at each; None: not requested
 
 
 def begun(
@@ -140,7 +143,9 @@ def holders_alike(processes: int, heads: int) -> int:
 
 def sampled_from(held: InFlightSample | Sample, start: int, row: int) -> SampledTokens:
     """Its tokens from `start` on, and the rows of its table from `row` on."""
-    return SampledTokens(held.out_ids[start:], held.logprobs[start:], rows_of(held.table, slice(row, None)))
+    table = rows_of(held.table, slice(row, None))
+    top = held.top[start:] if isinstance(held, InFlightSample) and held.top is not None else None
+    return SampledTokens(held.out_ids[start:], held.logprobs[start:], table, top)
 
 
 def rows_of(table: TokenTable, rows: slice) -> TokenTable:
@@ -186,7 +191,7 @@ def observed(request: InFlightSample, token_ids: np.ndarray, keep: int | None = 
         raise ValueError(f"{request.id} observes {len(token_ids)} tokens behind {keep} of {n_prompt + n_out}")
     stay, n = max(keep - n_prompt, 0), len(token_ids)
     mask = np.ones(n_out, bool) if request.mask is None else request.mask
-    kept = request.kept
+    kept, top = request.kept, request.top
     whole = dataclasses.replace(
         request,
         prompt_ids=request.prompt_ids[:keep],
@@ -197,6 +202,7 @@ def observed(request: InFlightSample, token_ids: np.ndarray, keep: int | None = 
         spans=_cut_spans(request.spans, stay),
         table=rows_of(request.table, slice(keep)),
         kept=None if kept is None else np.concatenate([kept[:stay], np.full((n, kept.shape[1]), -1, np.int32)]),
+        top=None if top is None else np.concatenate([top[:stay], np.full((n, top.shape[1]), -1, np.int32)]),
     )
     return cut_kv(whole, min(request.kv_len, keep))
 

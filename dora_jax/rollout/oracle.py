@@ -18,6 +18,7 @@ from dora_jax.config import RolloutSection
 from dora_jax.rollout import migrate
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended
 from dora_jax.rollout.seq import StopStrings
+from dora_jax.rollout.shapes import TOP_COLUMNS
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.types import Sample, SampleId, Sampling, TokenTable, Version
 
@@ -139,11 +140,13 @@ class OracleEngine:
         unsampled = len(request.out_ids) - request.sampled
         budget = min(migrate.response_room(request, self._max_context), request.max_new_tokens + unsampled)
         limit = min(budget, start + request.turn_tokens) if request.turn_tokens else budget
+        given = len(request.sampling.given) if request.sampling else 0
         first = request.spans[0].version if request.spans else request.version
         if self._turn_length is not None:
             length = self._turn_length(id, start)
         else:
-            length = self._length(first, id.group_id, id.index + start, limit - start)  # each turn has its own
+            # each turn has its own
+            length = given + self._length(first, id.group_id, id.index + start, limit - start - given)
         out = request.out_ids.tolist()
         stamps = [mix(request.version, *id, i) for i in range(len(request.prompt_ids) + len(out) - 1)]
         came = [] if request.k_pages is None else request.k_pages.reshape(-1)[: request.kv_len].tolist()
@@ -192,7 +195,8 @@ class OracleEngine:
     def sampled(self, id: SampleId, start: int = 0, row: int = 0) -> SampledTokens:
         """A running sample's tokens from `start` on."""
         running = self._samples[id]
-        return SampledTokens(np.array(running.out[start:], np.int32), self._logprobs(running)[start:], TokenTable())
+        out_ids, logprobs = np.array(running.out[start:], np.int32), self._logprobs(running)[start:]
+        return SampledTokens(out_ids, logprobs, TokenTable(), self._top(running, start))
 
     @property
     def idle(self) -> bool:
@@ -212,7 +216,7 @@ class OracleEngine:
         started: list[SampleId] = []
         finished, self._finished = self._finished, []
         waiting, self._waiting = self._waiting, []
-        progress, tokens = {}, 0
+        progress, tokens, tops = {}, 0, {}
         for id, s in list(self._samples.items())[: self.section.slots]:
             if not s.started:
                 s.started = True
@@ -223,7 +227,9 @@ class OracleEngine:
             for position in range(start, min(s.length, start + self.section.decode_steps)):
                 stops = position + 1 == s.length < s.limit and self.eos_ids
                 s.drawn.append(mix(version, *id, position))
-                s.out.append(self.eos_ids[0] if stops else self._allowed[s.drawn[-1] % len(self._allowed)])
+                given = s.request.sampling.given if s.request.sampling else ()
+                token = self.eos_ids[0] if stops else self._allowed[s.drawn[-1] % len(self._allowed)]
+                s.out.append(given[position] if position < len(given) else token)
                 s.stamps.append(mix(version, *id, len(s.stamps)))
             tokens += len(s.out) - start
             progress[id] = len(s.out)
@@ -233,6 +239,8 @@ class OracleEngine:
                     waiting.append(self._request(s))
                 else:
                     finished.append(ended(self._tokens(s), "stop" if early else "length"))
+                    if (top := self._top(s, 0)) is not None:
+                        tops[id] = top
                 del self._samples[id]
         return TickResult(
             started=tuple(started),
@@ -242,9 +250,20 @@ class OracleEngine:
             tokens=tokens,
             free_pages=self.free_pages,
             rows=0 if started else len(decoded),
+            tops=tops,
         )
 
     # ----------------------------------------------------------- private
+
+    def _top(self, s: _Running, start: int) -> np.ndarray | None:
+        """The most likely token at each is the sampled one, and those that follow it in the vocabulary are less and
+        less so."""
+        if s.request.sampling is None or not s.request.sampling.top_logprobs:
+            return None
+        ranks = np.arange(TOP_COLUMNS // 2)
+        ids = (np.array(s.out[start:], np.int32)[:, None] + ranks) % self.vocab_limit
+        logprobs = self._logprobs(s)[start:, None] - ranks.astype(np.float32)
+        return np.concatenate([ids.astype(np.int32), logprobs.view(np.int32)], axis=1)
 
     def _logprobs(self, s: _Running) -> np.ndarray:
         drawn = np.array([stamp % 1000 for stamp in s.drawn], np.float32)

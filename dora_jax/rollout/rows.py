@@ -49,6 +49,7 @@ class Rows:
         self._seqs = np.full(shapes.slots, None, object)
         self._own = np.zeros(shapes.slots, bool)  # its sample is drawn otherwise than the run's
         self._reads = np.zeros(shapes.slots, bool)  # and from its earlier tokens
+        self._masked = np.zeros(shapes.slots, bool)  # and by a grammar: a token a call
 
     @property
     def any_decodes(self) -> bool:
@@ -64,8 +65,9 @@ class Rows:
         slot = seq.row
         self._rows[slot, :HEADER] = self._header(seq)
         self._versions[slot], self._arrivals[slot], self._seqs[slot] = seq.version, seq.arrival, seq
-        if seq.sampling is not None:
+        if seq.sampling is not None and seq.sampling.draws:
             self._own[slot], self._reads[slot] = True, seq.sampling.reads_tokens
+            self._masked[slot] = seq.matcher is not None
         seq.table = self._rows[slot, HEADER:HEADER]
         self.append(seq, pages)
 
@@ -83,7 +85,7 @@ class Rows:
     def free(self, seq: Seq) -> None:
         slot = seq.row
         self._rows[slot, REMAINING], self._pages[slot], self.decodes[slot], self._seqs[slot] = 0, 0, False, None
-        self._own[slot] = self._reads[slot] = False
+        self._own[slot] = self._reads[slot] = self._masked[slot] = False
         seq.table = self._rows[slot, :0]
 
     def growth(self) -> list[tuple[Seq, int]]:
@@ -122,17 +124,20 @@ class Rows:
         the narrow one, where that is asked for; of a verifying call, where drafts i32[rows, shapes.drafts] are
         given."""
         s, seqs = self.shapes, self.on(slots)
-        for seq in seqs if drafts is not None else ():
-            self.again(seq)
+        masked = self._masked[slots]
+        for row in range(len(seqs)) if drafts is not None else np.flatnonzero(masked).tolist():
+            self.again(seqs[row])
         rows = self._rows[slots]
         position, table = rows[:, POSITION], rows[:, HEADER:]
         steps = np.minimum(rows[:, REMAINING], s.steps if drafts is None else s.drafts + 1)
+        steps = np.where(masked, np.minimum(steps, 1), steps)  # the mask of the next one follows from its token
         window = HEADER + blocks * s.block_pages
         shape = s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks)
         control = np.full(shape, DUMMY, np.int32)
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]
+        used[masked, REMAINING] = steps[masked]
         width = min(self._width, window - HEADER)
         past = np.arange(width) < s.pages_for(position)[:, None]
         np.copyto(used[:, HEADER : HEADER + width], table[:, :width], where=past)
@@ -164,18 +169,24 @@ class Rows:
         options[:, BIASED:] = -1
         numbers = options.view(np.float32)
         numbers[:, [Option.TEMPERATURE, Option.TOP_P, Option.REPETITION]] = 1.0
-        whole = [Option.OWN, Option.MIN_TOKENS, Option.N_PROMPT, Option.TOP_K]
+        whole = [Option.OWN, Option.MIN_TOKENS, Option.N_PROMPT, Option.TOP_K, Option.TOP_LOGPROBS]
+        steps = self.shapes.steps
         real = [Option.TEMPERATURE, Option.TOP_P, Option.MIN_P, Option.PRESENCE, Option.FREQUENCY, Option.REPETITION]
         for row in np.flatnonzero(self._own[slots]).tolist():
             seq = self._seqs[slots[row]]
             own = seq.sampling
             penalties = own.presence_penalty, own.frequency_penalty, own.repetition_penalty
-            options[row, whole] = 1, own.min_tokens, seq.n_prompt, own.top_k
+            n_prompt, done = seq.n_prompt + len(own.given), seq.n_out + seq.inflight
+            options[row, whole] = 1, own.min_tokens, n_prompt, own.top_k, own.top_logprobs
             numbers[row, real] = own.temperature, own.top_p, own.min_p, *penalties
             options[row, BIASED : BIASED + len(own.biased_ids)] = own.biased_ids
             numbers[row, BIASES : BIASES + len(own.biases)] = own.biases
             if own.reads_tokens:
                 options[row, HISTORY : HISTORY + len(seq.sequence)] = seq.sequence
+            options[row, Option.MASKED] = seq.matcher is not None and done >= len(own.given)
+            given = own.given[done : done + steps]
+            first = options.shape[1] - steps
+            options[row, first : first + len(given)] = given
         return options
 
     def check(self, admitted: list[Seq]) -> None:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from dora_jax.models.logits import MASKED
-from dora_jax.rollout.shapes import BIASED, BIASES, HISTORY, Option
-from dora_jax.types import OWN_SAMPLING
+from dora_jax.rollout.shapes import BIASED, BIASES, HISTORY, TOP_COLUMNS, Option
+from dora_jax.types import MAX_TOP_LOGPROBS, OWN_SAMPLING
 
 OWN_ROWS = 8  # of a call, whose arrays of the vocabulary are alive at once
 GREEDY = 1e-5  # a request's temperature below it is 0, as in vLLM
@@ -74,34 +74,42 @@ class OwnSampling:
     top-k, top-p, min-p; temperature alone changes the log-prob that is reported."""
 
     options_BxO: jax.Array  # columns of shapes.py
+    masks_BxM: jax.Array  # a bit a token, of rows whose tokens a grammar says
     temperature: float  # that the logits were divided by
     stop_ids: tuple[int, ...]
 
     def draw(self, drawn, logits_BxV, keys_B, positions_B, limits: DrawLimits | None, new_BxN, count):
-        """`drawn` as `draw` returns it, with these rows' draws in place. new_BxN: this call's tokens, of which the
-        first `count` are there."""
+        """(token, log-prob, kept) as `draw` returns them, with these rows' draws in place, and
+        i32[B, TOP_COLUMNS]: the ids of the most likely tokens, then the bits of their log-probs; zeros where nobody
+        wants them. new_BxN: this call's tokens, of which the first `count` are there."""
         token_B, logprob_B, set_BxK = drawn
         own_B = self.options_BxO[:, Option.OWN] > 0
 
         def draw_rows(rows):
-            options, logits, keys, positions, new, *limited = rows
+            options, masks, logits, keys, positions, new, *limited = rows
             cuts = dataclasses.replace(limits, last_B=limited[0], repeats_B=limited[1]) if limits else None
-            return dataclasses.replace(self, options_BxO=options)._draw(logits, keys, positions, cuts, new, count)
+            own = dataclasses.replace(self, options_BxO=options, masks_BxM=masks)
+            return own._draw(logits, keys, positions, cuts, new, count)
 
         def draw_own(*_):
-            rows = self.options_BxO, logits_BxV, keys_B, positions_B, new_BxN
+            rows = self.options_BxO, self.masks_BxM, logits_BxV, keys_B, positions_B, new_BxN
             rows += (limits.last_B, limits.repeats_B) if limits else ()
             size = math.gcd(len(own_B), OWN_ROWS)
             some = jax.lax.map(draw_rows, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows))
-            return jax.tree.map(jnp.ravel, some)
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), some)
 
         with jax.named_scope(OWN_SAMPLING):
-            own = jax.lax.cond(own_B.any(), draw_own, lambda *drawn: drawn, token_B, logprob_B)
+            none_BxT = jnp.zeros((len(own_B), TOP_COLUMNS), jnp.int32)
+            *own, top_BxT = jax.lax.cond(own_B.any(), draw_own, lambda *drawn: drawn, token_B, logprob_B, none_BxT)
         token_B, logprob_B = (jnp.where(own_B, new, run) for new, run in zip(own, drawn[:2], strict=True))
-        return token_B, logprob_B, jnp.where(own_B[:, None], -1, set_BxK)
+        return token_B, logprob_B, jnp.where(own_B[:, None], -1, set_BxK), top_BxT
+
+    def given(self, steps: int, count) -> jax.Array:
+        """i32[B]: the token that each row takes in the place of this call's next draw; -1: it draws."""
+        return jnp.where(self.options_BxO[:, Option.OWN] > 0, self.options_BxO[:, -steps:][:, count], -1)
 
     def _draw(self, logits_BxV, keys_B, positions_B, limits: DrawLimits | None, new_BxN, count):
-        """(token, log-prob) of each row."""
+        """(token, log-prob, most likely tokens) of each row."""
         greedy_B = self._number(Option.TEMPERATURE) < GREEDY
         divisor_Bx1 = jnp.where(greedy_B, 1.0, self._number(Option.TEMPERATURE))[:, None]
         raw_BxV = logits_BxV * self.temperature
@@ -113,6 +121,8 @@ class OwnSampling:
         is_stop_V = jnp.isin(jnp.arange(allowed_BxV.shape[-1]), jnp.array(self.stop_ids, jnp.int32))
         early_B = positions_B < self.options_BxO[:, Option.MIN_TOKENS]
         allowed_BxV = jnp.where(early_B[:, None] & is_stop_V[None], MASKED, allowed_BxV)
+        masked_B = self.options_BxO[:, Option.MASKED] > 0
+        allowed_BxV = jax.lax.cond(masked_B.any(), self._mask, _first, allowed_BxV, masked_B)
         own_B, top_k_B = self.options_BxO[:, Option.OWN] > 0, self.options_BxO[:, Option.TOP_K]
         top_p_B = self._number(Option.TOP_P)
         cuts_B = own_B & ~greedy_B & ((top_k_B > 0) | (top_p_B < 1.0))
@@ -121,8 +131,13 @@ class OwnSampling:
         least_B = jnp.maximum(least_B, allowed_BxV.max(-1) + jnp.log(self._number(Option.MIN_P)))
         rest_BxV = jnp.where(allowed_BxV >= least_B[:, None], allowed_BxV, MASKED)
         next_B = jnp.where(greedy_B, _likeliest(allowed_BxV), _drawn(rest_BxV, keys_B, positions_B))
+        given_B = self.given(new_BxN.shape[1], count)
+        next_B = jnp.where(given_B >= 0, given_B, next_B)
         reported_BxV = jax.nn.log_softmax(raw_BxV / divisor_Bx1, axis=-1)
-        return next_B, jnp.take_along_axis(reported_BxV, next_B[:, None], axis=-1)[:, 0]
+        wanted = (self.options_BxO[:, Option.TOP_LOGPROBS] > 0).any()
+        none_BxT = jnp.zeros((len(next_B), TOP_COLUMNS), jnp.int32)
+        top_BxT = jax.lax.cond(wanted, _top, _first, none_BxT, reported_BxV)
+        return next_B, jnp.take_along_axis(reported_BxV, next_B[:, None], axis=-1)[:, 0], top_BxT
 
     def _number(self, column: Option) -> jax.Array:
         return jax.lax.bitcast_convert_type(self.options_BxO[:, column], jnp.float32)
@@ -131,6 +146,11 @@ class OwnSampling:
     def _penalised(self) -> jax.Array:
         additive_B = (self._number(Option.PRESENCE) != 0) | (self._number(Option.FREQUENCY) != 0)
         return (self.options_BxO[:, Option.OWN] > 0) & (additive_B | (self._number(Option.REPETITION) != 1))
+
+    def _mask(self, logprobs_BxV, masked_B) -> jax.Array:
+        ids_V = jnp.arange(logprobs_BxV.shape[-1])
+        may_BxV = (self.masks_BxM[:, ids_V // 32] >> (ids_V % 32)[None]) & 1
+        return jnp.where(masked_B[:, None] & (may_BxV == 0), MASKED, logprobs_BxV)
 
     def _penalise(self, raw_BxV, new_BxN, count) -> jax.Array:
         """The logits with the rows' biases and penalties. An id of -1 lies beyond the vocabulary, where a scatter drops
@@ -141,8 +161,10 @@ class OwnSampling:
             biases_BxE, mode="drop"
         )
         new_BxN = jnp.where(jnp.arange(new_BxN.shape[1]) < count, new_BxN, -1)
-        tokens_BxT = jnp.concatenate([self.options_BxO[:, HISTORY:], new_BxN], axis=1)
+        tokens_BxT = jnp.concatenate([self.options_BxO[:, HISTORY : -new_BxN.shape[1]], new_BxN], axis=1)
         is_prompt_BxT = jnp.arange(tokens_BxT.shape[1])[None] < self.options_BxO[:, Option.N_PROMPT, None]
+        steps = new_BxN.shape[1]
+        is_prompt_BxT = is_prompt_BxT.at[:, -steps:].set(self.options_BxO[:, -steps:] >= 0)
         response_BxT = _inside(jnp.where(is_prompt_BxT, -1, tokens_BxT), vocab)
         seen_BxV = jnp.zeros(raw_BxV.shape, bool).at[rows_Bx1, _inside(tokens_BxT, vocab)].set(True, mode="drop")
         count_BxV = jnp.zeros(raw_BxV.shape).at[rows_Bx1, response_BxT].add(1.0, mode="drop")
@@ -157,6 +179,15 @@ class OwnSampling:
 def _first(value, *_):
     """What a condition leaves as it is."""
     return value
+
+
+def _top(_, logprobs_BxV) -> jax.Array:
+    """i32[B, TOP_COLUMNS]; an id of -1 where the vocabulary has no more."""
+    values_BxK, ids_BxK = jax.lax.top_k(logprobs_BxV, min(MAX_TOP_LOGPROBS, logprobs_BxV.shape[-1]))
+    columns = jax.lax.bitcast_convert_type(values_BxK, jnp.int32), ids_BxK
+    pad = ((0, 0), (0, MAX_TOP_LOGPROBS - ids_BxK.shape[-1]))
+    bits_BxK, ids_BxK = (jnp.pad(column, pad, constant_values=-1) for column in columns)
+    return jnp.concatenate([ids_BxK, bits_BxK], axis=-1)
 
 
 def _inside(ids, vocab: int) -> jax.Array:

@@ -26,9 +26,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dora_jax.models.grammar import Matcher
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.migrate import InFlightSample, response_room
 from dora_jax.rollout.pages import Node
+from dora_jax.rollout.shapes import TOP_COLUMNS
 from dora_jax.types import TokenTable
 
 SLACK = 8  # tokens without text of their own (parts of a character, special ones) that may stand in a stop string
@@ -138,18 +140,26 @@ class Seq:
         self.turn_tokens = request.turn_tokens
         self.dropped = request.dropped
         self.sampling = request.sampling
+        self.n_given = (
+            len(request.sampling.given) if request.sampling else 0
+        )  # of its first tokens, which are not drawn
         most = response_room(request, max_context)
         self._tokens = np.empty(self.n_prompt + most, np.int32)  # memory that nothing has touched takes none
         self._tokens[: self.n_prompt] = request.prompt_ids
         self._logprobs = np.empty(most, np.float32)
         self._kept = np.empty((most, kept), np.int32)  # ids of the keep set a sampled token
+        ranked = request.sampling is not None and request.sampling.top_logprobs > 0
+        self._top = (
+            np.empty((most, TOP_COLUMNS), np.int32) if ranked else None
+        )  # the most likely tokens at a sampled token
         self._mask = request.mask  # of what it has come with
+        self.matcher: Matcher | None = None  # of its grammar
         self.turn_start = request.turn_start
         self.unsampled = len(request.out_ids) - request.sampled  # of n_out: observed, less those of earlier branches
         self.budget = min(most, request.max_new_tokens + self.unsampled)  # of n_out: there the sample is over
         self.limit = min(self.budget, self.turn_start + self.turn_tokens) if self.turn_tokens else self.budget
         absent = np.full((len(request.out_ids), kept), -1, np.int32)
-        self.extend(request.out_ids, request.logprobs, absent if request.kept is None else request.kept)
+        self.extend(request.out_ids, request.logprobs, absent if request.kept is None else request.kept, request.top)
         self.request: InFlightSample | None = request  # its KV in host memory, while it waits or is uploaded
         self.uploads: deque[tuple[Upload, Node | None]] = deque()  # not yet planned; the prefix node that each fills
         self.leaving = False  # is being exported, in pieces: it decodes no more
@@ -166,13 +176,19 @@ class Seq:
         self.inflight = 0  # decode steps launched and not yet read back
         self.forced = np.zeros(0, np.int32)  # tokens that it takes in the place of its first draws: see ReplayEngine
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray) -> None:
-        """Newly sampled: i32[n], f32[n], i32[n, top_k]."""
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray, top: np.ndarray | None = None) -> None:
+        """Newly sampled: i32[n], f32[n], i32[n, top_k], i32[n, TOP_COLUMNS]; top: None: nobody knows them."""
         start, self.n_out = self.n_out, self.n_out + len(tokens)
         self._tokens[self.n_prompt + start : self.n_prompt + self.n_out] = tokens
         self._logprobs[start : self.n_out] = logprobs
         if kept.shape[1]:
             self._kept[start : self.n_out] = kept
+        if self._top is not None:
+            self._top[start : self.n_out] = -1 if top is None else top
+
+    def top_from(self, start: int) -> np.ndarray | None:
+        """The most likely tokens at its tokens from `start` on; None: it does not ask for them."""
+        return None if self._top is None else self._top[start : self.n_out].copy()
 
     def route(self, start: int, rows: np.ndarray) -> None:
         """The experts of the tokens from `start` on, [n, M, k]; the prefix's nodes hold those of the ones before."""
@@ -214,8 +230,9 @@ class Seq:
 
     @property
     def drawn(self) -> int:
-        """Tokens sampled once what is in flight has come back: the number of the next draw."""
-        return self.n_out - self.unsampled + self.inflight
+        """Tokens sampled once what is in flight has come back: the number of the next draw; negative while its tokens
+        are given."""
+        return self.n_out - self.unsampled + self.inflight - self.n_given
 
     def next_forced(self, steps: int) -> np.ndarray:
         """i32[steps]: what its next call is to draw, -1 where that is free."""
@@ -241,6 +258,7 @@ class Seq:
             turn_tokens=self.turn_tokens,
             dropped=self.dropped,
             sampling=self.sampling,
+            top=self.top_from(0),
         )
 
     @property
@@ -280,7 +298,7 @@ class Seq:
 
     def repeats(self, limit: int) -> int:
         """How many of the turn's last sampled tokens are the same, counted up to a limit."""
-        last = self.out_ids[max(self.turn_start, self.n_out - limit) :]
+        last = self.out_ids[max(self.turn_start, self.n_given, self.n_out - limit) :]
         other = np.flatnonzero(last != last[-1:])
         return len(last) - (int(other[-1]) + 1 if len(other) else 0)
 

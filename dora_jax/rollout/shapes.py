@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dora_jax.config import RolloutSection
 from dora_jax.models.families.config import ModelConfig
-from dora_jax.types import MAX_BIASES
+from dora_jax.types import MAX_BIASES, MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +72,8 @@ SMEM_LANES = 128  # a table's rows are padded to it
 
 class Option(enum.IntEnum):
     """Columns of a decode call's options array, floats as bits: what rows draw by in the place of the run's sampling.
-    Then come the ids of a row's logit bias, the biases, and its tokens so far; -1 where there is none."""
+    Then come the ids of a row's logit bias, the biases, its tokens so far, and what this call's steps take in the place
+    of drawn tokens; -1 where there is none."""
 
     OWN = 0  # the row has values of its own; 0: no other column counts
     TEMPERATURE = 1
@@ -84,11 +85,14 @@ class Option(enum.IntEnum):
     FREQUENCY = 7
     REPETITION = 8
     N_PROMPT = 9
+    TOP_LOGPROBS = 10  # how many of the most likely tokens are reported
+    MASKED = 11  # only tokens of its mask may be drawn
 
 
 BIASED = len(Option)  # where the ids of a logit bias begin,
 BIASES = BIASED + MAX_BIASES  # the biases,
 HISTORY = BIASES + MAX_BIASES  # and the tokens so far
+TOP_COLUMNS = 2 * MAX_TOP_LOGPROBS  # of the most likely tokens at a token: their ids, then the bits of their log-probs
 
 Positions = TypeVar("Positions", int, "np.ndarray")  # of one sample, or of several
 
@@ -178,7 +182,11 @@ class Shapes:
 
     def decode_options(self, narrow: bool = False) -> tuple[int, int]:
         """Shape of a decode call's options array."""
-        return self.narrow_rows if narrow else self.rows, HISTORY + self.max_context
+        return self.narrow_rows if narrow else self.rows, HISTORY + self.max_context + self.steps
+
+    def decode_masks(self, vocab: int, narrow: bool = False) -> tuple[int, int]:
+        """Shape of a decode call's masks: a bit a token of the vocabulary."""
+        return self.narrow_rows if narrow else self.rows, -(-vocab // 32)
 
     def verify_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a verifying call's: as a decode call's, and the drafts behind it."""

@@ -82,6 +82,8 @@ class TickResult:
     held: int = 0  # those of them that held
     # with rollout.keep_set, of each finished sample: i32[U, top_k], the ids each token was drawn from, -1 beyond them
     kept: Mapping[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
+    # of each finished sample that wants them, i32[U, TOP_COLUMNS]: the most likely tokens at each token
+    tops: Mapping[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
     waiting: tuple[InFlightSample, ...] = ()  # episodes whose turn ended: they are no longer in a slot
 
 
@@ -94,6 +96,7 @@ class GrowingResult:
     progress: dict[SampleId, int] = dataclasses.field(default_factory=dict)
     kept: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
     waiting: list[InFlightSample] = dataclasses.field(default_factory=list)
+    tops: dict[SampleId, np.ndarray] = dataclasses.field(default_factory=dict)
     tokens: int = 0
     decodes_only: bool = True
     drafted: bool = False

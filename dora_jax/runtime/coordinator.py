@@ -45,7 +45,16 @@ from dora_jax.runtime.common.seams import (
     WeightStore,
 )
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, InstanceReady, Parked, StepDone, Waiting
+from dora_jax.runtime.common.worker import (
+    Crashed,
+    Finished,
+    HandedOver,
+    InstanceReady,
+    Parked,
+    StepDone,
+    TopTokens,
+    Waiting,
+)
 from dora_jax.runtime.episodes import Episodes
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Partial
@@ -310,7 +319,7 @@ class Coordinator:
             case StepDone(version=version):
                 self._tell(item)
                 yield ev.StepPublished(version=version)
-            case Partial() | GroupFailure():
+            case Partial() | TopTokens() | GroupFailure():
                 self._tell(item)
             case InstanceReady():
                 self._ready.append(item)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.runtime.common.seams import Prompts, RunPlugin
-from dora_jax.runtime.common.worker import Finished
+from dora_jax.runtime.common.worker import Finished, TopTokens
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version, is_served
 
@@ -36,6 +36,9 @@ class Desk(Protocol):
 
     def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Tokens from `start` on. Those of a sample that began again come again."""
+
+    def ranked(self, id: SampleId, start: int, rows: np.ndarray) -> None:
+        """The most likely tokens at tokens from `start` on, before these: see TopTokens."""
 
     def ended(self, sample: Sample) -> None: ...
 
@@ -94,6 +97,8 @@ class LiveRequests(RunPlugin):
         match record:
             case Partial(id=id) if is_served(id.group_id):
                 self.desk.grew(id, record.start, record.out_ids, record.logprobs)
+            case TopTokens(id=id) if is_served(id.group_id):
+                self.desk.ranked(id, record.start, record.rows)
             case Finished(sample=sample) if is_served(sample.id.group_id):
                 if self._asked.pop(sample.id.group_id, None) is not None:
                     self.desk.ended(sample)

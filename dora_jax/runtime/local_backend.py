@@ -60,7 +60,7 @@ from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
 from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
-from dora_jax.runtime.live_sessions import LiveSessions, SessionPrompts
+from dora_jax.runtime.live_sessions import POSTED, LiveSessions, SessionPrompts
 from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker, TrainerWorker
 from dora_jax.tasks import solved
 from dora_jax.tasks.environment import PolicyFacts
@@ -99,7 +99,11 @@ class RunContext:
                 if not re.search(rf"\b{re.escape(name)}\b", self.tokenizer.template):
                     self.remarks.append(f"task.template_kwargs: the chat template of the model has no variable {name}")
             terms = try_rewards(pool, prompt, self.tokenizer.encode) if pool else ()
-            self.sessions = self._sessions(pool) if pool and config.serving.train else None
+            self.sessions = self._sessions(pool) if config.serving.train else None
+            if config.serving.reward_s:
+                if POSTED in terms:
+                    raise ConfigError(f"task.rewards: a term is named {POSTED}, which is what clients post")
+                terms = (*terms, POSTED)
             self.environments: Environments | None = self.sessions
             if config.environment.name:
                 # in processes that start in the background
@@ -193,7 +197,7 @@ class RunContext:
                 quarantine_path=self.workdir / "quarantine.jsonl",
             )
 
-    def _sessions(self, pool: ScorerPool) -> LiveSessions:
+    def _sessions(self, pool: ScorerPool | None) -> LiveSessions:
         section, rollout = self.config.environment, self.config.rollout
         return LiveSessions(
             self.tokenizer,
@@ -201,6 +205,7 @@ class RunContext:
             turn_tokens=section.turn_tokens or rollout.max_new_tokens,
             max_turns=section.max_turns,
             idle_s=self.config.serving.session_idle_s,
+            reward_s=self.config.serving.reward_s,
             context=rollout.max_prompt_tokens + rollout.max_new_tokens,
         )
 

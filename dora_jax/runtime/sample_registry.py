@@ -24,7 +24,7 @@ from dora_jax.runtime.common.worker import FinishedUnheard, HandedOver
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import Branch, GroupId, InstanceId, Observed, Prompt, Sample, SampleId, Version
+from dora_jax.types import Branch, GroupId, InstanceId, Observed, Prompt, Sample, SampleId, Sampling, Version
 
 
 @dataclasses.dataclass
@@ -44,6 +44,7 @@ class SampleRegistry:
         # left; a Sample: it finished while no controller listened
         self._branches: dict[SampleId, list[tuple[Sample, int]]] = {}  # what a rewriting ended; the tokens that stayed
         self.payloads = PayloadState()  # samples of a lost instance go on with its tokens; only read here
+        self._turns: dict[SampleId, dict[str, Any]] = {}  # of an episode whose turn differs from its prompt's
         self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
 
     def adopt(self, outstanding: Outstanding, payloads: PayloadState) -> None:
@@ -72,6 +73,7 @@ class SampleRegistry:
     def finished(self, sample: Sample, group_size: int) -> OpenGroup | None:
         """The sample's group, if this was the last sample of it."""
         group = self.groups.get(sample.id.group_id)
+        self._turns.pop(sample.id, None)
         if group is None:
             return None  # it was cancelled
         if sample.id.index in group.done:
@@ -84,6 +86,7 @@ class SampleRegistry:
         for id in ids:
             self._parked.pop(id, None)
             self._branches.pop(id, None)
+            self._turns.pop(id, None)
             self._recorded.pop(id, None)
             self.groups.pop(id.group_id, None)
 
@@ -121,6 +124,7 @@ class SampleRegistry:
     def begin_again(self, id: SampleId, version: Version) -> InFlightSample:
         """Parks the episode as it is before its first turn."""
         self._branches.pop(id, None)
+        self._turns.pop(id, None)
         fresh = InFlightSample(
             id=id,
             version=version,
@@ -135,7 +139,12 @@ class SampleRegistry:
         """The parked episode behind what it observed, and what the journal needs to know of that."""
         before = self._parked[answer.id]
         assert isinstance(before, InFlightSample)
-        after = self._parked[before.id] = observed(before, answer.token_ids, answer.keep)
+        prompt = self.groups[before.id.group_id].prompt
+        own = dataclasses.replace(prompt.sampling or Sampling(), stop=answer.stop) if answer.stop else prompt.sampling
+        turn: dict[str, Any] = {"turn_tokens": answer.turn_tokens or prompt.turn_tokens, "sampling": own}
+        self._turns[before.id] = turn
+        after = dataclasses.replace(observed(before, answer.token_ids, answer.keep), **turn)
+        self._parked[before.id] = after
         stay = len(after.out_ids) - len(answer.token_ids)
         branched = answer.keep is not None and bool(len(before.out_ids))
         if branched:
@@ -192,7 +201,8 @@ class SampleRegistry:
         if isinstance(held, Sample) or len(held.out_ids) == n:
             return None
         row = count_rows(self.payloads.table(held.id, len(held.prompt_ids)))
-        return Partial(id=held.id, version=version, start=n, row=row, **sampled_from(held, n, row)._asdict())
+        out_ids, logprobs, table, _ = sampled_from(held, n, row)
+        return Partial(id=held.id, version=version, start=n, row=row, out_ids=out_ids, logprobs=logprobs, table=table)
 
     def _from_journal(self, id: SampleId, version: Version) -> InFlightSample:
         """The tokens that the journal has of a sample; the engine prefills them."""
@@ -207,7 +217,7 @@ class SampleRegistry:
             spans=spans[:-1],
             mask=self.payloads.mask(id),
             table=self.payloads.table(id, len(prompt.token_ids)),
-            **_of_prompt(prompt),
+            **(_of_prompt(prompt) | self._turns.get(id, {})),
         )
 
 

@@ -9,20 +9,21 @@ a sample without a reader leaves its engine at once: for host memory, where its 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from dora_jax.serving.chat import CONTEXT, THINK, Detokenizer, StopText, ToolCall, ToolCalls
 from dora_jax.serving.request import MAX_SAMPLES, GenerateRequest, Refused
 from dora_jax.serving.versions import Versions
-from dora_jax.types import GroupId, Prompt, Sample, SampleId, Version
+from dora_jax.types import MAX_TOP_LOGPROBS, GroupId, Prompt, Sample, SampleId, Sampling, Version
 
 if TYPE_CHECKING:
     from dora_jax.rollout.migrate import InFlightSample
@@ -33,7 +34,12 @@ SEEDED = 1 << 29  # groups of requests with a seed begin here; the others lie be
 
 
 def requested(group_id: GroupId, prompt_ids: Sequence[int], wanted: GenerateRequest) -> Prompt:
-    """The prompt of a request: tokens that belong to no task."""
+    """The prompt of a request: tokens that belong to no task. One whose own tokens are scored is its first token, and
+    the others are given in the place of drawn ones."""
+    sampling, max_tokens = wanted.sampling, wanted.max_tokens
+    if wanted.scores_prompt:
+        sampling = dataclasses.replace(sampling or Sampling(), given=tuple(prompt_ids[1:]))
+        prompt_ids, max_tokens = prompt_ids[:1], max_tokens + len(prompt_ids) - 1
     return Prompt(
         group_id=group_id,
         task="",
@@ -41,8 +47,8 @@ def requested(group_id: GroupId, prompt_ids: Sequence[int], wanted: GenerateRequ
         text="",
         token_ids=np.array(prompt_ids, np.int32),
         answer=None,
-        max_new_tokens=wanted.max_tokens,
-        sampling=wanted.sampling,
+        max_new_tokens=max(1, max_tokens),
+        sampling=sampling,
     )
 
 
@@ -59,6 +65,9 @@ class ServingFleet(Protocol):
     def resume(self, in_flight: InFlightSample) -> None: ...
 
 
+Top = tuple[tuple[int, float], ...]  # the most likely tokens at one token, each with its log-prob
+
+
 @dataclass(frozen=True)
 class Piece:
     """What one tick added to one choice."""
@@ -69,6 +78,8 @@ class Piece:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str | None = None  # stop, length or tool_calls: nothing follows
+    tops: tuple[Top, ...] = ()  # of each token, where they are asked for
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 class Identity(NamedTuple):
@@ -84,7 +95,10 @@ class _Choice:
     def __init__(self, answer: Answer, index: int, id: SampleId, prompt: tuple[int, ...], decode: Callable[..., str]):
         wanted = answer.wanted
         self.answer, self.index, self.id, self.prompt = answer, index, id, prompt
-        self.n = 0  # tokens sent
+        self.n = 0  # tokens taken
+        self.n_scored = len(prompt) - 1 if wanted.scores_prompt else 0  # of them: the prompt's
+        self.scored: list[float] = []  # log-probs of the prompt's tokens behind its first
+        self.top_rows = np.zeros((0, 2 * MAX_TOP_LOGPROBS), np.int32)  # as TopTokens has them
         self.finish: str | None = None
         self.in_flight: InFlightSample | None = None  # it is out of its engine
         self._text = Detokenizer(functools.partial(decode, keep_special=wanted.keep_special), prompt)
@@ -96,6 +110,11 @@ class _Choice:
     def take(self, ids: Sequence[int], logprobs: Sequence[float], finish: str | None) -> Piece | None:
         """finish: as the engine says, where these are its last tokens. None: nothing new."""
         text, count = "", 0
+        scored = min(len(ids), max(0, self.n_scored - self.n))
+        self.scored += logprobs[:scored]
+        self.n += scored
+        room = self.n_scored + self.answer.wanted.max_tokens - self.n
+        ids, logprobs = ids[scored:][:room], logprobs[scored:][:room]
         for token in ids:
             count += 1
             new, stopped = self._stop.feed(self._text.add(token))
@@ -120,7 +139,21 @@ class _Choice:
                 pieces.append(self._calls.rest())
             text = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = "tool_calls" if self.finish == "stop" and self._calls and self._calls.found else self.finish
-        return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish)
+        tops = self.tops(self.n - count, self.n)
+        by = self._stop.complete or None
+        return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish, tops, by)
+
+    def tops(self, start: int, stop: int) -> tuple[Top, ...]:
+        """The most likely tokens at tokens [start, stop), as many as the request wants."""
+        own = self.answer.wanted.sampling
+        if own is None or not own.top_logprobs:
+            return ()
+        rows = self.top_rows[start:stop]
+        rows = np.pad(rows, ((0, stop - start - len(rows)), (0, 0)), constant_values=-1)  # an engine was lost with them
+        ids, bits = np.split(np.ascontiguousarray(rows), 2, axis=1)
+        logprobs = np.ascontiguousarray(bits).view(np.float32)
+        pairs = (zip(*row, strict=True) for row in zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return tuple(tuple(pair for pair in row if pair[0] >= 0)[: own.top_logprobs] for row in pairs)
 
 
 @dataclass(eq=False)
@@ -129,6 +162,7 @@ class Answer:
 
     wanted: GenerateRequest
     version: Version
+    untrained: str | None = None  # of a run that trains on sessions: why not on this answer; empty: it is trained
     kept: bool = False  # a retry may come even when a client has read all of it
     id: str = field(default_factory=functools.partial(secrets.token_hex, 12))
     created_s: float = field(default_factory=time.time)
@@ -242,11 +276,20 @@ class Answers:
                 self._fleet.start(id, requested(id.group_id, prompt, wanted), version, session)
             return self._read(answer)
 
+    def message(self, wanted: GenerateRequest, ids: Sequence[int], finish: str) -> dict[str, Any]:
+        """What a client sees of an answer, as it sends it back."""
+        answer = Answer(wanted, 0)
+        choice = _Choice(answer, 0, SampleId(0, 0), wanted.prompts[0], self._decode)
+        piece = choice.take(ids, [0.0] * len(ids), finish)
+        text, calls = (piece.text, piece.calls) if piece else ("", ())
+        functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+        return {"role": "assistant", "content": text, "tool_calls": functions}
+
     def whole(
         self, wanted: GenerateRequest, version: Version, ids: Sequence[int], logprobs: Sequence[float], finish: str
     ) -> Reader:
-        """A reader of an answer that is there as a whole."""
-        answer = Answer(wanted, version)
+        """A reader of a trained answer, which is there as a whole."""
+        answer = Answer(wanted, version, untrained="")
         answer.choices.append(choice := _Choice(answer, 0, SampleId(0, 0), wanted.prompts[0], self._decode))
         answer.tell(choice.take(ids, logprobs, finish))
         self.tokens += len(ids)
@@ -282,6 +325,11 @@ class Answers:
         if choice := self._choices.get(id):
             skip = choice.n - start
             self._take(choice, out_ids[skip:].tolist(), logprobs[skip:].tolist(), None)
+
+    def ranked(self, id: SampleId, start: int, rows: np.ndarray) -> None:
+        """The most likely tokens at tokens from `start` on."""
+        if choice := self._choices.get(id):
+            choice.top_rows = np.concatenate([choice.top_rows[:start], rows])
 
     def ended(self, sample: Sample) -> None:
         choice = self._choices.get(sample.id)

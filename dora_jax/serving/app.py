@@ -1,4 +1,4 @@
-"""The routes: what a client of the OpenAI dialect asks, and how the answer reaches it.
+"""The routes: what a client of the OpenAI dialect asks, or of Anthropic's, and how the answer reaches it.
 
 Laws: a client that goes away leaves its answer at once; a client that waits hears something every `pulse_s` (a comment
 in a stream, a blank before JSON), so that no read time-out ends a long answer; a status of 200 is sent only once the
@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -26,14 +27,16 @@ from starlette.types import Receive, Scope, Send
 from dora_jax.base import prometheus
 from dora_jax.base.prometheus import Counters
 from dora_jax.models.tokenizer import Tokenizer
-from dora_jax.runtime.live_sessions import LiveSessions, SessionsOver
+from dora_jax.runtime.live_sessions import AskedTurn, LiveSessions, SessionsOver
 from dora_jax.serving import chat, request
 from dora_jax.serving.answers import Answer, Answers, Identity, Piece, Reader
-from dora_jax.serving.reply import DONE, ChatReply, CompletionReply, GenerateReply, Reply, event
+from dora_jax.serving.dialects import Messages, MessagesReply, Responses, ResponsesReply, refusal, renamed
+from dora_jax.serving.reply import ChatReply, CompletionReply, GenerateReply, Reply, event
 from dora_jax.serving.request import Form, GenerateRequest, Refused, ServedLimits
 
 MAX_BODY_BYTES = 64 << 20
-SESSION, RETRY_KEY, VERSION = "x-session-id", "idempotency-key", "x-weight-version"
+SESSION, RETRY_KEY, VERSION, API_KEY = "x-session-id", "idempotency-key", "x-weight-version", "x-api-key"
+TASK, GROUP = "x-task-id", "x-group-id"
 KEEP_ALIVE = b": the answer is being sampled\n\n"
 
 
@@ -52,13 +55,16 @@ class Endpoint:
     sessions: LiveSessions | None = None  # that a run trains on
 
     def app(self, lifespan: Any = None) -> Starlette:
-        guarded = {
+        guarded: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
             ("/v1/models", "GET"): self._models,
             ("/v1/models/{model}", "GET"): self._model,
             ("/v1/completions", "POST"): self._completion,
             ("/v1/chat/completions", "POST"): self._chat,
+            ("/v1/responses", "POST"): functools.partial(self._translated, Responses, ResponsesReply),
+            ("/v1/messages", "POST"): functools.partial(self._translated, Messages, MessagesReply),
             ("/inference/v1/generate", "POST"): self._generate,
             ("/v1/sessions/{session}", "DELETE"): self._end_session,
+            ("/v1/sessions/{session}/reward", "POST"): self._reward,
             ("/metrics", "GET"): self._metrics,
         }
         routes = [
@@ -108,12 +114,23 @@ class Endpoint:
         return self._answer(asked, body, *request.completion(body, self.limits, self.tokenizer.encode), CompletionReply)
 
     async def _chat(self, asked: Request) -> Response:
-        body = await _json(asked)
+        return await self._talk(asked, await _json(asked), ChatReply)
+
+    async def _translated(
+        self, dialect: type[Responses | Messages], reply: type[ChatReply], asked: Request
+    ) -> Response:
+        """A request of another dialect, as a chat completion."""
+        try:
+            return await self._talk(asked, dialect.read(await _json(asked)), reply)
+        except Refused as error:
+            raise renamed(error, dialect) from error
+
+    async def _talk(self, asked: Request, body: dict[str, Any], reply: type[ChatReply]) -> Response:
         talk = chat.read(body)
         prompt = await asyncio.to_thread(self._render, talk)
-        return self._answer(
-            asked, body, *request.chat(body, self.limits, prompt, tools="tools" in talk.variables), ChatReply, talk
-        )
+        calls = "tools" in talk.variables
+        wanted, form = request.chat(body, self.limits, prompt, tools=calls, grammar=talk.grammar)
+        return self._answer(asked, body, wanted, form, reply, talk)
 
     async def _generate(self, asked: Request) -> Response:
         body = await _json(asked)
@@ -125,12 +142,21 @@ class Endpoint:
             raise Refused(404, f"no session {session!r} is trained on")
         return JSONResponse({"id": session, "object": "session", "deleted": True})
 
+    async def _reward(self, asked: Request) -> Response:
+        session, rewards = asked.path_params["session"], request.rewards(await _json(asked))
+        if self.sessions is None:
+            raise Refused(404, "no session is trained on here")
+        if fault := await asyncio.to_thread(self.sessions.reward, session, rewards):
+            raise Refused(409, f"reward: {fault}", param="reward")
+        return JSONResponse({"id": session, "object": "session.reward", "accepted": True})
+
     # ---------------------------------------------------------------- private
 
     async def _guarded(self, route: Callable[[Request], Awaitable[Response]], asked: Request) -> Response:
         header = asked.headers.get("authorization", "")
+        header = header or f"Bearer {asked.headers.get(API_KEY, '')}"  # as Anthropic's clients send it
         if self.token and not hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
-            raise Refused(401, "the Authorization header holds no Bearer token of this endpoint")
+            raise Refused(401, "neither the Authorization nor the x-api-key header holds this endpoint's token")
         return await route(asked)
 
     def _render(self, talk: chat.TemplateInput) -> list[int]:
@@ -142,6 +168,13 @@ class Endpoint:
                     raise Refused(400, "tools: the model's chat template does not show them", param="tools")
         except ValueError as error:
             raise Refused(400, f"messages: {error}", param="messages") from error
+        if talk.grammar:
+            try:
+                self.tokenizer.check_grammar(talk.grammar)
+                if text.rstrip().endswith(chat.THINK):
+                    raise ValueError("the chat template begins the answer with <think>, and a thought has no form")
+            except ValueError as error:
+                raise Refused(400, f"{talk.held_by}: {error}", param=talk.held_by) from error
         return self.tokenizer.encode(text)
 
     def _answer(
@@ -158,26 +191,43 @@ class Endpoint:
         identity = Identity("key", retry) if retry else Identity("session", session) if session else None
         version = versions.asked(body.get("model"))
         begin = self.answers.begin(wanted, session=session, asked=version, identity=identity)
-        if self.sessions and session and talk and version is None:
-            begin = self._as_turn(self.sessions, session, talk, wanted, begin)
+        if self.sessions:
+            turn: AskedTurn | str = "chat completions alone are trained"
+            if talk:
+                turn = "it has no X-Session-ID" if not session else "it wants a version of its own (model)"
+            if talk and session and version is None:
+                tasks = asked.headers.get(TASK, ""), asked.headers.get(GROUP, "")
+                turn = AskedTurn(
+                    session=session,
+                    task="\n".join(tasks),
+                    messages=talk.messages,
+                    variables=talk.variables,
+                    max_tokens=wanted.max_tokens,
+                    stop=wanted.stop,
+                    differs=wanted.differs,
+                    shown=functools.partial(self._shown, wanted),
+                )
+            begin = self._as_turn(self.sessions, turn, wanted, begin)
 
         reply_to = functools.partial(reply, form=form, name=versions.name, tokenizer=self.tokenizer)
         return _Answering(self, asked.url.path, begin, reply_to)
 
+    def _shown(self, wanted: GenerateRequest, ids: np.ndarray, finish: str) -> dict[str, Any]:
+        return self.answers.message(wanted, ids.tolist(), finish)
+
     async def _as_turn(
         self,
         sessions: LiveSessions,
-        session: str,
-        talk: chat.TemplateInput,
+        turn: AskedTurn | str,
         wanted: GenerateRequest,
         untrained: Coroutine[Any, Any, Reader],
     ) -> Reader:
-        """The answer as a turn of an episode; untrained, where there is no place for the session."""
-        promise = await asyncio.to_thread(
-            sessions.take, session, talk.messages, wanted.max_tokens if wanted.plain else 0
-        )
-        if promise is None:
-            return await untrained
+        """The answer as a turn of an episode; untrained, where it cannot be one: a text is the reason."""
+        promise = turn if isinstance(turn, str) else await asyncio.to_thread(sessions.take, turn)
+        if isinstance(promise, str):
+            reader = await untrained
+            reader.answer.untrained = promise
+            return reader
         untrained.close()
         try:
             sampled = await asyncio.wrap_future(promise)
@@ -224,7 +274,7 @@ class _Answering(Response):
             counters.requests.labels(self._route, error.status).inc()
             if self._started:
                 raise  # which cuts the connection: the client sees that the answer has no end
-            await JSONResponse(error.body, error.status)(scope, receive, send)
+            await JSONResponse(_body(error, self._route), error.status)(scope, receive, send)
             return
         counters.requests.labels(self._route, 200).inc()
         counters.answer_s.observe(time.monotonic() - self._began_s)
@@ -251,7 +301,7 @@ class _Answering(Response):
                 await _more(send, event(chunk))
         for chunk in reply.closing(sent):
             await _more(send, event(chunk))
-        await send({"type": "http.response.body", "body": event(DONE), "more_body": False})
+        await send({"type": "http.response.body", "body": event(reply.last) if reply.last else b"", "more_body": False})
 
     async def _whole(self, reply: Reply, pieces: AsyncIterator[Piece | None], send: Send) -> None:
         """Blanks, which JSON allows before a value, keep the connection alive."""
@@ -311,7 +361,11 @@ async def _json(asked: Request) -> dict[str, Any]:
 async def _refused(asked: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(_body(error, asked.url.path), error.status, headers)
+
+
+def _body(error: Refused, route: str) -> dict[str, Any]:
+    return refusal(error) if route == "/v1/messages" else error.body
 
 
 async def _not_found(asked: Request, error: Exception) -> Response:

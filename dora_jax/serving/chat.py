@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dora_jax.models import grammar
 from dora_jax.models.tokenizer import INCOMPLETE
 from dora_jax.serving.request import Json, Refused, check
 
@@ -69,13 +70,15 @@ class StopText(_Growing):
     def __init__(self, stops: Sequence[str], *, include: bool = False):
         """include: the stop string itself is part of the text."""
         self._stops, self._include = tuple(stops), include
+        self.complete = ""  # the stop string that is complete
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(what may be sent now, whether a stop string is complete: then nothing follows)."""
         self._held += text
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, stop = min(found)
+            at, self.complete = min(found)
+            stop = self.complete
             return self._held[: at + len(stop) * self._include], True
         return self._ready(self._stops), False
 
@@ -90,6 +93,9 @@ OWN = (  # parameters of /v1/chat/completions alone
     "chat_template_kwargs",
     "max_completion_tokens",
     "add_generation_prompt",
+    "top_logprobs",
+    "prompt_logprobs",
+    "response_format",
 )
 
 
@@ -105,6 +111,8 @@ class TemplateInput:
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
+    grammar: str = ""  # what the answer must look like: models/grammar.py
+    held_by: str = ""  # the parameter that says so
 
 
 def read(body: Json) -> TemplateInput:
@@ -119,13 +127,40 @@ def read(body: Json) -> TemplateInput:
     if body.get("add_generation_prompt") is not None:
         variables["add_generation_prompt"] = bool(body["add_generation_prompt"])
     choice, tools = body.get("tool_choice"), body.get("tools") or []
-    if choice not in (None, "auto", "none"):
-        raise Refused(400, 'tool_choice: "auto" and "none" are served: no answer is forced', param="tool_choice")
     if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" for t in tools):
         raise Refused(400, 'tools: not a list of objects of type "function"', param="tools")
+    functions = [tool.get("function") for tool in tools]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise Refused(400, "tools: a function has no name", param="tools")
+    if isinstance(choice, dict):
+        name = (choice.get("function") or {}).get("name") if choice.get("type") == "function" else None
+        functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            raise Refused(400, f"tool_choice: {repr(name)[:40]} is none of the tools", param="tool_choice")
+    elif choice not in (None, "auto", "none", "required"):
+        raise Refused(
+            400, 'tool_choice: neither "auto", "none" nor "required", nor one of the tools', param="tool_choice"
+        )
+    forced = choice not in (None, "auto", "none")
+    if forced and not functions:
+        raise Refused(400, "tool_choice: it requires a call, and there are no tools", param="tool_choice")
     if tools and choice != "none":
         variables["tools"] = tools
-    return TemplateInput([_message(message, f"messages[{i}]") for i, message in enumerate(messages)], variables)
+    form = body.get("response_format") or {"type": "text"}
+    kind, schema = form.get("type") if isinstance(form, dict) else None, None
+    if kind == "json_object":
+        schema = {"type": "object"}
+    elif kind == "json_schema":
+        schema = (form.get("json_schema") or {}).get("schema")
+    if kind not in ("text", "json_object", "json_schema") or (kind != "text" and not isinstance(schema, dict)):
+        message = "response_format: its type is none of text, json_object, json_schema, or there is no schema"
+        raise Refused(400, message, param="response_format")
+    held_by = "tool_choice" if forced else "response_format" if schema is not None else ""
+    text = ""
+    if held_by:
+        text = grammar.of(None if forced else schema, functions if forced or "tools" in variables else ())
+    ready = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return TemplateInput(ready, variables, text, held_by)
 
 
 class ToolCalls(_Growing):

@@ -19,7 +19,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.common.worker import Crashed, Finished, Parked
+from dora_jax.runtime.common.worker import Crashed, Finished, Parked, TopTokens
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.serving.answers import Answers
@@ -158,6 +158,8 @@ class LocalFleet:
         match item:
             case Partial():
                 answers.grew(item.id, item.start, item.out_ids, item.logprobs)
+            case TopTokens():
+                answers.ranked(item.id, item.start, item.rows)
             case Finished(sample=sample):
                 self._left(sample.id)
                 answers.ended(sample)

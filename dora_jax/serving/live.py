@@ -183,13 +183,17 @@ class LiveFleet:
         sample.state = RUNNING
         self._requests.ask(sample.prompt, sample.version)
 
-    # -------------------------------------------------------------- as a Desk
+    # -------------------------------------------------- what the run reports
 
     @_on_loop
     def grew(self, live: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
         id = SampleId(SERVED - live.group_id, 0)
         if (sample := self._samples.get(id)) and self._agrees(id, sample, start, out_ids):
             self.answers.grew(id, start, out_ids, logprobs)
+
+    @_on_loop
+    def ranked(self, live: SampleId, start: int, rows: np.ndarray) -> None:
+        self.answers.ranked(SampleId(SERVED - live.group_id, 0), start, rows)
 
     @_on_loop
     def ended(self, live: Sample) -> None:

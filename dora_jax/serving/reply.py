@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dora_jax.models.tokenizer import Tokenizer
-from dora_jax.serving.answers import Answer, Piece
+from dora_jax.serving.answers import Answer, Piece, Top
 from dora_jax.serving.chat import ToolCall
 from dora_jax.serving.request import Form
 
@@ -21,7 +21,7 @@ DONE = "[DONE]"
 class Reply:
     """The words of one route for one answer."""
 
-    prefix, object, chunk = "", "", ""
+    prefix, object, chunk, last = "", "", "", DONE  # last: the event that ends a stream; empty: none does
 
     answer: Answer
     form: Form
@@ -60,13 +60,17 @@ class Reply:
         raise NotImplementedError
 
     def _head(self, kind: str) -> dict[str, Any]:
-        version = self.answer.version
+        version, why = self.answer.version, self.answer.untrained
+        trained: dict[str, Any] = {} if why is None else {"trained": True}
+        if why:
+            trained = {"trained": False, "untrained_because": why}
         return {
             "id": f"{self.prefix}-{self.answer.id}",
             "object": kind,
             "created": int(self.answer.created_s),
             "model": f"{self.name}@{version}",
             "weight_version": version,
+            **trained,
         }
 
     def _token(self, id: int) -> str:
@@ -81,24 +85,79 @@ class Reply:
         prompt = self.answer.choices[index].prompt
         return {"token_ids": list(ids)} | ({"prompt_token_ids": list(prompt)} if whole else {})
 
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
+        """By token of the prompt, as vLLM has it: log-prob, rank and text of it and of the most likely; null of the
+        first. The rank of a token that is none of the most likely is null."""
+        if (n := self.form.prompt_logprobs) is None:
+            return None
+        choice, scores = self.answer.choices[index], []
+        tops = choice.tops(0, choice.n_scored) or ((),) * choice.n_scored
+        for id, logprob, top in zip(choice.prompt[1:], choice.scored, tops, strict=True):
+            ranked: dict[int, tuple[float, int | None]] = {
+                other: (x, rank) for rank, (other, x) in enumerate(top[:n], 1)
+            }
+            ranked.setdefault(
+                id, (logprob, next((rank for rank, (other, _) in enumerate(top, 1) if other == id), None))
+            )
+            scores.append(
+                {
+                    str(other): {"logprob": x, "rank": rank, "decoded_token": self._token(other)}
+                    for other, (x, rank) in ranked.items()
+                }
+            )
+        return [None, *scores]
+
 
 class CompletionReply(Reply):
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
 
+    def opening(self) -> list[dict[str, Any]]:
+        self._offsets = [0] * self.answer.wanted.choices  # characters of its tokens that are sent
+        return []
+
+    def body(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        self.opening()
+        return super().body(pieces)
+
     def choice(self, index: int, pieces: Sequence[Piece], whole: bool = True) -> dict[str, Any]:
         """whole: the prompt's tokens too."""
-        ids, logprobs = _tokens(pieces)
+        (ids, logprobs, tops), text = _tokens(pieces), "".join(piece.text for piece in pieces)
+        choice = self.answer.choices[index]
+        all_logprobs: list[float | None] = [*logprobs]
+        own = self._token_ids(ids, index, whole)
+        if self.form.echo and not self._offsets[index]:
+            assert self.tokenizer is not None
+            text = self.tokenizer.decode(choice.prompt, keep_special=True) + text
+            ids, tops = [*choice.prompt, *ids], [(), *choice.tops(0, choice.n_scored), *tops]
+            all_logprobs = [None, *choice.scored, *logprobs]
         shown: dict[str, Any] | None = None
         if self.form.logprobs:
             tokens = [self._token(id) for id in ids]
-            offsets = [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
-            shown = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+            first = self._offsets[index]
+            offsets = [first, *(first + n for n in itertools.accumulate(map(len, tokens)))]
+            self._offsets[index] = offsets.pop()
+            most_likely = None
+            if self.form.top_logprobs:  # the token itself is among them, as in OpenAI's answers
+                most_likely = [
+                    None if logprob is None else {self._token(id): x for id, x in top} | {token: logprob}
+                    for token, logprob, top in zip(tokens, all_logprobs, tops, strict=True)
+                ]
+            shown = {
+                "tokens": tokens,
+                "token_logprobs": all_logprobs,
+                "top_logprobs": most_likely,
+                "text_offset": offsets,
+            }
+        else:
+            self._offsets[index] += len(text)
+        scores = self._prompt_logprobs(index)
         return {
             "index": index,
-            "text": "".join(piece.text for piece in pieces),
+            "text": text,
             "finish_reason": pieces[-1].finish,
             "logprobs": shown,
-            **self._token_ids(ids, index, whole),
+            **own,
+            **({} if scores is None else {"prompt_logprobs": scores}),
         }
 
     def deltas(self, piece: Piece) -> Iterable[dict[str, Any]]:
@@ -109,7 +168,11 @@ class ChatReply(Reply):
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def body(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        prompt = {"prompt_token_ids": list(self.answer.wanted.prompts[0])} if self.form.token_ids else {}
+        prompt: dict[str, Any] = {}
+        if self.form.token_ids:
+            prompt["prompt_token_ids"] = list(self.answer.wanted.prompts[0])
+        if (scores := self._prompt_logprobs(0)) is not None:
+            prompt["prompt_logprobs"] = scores
         return super().body(pieces) | prompt
 
     def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -118,12 +181,12 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [self._call(call, index, i) for i, call in enumerate(calls)]
-        ids, logprobs = _tokens(pieces)
+        ids, logprobs, tops = _tokens(pieces)
         return {
             "index": index,
             "message": message,
             "finish_reason": pieces[-1].finish,
-            "logprobs": self._logprobs(ids, logprobs),
+            "logprobs": self._logprobs(ids, logprobs, tops),
             **self._token_ids(ids, index, whole=False),
         }
 
@@ -149,7 +212,7 @@ class ChatReply(Reply):
                 "index": piece.index,
                 "delta": delta,
                 "finish_reason": None,
-                "logprobs": self._logprobs(piece.ids, piece.logprobs),
+                "logprobs": self._logprobs(piece.ids, piece.logprobs, piece.tops),
                 **self._token_ids(piece.ids, piece.index, whole=False),
             }
         if piece.finish:
@@ -159,14 +222,18 @@ class ChatReply(Reply):
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": f"call_{self.answer.id}_{index}_{i}", "type": "function", "function": function}
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]) -> dict[str, Any] | None:
         if not self.form.logprobs:
             return None
-        content = []
-        for id, logprob in zip(ids, logprobs, strict=True):
-            token = self._token(id)
+
+        def entry(id: int, logprob: float) -> dict[str, Any]:
             raw = list(self.tokenizer.token_bytes(id)) if self.tokenizer else None
-            content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": []})
+            return {"token": self._token(id), "logprob": logprob, "bytes": raw}
+
+        content = []
+        for i, (id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            top = tops[i][: self.form.top_logprobs] if tops else ()
+            content.append(entry(id, logprob) | {"top_logprobs": [entry(*pair) for pair in top]})
         return {"content": content, "refusal": None}
 
 
@@ -178,7 +245,7 @@ class GenerateReply(Reply):
         return {"request_id": found.pop("id")} | found
 
     def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        ids, logprobs = _tokens(pieces)
+        ids, logprobs, _ = _tokens(pieces)
         content = [{"token": self._token(id), "logprob": x} for id, x in zip(ids, logprobs, strict=True)]
         return {
             "index": index,
@@ -189,9 +256,13 @@ class GenerateReply(Reply):
 
 
 def event(data: dict[str, Any] | str) -> bytes:
-    """One server-sent event."""
-    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+    """One server-sent event, by its name where it has one."""
+    name = f"event: {data['type']}\n" if isinstance(data, dict) and "type" in data else ""
+    return f"{name}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
-def _tokens(pieces: Sequence[Piece]) -> tuple[list[int], list[float]]:
-    return [id for piece in pieces for id in piece.ids], [x for piece in pieces for x in piece.logprobs]
+def _tokens(pieces: Sequence[Piece]) -> tuple[list[int], list[float], list[Top]]:
+    ids, logprobs, tops = (
+        [x for piece in pieces for x in getattr(piece, name)] for name in ("ids", "logprobs", "tops")
+    )
+    return ids, logprobs, tops

@@ -5,11 +5,13 @@ Laws: a parameter that the engine cannot honour is refused by name, never droppe
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dora_jax.types import MAX_BIASES, Sampling
+from dora_jax.types import MAX_BIASES, MAX_TOP_LOGPROBS, WHOLE, Sampling
 
 Json = Mapping[str, Any]
 Encode = Callable[[str], list[int]]
@@ -43,7 +45,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "use_beam_search": (False,),
     "best_of": (1,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "add_special_tokens": (False,),
@@ -120,11 +121,22 @@ class GenerateRequest:
     sampling: Sampling | None = None  # None: as the run samples
     tools: bool = False  # tool calls are taken out of the text
     one_call: bool = False  # the answer ends with its first tool call
+    scores_prompt: bool = False  # the prompt's tokens get log-probs as well
 
     @property
-    def plain(self) -> bool:
-        """It asks for nothing that would change what a turn of an episode samples."""
-        return self.n == 1 and self.seed is self.sampling is None and not (self.tools or self.stop or self.stop_ids)
+    def differs(self) -> str:
+        """Why no turn of an episode can be the answer; empty: one can."""
+        if self.n > 1:
+            return f"it wants {self.n} choices (n), and a turn is one"
+        for name, value, neutral in (("stop_token_ids", self.stop_ids, frozenset()),
+                                     ("parallel_tool_calls=false", self.one_call and self.tools, False),
+                                     ("prompt_logprobs", self.scores_prompt, False)):  # fmt: skip
+            if value != neutral:
+                return f"{name} changes what is sampled or reported, and a turn samples as the run does"
+        for each in dataclasses.fields(Sampling) if self.sampling else ():
+            if getattr(self.sampling, each.name) != each.default:
+                return f"{each.name} is not the run's, and a turn samples as the run does"
+        return ""
 
     @property
     def choices(self) -> int:
@@ -138,13 +150,16 @@ class Form:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0  # of each token
+    prompt_logprobs: int | None = None  # of each token of the prompt; None: no such list
+    echo: bool = False  # the prompt stands before the answer
     token_ids: bool = False
     token_names: bool = False  # a token's text is "token_id:52"
 
 
 def completion(body: Json, limits: ServedLimits, encode: Encode) -> tuple[GenerateRequest, Form]:
     """`POST /v1/completions`."""
-    check(body, "prompt")
+    check(body, "prompt", "echo", "prompt_logprobs")
     prompt: Any = body.get("prompt")
     prompts: list[tuple[int, ...]] = []
     several = isinstance(prompt, list) and prompt and not _is_ids(prompt)
@@ -154,16 +169,27 @@ def completion(body: Json, limits: ServedLimits, encode: Encode) -> tuple[Genera
         prompts.append(tuple(encode(one) if isinstance(one, str) else one))
     if len(prompts) > MAX_CHOICES:
         raise Refused(400, f"prompt: {len(prompts)} prompts are more than {MAX_CHOICES}", param="prompt")
-    logprobs = _integer(body, "logprobs", None, 0, 1)
-    return _generate_request(body, limits, tuple(prompts), COMPLETION_TOKENS), _form(body, logprobs is not None)
+    top = _integer(body, "logprobs", None, 0, MAX_TOP_LOGPROBS)
+    form = _form(body, top is not None, top or 0)
+    return _generate_request(body, limits, tuple(prompts), COMPLETION_TOKENS, form), form
 
 
-def chat(body: Json, limits: ServedLimits, prompt_ids: Sequence[int], *, tools: bool) -> tuple[GenerateRequest, Form]:
-    """`POST /v1/chat/completions`, whose messages are `prompt_ids` by now."""
+def chat(
+    body: Json, limits: ServedLimits, prompt_ids: Sequence[int], *, tools: bool, grammar: str = ""
+) -> tuple[GenerateRequest, Form]:
+    """`POST /v1/chat/completions`, whose messages are `prompt_ids` by now. grammar: what the answer must look like."""
     if body.get("max_completion_tokens") is not None:
         body = {**body, "max_tokens": body["max_completion_tokens"]}
-    wanted = _generate_request(body, limits, (tuple(prompt_ids),), None, tools=tools)
-    return wanted, _form(body, _flag(body, "logprobs"))
+    top = _integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0
+    if top and not _flag(body, "logprobs"):
+        raise Refused(400, "top_logprobs: they come with logprobs, which is not true", param="top_logprobs")
+    form = _form(body, _flag(body, "logprobs"), top)
+    wanted = _generate_request(body, limits, (tuple(prompt_ids),), None, form, tools=tools)
+    if grammar:
+        wanted = dataclasses.replace(
+            wanted, sampling=dataclasses.replace(wanted.sampling or Sampling(), grammar=grammar)
+        )
+    return wanted, form
 
 
 def generate(body: Json, limits: ServedLimits) -> tuple[GenerateRequest, Form]:
@@ -181,9 +207,8 @@ def generate(body: Json, limits: ServedLimits) -> tuple[GenerateRequest, Form]:
     if not _is_ids(ids):
         raise Refused(400, "token_ids: not a list of token ids", param="token_ids")
     _integer(params, "logprobs", None, 0, 1)
-    return _generate_request(params, limits, (tuple(ids or ()),), None), Form(
-        logprobs=True, token_ids=True, token_names=True
-    )
+    form = Form(logprobs=True, token_ids=True, token_names=True)
+    return _generate_request(params, limits, (tuple(ids or ()),), None, form), form
 
 
 def check(body: Json, *own: str) -> None:
@@ -198,11 +223,32 @@ def check(body: Json, *own: str) -> None:
             raise Refused(400, f"{name}: this endpoint does not have it; leave it out", param=name)
 
 
+def rewards(body: Json) -> dict[int, float]:
+    """`POST /v1/sessions/ID/reward`: by turn, counted from 0, or of the whole session."""
+    if unknown := sorted(set(body) - {"reward", "turn", "rewards"}):
+        raise Refused(400, f"{unknown[0]}: unknown parameter", param=unknown[0])
+    turn = _integer(body, "turn", WHOLE, 0, None)
+    several = body.get("rewards")
+    if several is not None and (not isinstance(several, list) or {"reward", "turn"} & set(body)):
+        raise Refused(400, "rewards: not a list with the reward of each turn, alone", param="rewards")
+    found = {turn: body.get("reward")} if several is None else dict(enumerate(several))
+    for value in found.values():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise Refused(400, f"reward: {repr(value)[:40]} is no number", param="reward")
+    return {WHOLE if turn is None else turn: float(value) for turn, value in found.items()}  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- private
 
 
 def _generate_request(
-    body: Json, limits: ServedLimits, prompts: tuple[tuple[int, ...], ...], tokens: int | None, *, tools: bool = False
+    body: Json,
+    limits: ServedLimits,
+    prompts: tuple[tuple[int, ...], ...],
+    tokens: int | None,
+    form: Form,
+    *,
+    tools: bool = False,
 ) -> GenerateRequest:
     """tokens: where the request names no max_tokens; None: as many as fit."""
     for prompt in prompts:
@@ -220,7 +266,8 @@ def _generate_request(
             )
     longest = max(map(len, prompts))
     room = limits.context - longest
-    most = min(room, _integer(body, "max_tokens", None, 1, None) or tokens or room)
+    tells_prompt = form.echo or form.prompt_logprobs is not None
+    most = min(room, _integer(body, "max_tokens", tokens or room, 0 if tells_prompt else 1, None) or 0)
     n = _integer(body, "n", 1, 1, MAX_CHOICES) or 1
     if n * len(prompts) > MAX_SAMPLES:
         raise Refused(400, f"n: {len(prompts)} prompts x {n} are more than {MAX_SAMPLES} samples", param="n")
@@ -239,13 +286,14 @@ def _generate_request(
         include_stop=_flag(body, "include_stop_str_in_output"),
         keep_special=not _flag(body, "skip_special_tokens", True),
         seed=_integer(body, "seed", None, None, None),
-        sampling=_sampling(body, limits, most),
+        sampling=_sampling(body, limits, most, max(form.top_logprobs, form.prompt_logprobs or 0)),
         tools=tools,
         one_call=not _flag(body, "parallel_tool_calls", True),
+        scores_prompt=(form.echo and form.logprobs) or form.prompt_logprobs is not None,
     )
 
 
-def _sampling(body: Json, limits: ServedLimits, max_tokens: int) -> Sampling | None:
+def _sampling(body: Json, limits: ServedLimits, max_tokens: int, top_logprobs: int) -> Sampling | None:
     """None: every value is the run's."""
     run: dict[str, float] = dict(limits.sampling)
     own: dict[str, Any] = {}
@@ -276,17 +324,25 @@ def _sampling(body: Json, limits: ServedLimits, max_tokens: int) -> Sampling | N
         )
     if pairs:
         own["biased_ids"], own["biases"] = zip(*pairs, strict=True)
+    if top_logprobs:
+        own["top_logprobs"] = top_logprobs
     return Sampling(**own) if own else None
 
 
-def _form(body: Json, logprobs: bool) -> Form:
+def _form(body: Json, logprobs: bool, top_logprobs: int) -> Form:
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping) or set(options) - {"include_usage", "continuous_usage_stats"}:
         raise Refused(400, "stream_options: it takes include_usage alone", param="stream_options")
+    of_prompt = _integer(body, "prompt_logprobs", None, 0, MAX_TOP_LOGPROBS)
+    if of_prompt is not None and _flag(body, "stream"):
+        raise Refused(400, "prompt_logprobs: a stream does not tell them", param="prompt_logprobs")
     return Form(
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
         logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=of_prompt,
+        echo=_flag(body, "echo"),
         token_ids=_flag(body, "return_token_ids"),
         token_names=_flag(body, "return_tokens_as_token_ids"),
     )

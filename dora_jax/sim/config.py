@@ -57,8 +57,6 @@ class WorkloadSection:
 @dataclass(frozen=True, kw_only=True)
 class SimOrchestratorSection:
     max_versions: int = 3
-    stride: int = field(1, "rollouts take every n-th version; 0: n follows what was measured")
-    max_mean_lag: float = field(0.0, "that a stride of 0 keeps to; 0: no more than max_versions - 1")
     groups_per_step: int = 512
     group_size: int = 16
     inflight: float = 1.25
@@ -67,9 +65,6 @@ class SimOrchestratorSection:
     task_lead: float = field(0.0, "steps of prompts by which a task with a limit may be ahead; 0: any number")
     peer_weights: bool = True
     elastic: bool = field(False, "the trainer's chips decode while it waits")
-    keep_kv: bool = field(
-        False, "where weights are swapped under a sample, its KV stays as the old ones wrote it, wherever it goes on"
-    )
     hold_slots: bool = field(False, "a sample keeps its slot and KV while it waits for its environment")
     decisions: Mapping[str, Any] = field({}, "replaces choices of the mode")
 
@@ -90,7 +85,6 @@ class GridSection:
     )
     inflight: tuple[float, ...] = (0.5, 0.75, 1.0, 1.15, 1.25, 1.5, 2.0, 2.5, 3.0)
     max_versions: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)
-    strides: tuple[int, ...] = field((1,), "of mode dora")
 
 
 @dataclass(frozen=True, kw_only=True)

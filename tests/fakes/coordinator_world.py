@@ -135,11 +135,12 @@ def make(
     residents=1,
     requests=None,
     drafts=False,
+    term="right",
     **options,
 ):
     """(orchestrator, world, [InstanceUp], weights); `options`: of config_of. environments: the samples are episodes.
     users: prompts of sessions, which are the environments then. requests(prompts, outbox, orchestrator): the prompts of
-    the world, whose listener they are."""
+    the world, whose listener they are. term: of the episodes' rewards."""
     config = config_of(mode, **options)
     section = dataclasses.replace(SECTION, residents=residents)
     outbox, weights, groups, scorer = (
@@ -156,13 +157,15 @@ def make(
     ]
     trainer = TrainerWorker(trainer(), lambda groups, base: None, groups, weights, config.decisions.max_lag, outbox)
     orchestrator, task = Orchestrator(config), users or Task(too_long)
+    if environments:  # in the order of a run: what requests ask is no turn of an episode
+        task = RunPrompts(task, TURN_TOKENS)
     if requests:
         task = requests(task, outbox, orchestrator)
     world = Coordinator(
         instances=workers,
         trainer=trainer,
-        task=RunPrompts(task, TURN_TOKENS) if environments else task,
-        scorer=EpisodeScorer(("right",)) if environments else scorer,
+        task=task,
+        scorer=EpisodeScorer((term,)) if environments else scorer,
         groups=groups,
         weights=weights,
         outbox=outbox,

@@ -17,6 +17,7 @@ from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import ServedLimits
 from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
+from dora_jax.types import Sample, Span
 
 END = 0  # the engines' stop token
 SECTION = presets.on_cpu(
@@ -67,6 +68,10 @@ class Letters:
 
     def token_bytes(self, id):
         return bytes([id])
+
+    def check_grammar(self, text):
+        if "wat" in text:
+            raise ValueError("Invalid type: wat")
 
     def chat(self, messages, tools=None, **variables):
         if not messages[-1]["content"]:
@@ -172,6 +177,19 @@ class Rig:
         return call
 
 
+def sample_of(id, out_ids, logprobs):
+    """A whole sample of version 1."""
+    return Sample(
+        id=id,
+        prompt_ids=np.array([1], np.int32),
+        out_ids=out_ids,
+        logprobs=logprobs,
+        mask=np.ones(len(out_ids), bool),
+        spans=(Span(version=1, start=0, stop=len(out_ids)),),
+        finish="stop",
+    )
+
+
 class Call:
     """One request of a client: POST where it has a body."""
 
@@ -212,7 +230,7 @@ class Call:
     @property
     def events(self):
         """Of a stream, comments left out."""
-        return [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        return [line.removeprefix("data: ") for line in self.body.decode().split("\n") if line.startswith("data: ")]
 
     @property
     def chunks(self):

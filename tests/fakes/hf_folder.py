@@ -28,3 +28,17 @@ def add_tokenizer(path, size=20, **settings):
     vocab = {"<eos>": 0, "<turn>": 1, **{str(i): i for i in range(2, size)}}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab)).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **settings}))
+
+
+BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + ["<|im_start|>", "<|im_end|>"]
+
+
+def byte_tokenizer(path, template=""):
+    """A tokenizer of single bytes beside the control tokens of a chat, in a folder that is there."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(BYTES)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(BYTES[-2:])
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))

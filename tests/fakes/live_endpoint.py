@@ -30,13 +30,16 @@ class Tokenizer(Letters):
     def encode_text(self, text):
         return self.encode(text)
 
-    def chat(self, messages, **variables):
-        return "".join(
+    def chat(self, messages, tools=(), place="after", **variables):
+        """Tools stand in front of the first text, or of all."""
+        shown = "".join(f"{tool['function']['name']} ~ " for tool in tools)
+        whole = "".join(
             message["content"] + chr(END)
             if message["role"] == "assistant"
             else f"{message['role']}: {message['content']}\n"
             for message in messages
         )
+        return shown + whole if place == "before" else whole.replace(": ", f": {shown}", 1)
 
 
 class Run:
@@ -113,7 +116,7 @@ class Run:
 
     def ask(self, **body):
         """(status, answer) of /inference/v1/generate, or of a chat where there are `messages`; `session` goes into its
-        header."""
+        header, or is its headers."""
         with contextlib.closing(self.connect(**body)) as connection:
             answer = connection.getresponse()
             said = json.loads(answer.read())
@@ -123,7 +126,7 @@ class Run:
         """The connection of a client that has asked."""
         headers = {"content-type": "application/json"}
         if session := body.pop("session", None):
-            headers["x-session-id"] = session
+            headers |= session if isinstance(session, dict) else {"x-session-id": session}
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=PATIENCE_S)
         if "messages" in body:
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)

@@ -22,6 +22,7 @@ from dora_jax.buffer.pack import pack_step
 from dora_jax.config import Config, RolloutSection, field_context
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.families.config import ModelConfig
+from dora_jax.models.grammar import Matcher
 from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.orchestrate.events import InstanceUp
@@ -77,6 +78,7 @@ def new_engine(
         eos_ids=tokenizer.eos_ids,
         vocab_limit=tokenizer.vocab_size,
         decode=tokenizer.decode,
+        matcher=functools.partial(Matcher, tokenizer.path, tokenizer.eos_ids),
         host=host,
     )
     if config.lora.on:
@@ -98,6 +100,7 @@ def engine_of(
     eos_ids: tuple[int, ...] = (),
     vocab_limit: int = 0,
     decode: Callable[[Sequence[int]], str] | None = None,
+    matcher: Callable[[str], Matcher] | None = None,
     host: HostKV | None = None,
 ) -> Engine:
     """The engine of a resolved configuration. vocab_limit: ids that the tokenizer knows; 0: every row of the
@@ -107,6 +110,7 @@ def engine_of(
         config.rollout,
         mesh,
         decode=decode,
+        matcher=matcher,
         host=host,
         **engine_options(config, model, eos_ids, vocab_limit or model.vocab_size),
     )

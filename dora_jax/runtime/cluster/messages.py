@@ -22,7 +22,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.common.sample_gaps import SampleGap
 from dora_jax.runtime.common.sample_log import TokenView
-from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, Waiting
+from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, TopTokens, Waiting
 from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import KVOffer
@@ -419,6 +419,7 @@ CODEC = Codec(
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, CallAnswer, TickCommands),
     *(Finished, Waiting, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
+    TopTokens,
     *(SampleGap, TokenView, MoveStarted, KVOffer, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

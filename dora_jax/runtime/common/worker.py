@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.idle_time import IdleTimer
@@ -27,6 +29,16 @@ class Finished:
     sample: Sample
     instance: InstanceId | None  # None: an episode that its environment ended while it waited
     incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """The most likely tokens at tokens [start, start + n) of a sample that wants them, sent before the tokens.
+    They are for its client: no journal keeps them."""
+
+    id: SampleId
+    start: int
+    rows: np.ndarray  # i32[n, 2K]: their ids, then the bits of their log-probs; -1 where they are not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

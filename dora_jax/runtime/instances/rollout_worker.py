@@ -1,8 +1,8 @@
 """The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
 
-Consumes the calls that the coordinator posts; puts events and `Finished`, `Waiting`, `Parked`,
-`HandedOver` and `Partial` records into the outbox. Law: every call for a sample is answered by one event, whether or
-not the sample is still here.
+Consumes the calls that the coordinator posts; puts events and `Finished`, `Waiting`, `Parked`, `HandedOver`,
+`TopTokens` and `Partial` records into the outbox. Law: every call for a sample is answered by one event, whether or not
+the sample is still here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, sampled_from
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Outbox, Posted, RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, OwnDevices, Parked, Waiting, Worker
+from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, OwnDevices, Parked, TopTokens, Waiting, Worker
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import InstanceId, Prompt, SampleId, Version, is_served
 
@@ -221,6 +221,9 @@ class EngineWorker(Worker, OwnDevices):
         self._grew |= bool(result.progress)
         self._grown.update(dict.fromkeys(result.progress))
         for sample in result.finished:
+            if sample.id in result.tops:
+                start, _ = self._reported.get(sample.id, (0, 0))
+                self.outbox.put(TopTokens(id=sample.id, start=start, rows=result.tops[sample.id][start:]))
             self._forget(sample.id)
             self.outbox.put(Finished(sample=sample, instance=self.instance, incarnation=self.incarnation))
         for in_flight in result.waiting:
@@ -288,7 +291,14 @@ class EngineWorker(Worker, OwnDevices):
         if len(new.out_ids):
             start, row = self._reported.get(sample, (0, 0))
             self._reported[sample] = start + len(new.out_ids), row + count_rows(new.table)
-            self.outbox.put(Partial(id=sample, version=version, start=start, row=row, **new._asdict()))
+            if new.top is not None:
+                self.outbox.put(TopTokens(id=sample, start=start, rows=new.top))
+            out_ids, logprobs, table, _ = new
+            self.outbox.put(
+                Partial(
+                    id=sample, version=version, start=start, row=row, out_ids=out_ids, logprobs=logprobs, table=table
+                )
+            )
 
     def _forget(self, sample: SampleId) -> None:
         self._attempts.pop(sample, None)

@@ -30,6 +30,9 @@ class Conversation:
 
     messages: list[Message]  # empty where there is no chat template
     text: str  # of its tokens up to the policy's last turn
+    n_prompt: int = 0  # messages that were there before the environment spoke
+    own: set[int] = dataclasses.field(default_factory=set)  # which messages the policy wrote, by their index
+    variables: Columns = dataclasses.field(default_factory=dict)  # of its template, beside those of the bridge
 
 
 class Bridge:
@@ -49,7 +52,7 @@ class Bridge:
 
     def begin(self, prompt: Prompt) -> Conversation:
         messages = list(self._messages_at(prompt.group_id)) if self._around is None else []
-        return Conversation(messages, prompt.text)
+        return Conversation(messages, prompt.text, len(messages))
 
     def message(self, turn: np.ndarray) -> Message:
         """What the policy wrote: i32[n] -> a message."""
@@ -67,17 +70,16 @@ class Bridge:
             for message in observed:
                 plain += [*before, *self._tokenizer.encode_text(str(message["content"])), *after]
             return np.array(plain, np.int32), None
-        own_turn = [self.message(turn)] if len(turn) else []
-        conversation.messages += own_turn
+        if len(turn):
+            conversation.own.add(len(conversation.messages))
+            conversation.messages.append(self.message(turn))
         seen = conversation.text + self._tokenizer.decode(turn, keep_special=True)
-        whole, contents = self._render(conversation.messages, observed)
         conversation.messages += observed
+        whole, contents = self._render(conversation, len(conversation.messages) - len(observed))
         if whole.startswith(seen):
             conversation.text = seen + _filled(tail := whole[len(seen) :], contents)
             return self._encoded(tail, contents), None
-        own = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        first = own[0] if own else len(conversation.messages) - len(observed)
-        whole, contents = self._render(conversation.messages[:first], conversation.messages[first:])
+        whole, contents = self._render(conversation, conversation.n_prompt)
         conversation.text = _filled(whole, contents)
         ids = self._encoded(whole, contents)
         keep = min(shared_length(ids, tokens), len(ids) - 1)  # something is observed
@@ -85,16 +87,17 @@ class Bridge:
 
     # ------------------------------------------------------------ private
 
-    def _render(self, messages: Sequence[Message], later: Sequence[Message]) -> tuple[str, list[str]]:
-        """The rendered text with slots for what `later` messages of others than the policy say, and what goes there."""
+    def _render(self, conversation: Conversation, first: int) -> tuple[str, list[str]]:
+        """The rendered text with slots for what others than the policy write from message `first` on, and what goes
+        there."""
         contents: list[str] = []
-        slotted = []
-        for message in later:
-            if message["role"] != "assistant" and isinstance(message.get("content"), str):
+        slotted = conversation.messages[:first]
+        for i, message in enumerate(conversation.messages[first:], first):
+            if i not in conversation.own and message.get("content") and isinstance(message["content"], str):
                 contents.append(message["content"])
                 message = {**message, "content": SLOT.format(len(contents) - 1)}
             slotted.append(message)
-        return self._tokenizer.chat([*messages, *slotted], **self._variables), contents
+        return self._tokenizer.chat(slotted, **(self._variables | dict(conversation.variables))), contents
 
     def _encoded(self, text: str, contents: Sequence[str]) -> np.ndarray:
         ids: list[int] = []
