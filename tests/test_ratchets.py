@@ -23,7 +23,7 @@ CODE = {
     "aot": 368,
     "base": 1632,
     "bench": 3739,
-    "buffer": 319,
+    "buffer": 329,
     "cli": 473,
     "config": 820,
     "costs": 391,
@@ -37,7 +37,7 @@ CODE = {
     "serving": 2552,
     "sim": 1995,
     "tasks": 3637,
-    "trainer": 2258,
+    "trainer": 2269,
 }
 PIECES = {"functions": 88.8, "lambdas": 5.5}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 871, "Protocol": 35, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
