@@ -25,7 +25,8 @@ from dora_jax.runtime.cluster.gang_supervisor import LOOK_S, GangSupervisor
 from dora_jax.runtime.cluster.launch_process import Launcher, StartedGang, Ticket
 from dora_jax.runtime.cluster.remote_rollout import GangWorker, RemoteInstance
 from dora_jax.runtime.common.idle_time import IdleTimer
-from dora_jax.runtime.common.worker import HandedOver
+from dora_jax.runtime.common.worker import HandedOver, Message
+from dora_jax.runtime.instances.instance_proxy import InstanceProxy
 from dora_jax.runtime.instances.lent_instance import RETURNED
 from dora_jax.types import InstanceId, Version
 
@@ -135,13 +136,16 @@ class LentRemoteInstance(RemoteInstance):
         """An instance whose devices are the trainer's has nothing to do."""
         return super().wait_s + self._home.total_s
 
-    def lend(self, version: Version) -> None:
-        self._version = version
-        self.supervisor.asked.put(None)
-
-    def reclaim(self) -> None:
-        if worker := self._worker:
-            worker.gang.leave(RETURNED)
+    def send(self, message: Message, payload: Any = None, dst: InstanceProxy[GangWorker] | None = None) -> None:
+        match message:
+            case ev.Lend(version=version):
+                self._version = version
+                self.supervisor.asked.put(None)
+            case ev.Return():
+                if worker := self._worker:
+                    worker.gang.leave(RETURNED)
+            case _:
+                super().send(message, payload, dst)
 
     # ------------------------------------------------------------ private
 
@@ -150,7 +154,8 @@ class LentRemoteInstance(RemoteInstance):
         self._publisher.up(gang)
         worker, version = GangWorker(self, gang, self._publisher, self._notify), self._version
         self._coming, self._event = worker, dataclasses.replace(self._event, versions=(version,))
-        self._publisher.want(gang, version, lambda: gang.post(messages.UseWeights(version=version, drop=None)))
+        load = messages.Command(what=ev.LoadWeights(instance=self.instance, version=version))
+        self._publisher.want(gang, version, lambda: gang.post(load))
 
     def _on_message(self, item: Any) -> None:
         if (

@@ -1,9 +1,8 @@
 """What leaves a rollout process, and the KV of running samples from one gang to another.
 
     source       offer -> MoveStarted ........................... ReleaseKV -> it is forgotten
-    destination         FetchKV -> fetch -> KVStaged ... FinishMove -> take, in every process; or DropStagedKV in each
-                        StageKV -> keep  -> KVStaged ... ResumeSample ...: of a source that had to leave, by the
-                                         controller
+    destination         FetchKV -> fetch -> KVStaged ... Move -> take, in every process; or DropStagedKV in each
+                        StageKV -> keep  -> KVStaged ... Resume ...: of a source that had to leave, by the controller
 
 `ResultSender` is the outbox of an EngineWorker: it sends facts to the controller, and keeps what only this process can
 give: its shard of the pages of samples that may come back, and samples that finished when nobody may have listened.
@@ -26,10 +25,11 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, with_kv_of, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
-from dora_jax.runtime.common.worker import CalledHere, Finished, FinishedUnheard, HandedOver, Parked, Waiting
+from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Message, Parked, Waiting
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
@@ -118,30 +118,22 @@ class ResultSender:
         return without_pages(in_flight)
 
 
-class MoveDestination(CalledHere):
+class MoveDestination:
     """Where a sample goes, as its instance sees it. Its KV goes from process to process where `kv` offers it, and every
     process says so; else in the message of the first one, through the controller."""
 
-    def __init__(self, move: messages.MoveSample, sender: ResultSender, kv: KVEndpoint):
-        self.instance = move.dst
+    def __init__(self, move: messages.Command, sender: ResultSender, kv: KVEndpoint):
         self._move, self._sender, self._kv = move, sender, kv
 
-    def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
-        offers = self._kv.offers
+    def send(self, message: Message, payload: Any = None, dst: None = None) -> None:
+        sender, offers = self._sender, self._kv.offers
         if offers:
-            offered = self._kv.offer(in_flight, self._move)
+            offered = self._kv.offer(payload, self._move)
         else:
-            offered = KVOffer(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
-        started = messages.MoveStarted(
-            offered=offered,
-            src=src,
-            dst=self.instance,
-            attempt=attempt,
-            number=self._move.number,
-            host=self._sender.host if offers else 0,
-            hosts=self._sender.hosts if offers else 1,
-        )
-        (self._sender.link.send if offers else self._sender.put)(started)
+            offered = KVOffer(in_flight=sender.fit(payload), kv_len=0, page_size=0, manifest=None)
+        shards = sender.hosts if offers else 1
+        started = messages.MoveStarted(offered=offered, number=self._move.number, host=sender.host, hosts=shards)
+        (sender.link.send if offers else sender.put)(started)
 
 
 class KVEndpoint:
@@ -156,8 +148,9 @@ class KVEndpoint:
 
     # --------------------------------------------------------- as a source
 
-    def offer(self, in_flight: InFlightSample, move: messages.MoveSample) -> KVOffer:
-        key = self._key(move.dst, move.epoch, in_flight, move.number)
+    def offer(self, in_flight: InFlightSample, move: messages.Command) -> KVOffer:
+        assert isinstance(move.what, ev.Move)
+        key = self._key(move.what.dst, move.epoch, in_flight, move.number)
         offered = kv_transfer.offer(self._opened, key, in_flight)
         if offered.manifest is not None:
             with self._lock:

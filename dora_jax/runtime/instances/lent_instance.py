@@ -20,7 +20,8 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import RolloutEngine
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, HandedOver
+from dora_jax.runtime.common.worker import Crashed, HandedOver, Message
+from dora_jax.runtime.instances.instance_proxy import InstanceProxy
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, LocalWorker
 from dora_jax.types import InstanceId, Version
 
@@ -111,12 +112,15 @@ class LentInstance(LocalInstance):
         """An instance whose devices are the trainer's has nothing to do."""
         return super().wait_s + self._home.total_s
 
-    def lend(self, version: Version) -> None:
-        self._run(self._begin, version)
-
-    def reclaim(self) -> None:
-        if worker := self._worker:
-            worker.post(self._return, worker)
+    def send(self, message: Message, payload: Any = None, dst: InstanceProxy[LocalWorker] | None = None) -> None:
+        match message:
+            case ev.Lend(version=version):
+                self._run(self._begin, version)
+            case ev.Return():
+                if worker := self._worker:
+                    worker.post(self._return, worker)
+            case _:
+                super().send(message, payload, dst)
 
     def free(self) -> None:
         """Gives the devices to the trainer: no incarnation uses them."""

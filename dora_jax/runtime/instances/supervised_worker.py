@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.common.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.common.seams import Notify, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Finished, Waiting
+from dora_jax.runtime.common.worker import Crashed, Finished, Outbox, Waiting
 from dora_jax.runtime.instances.instance_proxy import InstanceProxy, garbage_in
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.types import InstanceId, Version
@@ -212,16 +212,16 @@ class LocalWorker(EngineWorker):
         began = [at for at in (self._called_s, self._fetched_s) if at is not None]
         return time.monotonic() - min(began) if began else 0.0
 
-    def load(self, version: Version, drop: Version | None) -> None:
+    def fetch(self, version: Version, drop: Version | None) -> None:
         """Samples go on while the weights come to the devices."""
         if self._fetching is not None and self._fetching.is_alive():
             self._fetching.join()
-            self.post(self.load, version, drop)  # behind what that fetch has posted
+            self.post(self.fetch, version, drop)  # behind what that fetch has sent
             return
         if drop is not None:
             self.engine.drop(drop)
         if self.engine.idle:
-            super().load(version, None)
+            super().fetch(version, None)
             return
         self._fetched_s = time.monotonic()
         args = version, self.engine.param_shardings
@@ -234,7 +234,7 @@ class LocalWorker(EngineWorker):
         except BaseException as error:  # raised on the worker's own thread
             self.post(self._fail, error)
         else:
-            self.post(self.take_into_use, version, weights)
+            self.send(ev.LoadWeights(instance=self.instance, version=version), weights)
         self._fetched_s = None
 
     def _fail(self, error: BaseException) -> None:
