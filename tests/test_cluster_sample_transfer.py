@@ -129,8 +129,8 @@ def carried(pair):
     for host in (1, 0):
         assert not gangs[1].posts, "every process speaks of its part first"
         remotes.tell(0, "on_message", moving(number, host, 2, OFFER))
-    carry = gangs[1].posts.pop()
-    assert isinstance(carry, messages.FetchKV) and (carry.number, carry.epoch, len(carry.offered)) == (number, 1, 2)
+    stages, gangs[1].posts = gangs[1].posts, []
+    assert [(type(stage), stage.number, stage.epoch) for stage in stages] == [(messages.StageKV, number, 1)] * 2
     return remotes, gangs, outbox, number
 
 
@@ -161,7 +161,7 @@ def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
     answer(remotes, number, 0)
     answer(remotes, number, 1, "process 1: the peer is gone")
     receive, leave = gangs[1].posts
-    assert (receive.what, receive.number, leave) == (MOVE, 0, messages.DropStagedKV(number=number))
+    assert (receive.what, receive.number, leave) == (MOVE, 0, messages.ReleaseKV(number=number))
     assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
     assert gangs[1].said == [
         "the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the peer is gone"
@@ -218,14 +218,14 @@ def offered(porters, in_flight, number, epoch=2):
     what = ev.Move(ids=(in_flight.id,), src=0, dst=1, attempt=1)
     move = messages.Command(what=what, number=number, epoch=epoch)
     offered = messages.CODEC.decode(messages.CODEC.encode(porters[0].offer(in_flight, move)))
-    return messages.FetchKV(number=number, epoch=2, offered=(offered,))
+    return messages.StageKV(number=number, epoch=2, offered=offered)
 
 
 @pytest.mark.slow
 def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(porters):
     id = SampleId(3, 1)
     in_flight = taken_out(id)
-    assert porters[1].fetch(offered(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
+    assert porters[1].stage(offered(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
     porters[0].release(7)
     got = porters[1].take(7)
     assert bits(got.k_pages) == bits(in_flight.k_pages) and bits(got.v_pages) == bits(in_flight.v_pages)
@@ -238,19 +238,19 @@ def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(por
 
 def test_kv_of_another_epoch_is_not_fetched_and_what_is_left_is_gone(porters):
     in_flight = taken_out(SampleId(3, 1))
-    carried = porters[1].fetch(offered(porters, in_flight, 8, epoch=1))
+    carried = porters[1].stage(offered(porters, in_flight, 8, epoch=1))
     assert "process 0: version 0 for rollout 1/0 (epoch 1, transfer 8) is offered where" in carried.fault
     porters[0].release(8)
     porters[0].release(8)
-    assert porters[1].fetch(offered(porters, in_flight, 9)).fault == ""
-    porters[1].leave(9)
+    assert porters[1].stage(offered(porters, in_flight, 9)).fault == ""
+    porters[1].release(9)
     with pytest.raises(KeyError):
         porters[1].take(9)
 
 
 def test_a_sample_that_has_no_kv_yet_needs_no_wire(porters):
     carry = offered(porters, without_pages(taken_out(SampleId(2, 0))), 10)
-    assert carry.offered[0].manifest is None
+    assert carry.offered.manifest is None
 
 
 # ---------------------------------------------------------- one process of several
@@ -334,7 +334,7 @@ def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     porters = [KVEndpoint(1, host, None, None) for host in range(2)]
     brought, gangs[1].posts = gangs[1].posts, []
     carried = [
-        porter.keep(messages.CODEC.decode(messages.CODEC.encode(each)))
+        porter.stage(messages.CODEC.decode(messages.CODEC.encode(each)))
         for porter, each in zip(porters, brought, strict=True)
     ]
     remotes[1].send(ev.Cancel(ids=(A,), instance=1, reason="its group failed"))  # which it may be at any time

@@ -11,7 +11,7 @@ from dora_jax.runtime.common.worker import Crashed
 from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import RestartPolicy
 from tests.fakes import faults
-from tests.fakes.coordinator_adversary import UP, MovableState
+from tests.fakes.coordinator_adversary import UP, MovableState, kill
 from tests.fakes.coordinator_world import SECTION, SlowEngine, Weights
 
 LEND = ev.Lend(instance=1, version=0)
@@ -72,7 +72,7 @@ def test_the_trainer_waits_for_its_state_where_the_instance_that_has_its_devices
     rig = Rig(MovableState())
     rig.instance.send(LEND)
     rig.hears("InstanceReady")
-    rig.instance.lose("killed by the test")
+    kill(rig.instance)
     rig.hears("InstanceDown")
     begins = threading.Thread(target=rig.state.reload)
     begins.start()

@@ -33,7 +33,7 @@ CODE = {
     "plan": 1229,
     "report": 1161,
     "rollout": 3237,
-    "runtime": 12151,
+    "runtime": 12089,
     "serving": 2552,
     "sim": 1995,
     "tasks": 3637,

@@ -25,6 +25,7 @@ from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.training.agreement import Agreement
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.types import SampleId
+from tests.fakes.coordinator_adversary import kill
 from tests.fakes.coordinator_world import (
     SECTION,
     STEPS,
@@ -286,7 +287,7 @@ def play_with_deaths(draw):
             job.moved.add(event.id)
         due[0] -= 1
         if due[0] == 0:
-            job.pool[draw.randrange(3)].lose("killed by the test")
+            kill(job.pool[draw.randrange(3)])
             due[0] = draw.randrange(20, 90)
 
     assert job.play(watch).ok

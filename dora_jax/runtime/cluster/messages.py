@@ -6,7 +6,7 @@ Call -> Answer                       to the trainer's first process, which share
 weight_messages.py                   between the controller and every process: how a version travels
 Command                              to the first process of a rollout gang, which shares it as TickCommands
 events, Finished, ...                back from the first process of a rollout gang
-MoveStarted, FetchKV, ...            between the controller and every process: how the KV of a sample travels
+MoveStarted, StageKV, ...            between the controller and every process: how the KV of a sample travels
 Heartbeat                            from every process: it is alive, and how far it is
 """
 
@@ -313,12 +313,13 @@ class HandOverDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchKV:
-    """Rollout, every process: fetch the KV shard of the process of the same rank."""
+class StageKV:
+    """Rollout, each process its own shard: fetch what the process of the same rank offers, or keep what the controller
+    has put into it (no manifest). KVStaged answers it."""
 
     number: int
-    epoch: int  # of the gang that fetches
-    offered: tuple[KVOffer, ...]
+    epoch: int  # of the gang that takes it
+    offered: KVOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,23 +330,8 @@ class KVStaged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageKV:
-    """Rollout, every process: the process's shard of the pages of a sample that resumes here. KVStaged answers it."""
-
-    number: int
-    in_flight: InFlightSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropStagedKV:
-    """Drop the KV that was staged under this number: another process could not fetch its shard."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseKV:
-    """Release the KV that was offered under this number."""
+    """Drop the KV that was offered here under this number, or staged: another process could not fetch its shard."""
 
     number: int
 
@@ -367,6 +353,6 @@ CODEC = Codec(
         FinishedUnheard,
     ),
     *(Partial, InFlightSample, TopTokens),
-    *(SampleGap, TokenView, MoveStarted, KVOffer, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
+    *(SampleGap, TokenView, MoveStarted, KVOffer, StageKV, KVStaged, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

@@ -27,7 +27,8 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import Notify
 from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, ForgetSample, HandedOver, Message, Outbox
-from dora_jax.runtime.instances.instance_proxy import Destination, InstanceProxy, garbage_in
+from dora_jax.runtime.instances.instance_proxy import Destination, InstanceProxy
+from dora_jax.runtime.transfer.transfer_manifest import KVOffer
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Dropped, Offered, Staged, TransferFailed
 from dora_jax.types import SampleId
 
@@ -104,15 +105,12 @@ class GangWorker:
                     one = dataclasses.replace(message, ids=(id,))
                     self.gang.post(messages.Command(what=one, number=next(NUMBERS), epoch=epoch))
             case ev.Move():
-                shards = payload.shards
-                command = dataclasses.replace(command, payload=shards[0].offered.in_flight)
-                if not payload.by_wire:
-                    return self.gang.post(command)
-                offered = tuple(shard.offered for shard in shards)
-                with self._lock:
-                    self._stagings[payload.number] = _Staging(payload.id, command, payload)
-                    fetch = messages.FetchKV(number=payload.number, epoch=self.incarnation, offered=offered)
-                    self.gang.tell_all(fetch)
+                offered = [shard.offered for shard in payload.shards]
+                command = dataclasses.replace(command, payload=offered[0].in_flight)
+                if payload.by_wire:
+                    self._stage(command, payload.number, offered, payload)
+                else:
+                    self.gang.post(command)
             case ev.Resume() if dst is not None:
                 # KV that a gang has kept does not leave it: the other one makes it again
                 self.send(ForgetSample(id=payload.id))
@@ -124,13 +122,12 @@ class GangWorker:
                         f"again ({self._remade} samples so far)"
                     )
             case ev.Resume() if self.gang.hosts > 1 and payload.n_pages:
-                number, command = next(NUMBERS), dataclasses.replace(command, payload=without_pages(payload))
-                staged = [
-                    messages.StageKV(number=number, in_flight=shard) for shard in parted(payload, self.gang.hosts)
+                command = dataclasses.replace(command, payload=without_pages(payload))
+                offered = [
+                    KVOffer(in_flight=shard, kv_len=shard.kv_len, page_size=shard.page_size, manifest=None)
+                    for shard in parted(payload, self.gang.hosts)
                 ]
-                with self._lock:
-                    self._stagings[number] = _Staging(payload.id, command)
-                    self.gang.tell_each(staged)
+                self._stage(command, next(NUMBERS), offered)
             case ev.Cancel(ids=ids):
                 with self._lock:
                     stagings = {staging.id: staging for staging in self._stagings.values()}
@@ -139,6 +136,15 @@ class GangWorker:
                         (stagings[id].later.append if id in stagings else self.gang.post)(cancel)
             case _:
                 self.gang.post(command)
+
+    def _stage(
+        self, command: messages.Command, number: int, offered: Sequence[KVOffer], departed: Departed | None = None
+    ) -> None:
+        """Sends each process its shard of the KV; the command follows once all have it."""
+        with self._lock:
+            self._stagings[number] = _Staging(offered[0].in_flight.id, command, departed)
+            epoch = self.incarnation
+            self.gang.tell_each([messages.StageKV(number=number, epoch=epoch, offered=each) for each in offered])
 
     # ------------------------------------------------------ what the gang says
 
@@ -177,7 +183,7 @@ class GangWorker:
                     for each in (command, *staging.later):
                         self.gang.post(each)
                     if fault:
-                        self.gang.tell_all(messages.DropStagedKV(number=item.number))
+                        self.gang.tell_all(messages.ReleaseKV(number=item.number))
                 if staging.departed is not None:
                     staging.departed.release()
                 if fault:
@@ -235,12 +241,6 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def start(self) -> None:
         """The gang has been on its way since the cluster was opened."""
 
-    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
-        if (present := self._worker) is not None and present.incarnation == incarnation:
-            self._unhealthy(present, reason)
-        else:  # what it has left is not believed either
-            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=incarnation))
-
     def stop(self, timeout_s: float = 0.0) -> None:
         """Ends the gang, without waiting for what it does."""
         self.supervisor.close()
@@ -254,23 +254,11 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             case HandedOver() | FinishedUnheard() if self._worker is None:
                 self._found.append(item)
             case _:
-                if (worker := self._worker) is None:
-                    return
-                if fault := garbage_in(item):
-                    self._unhealthy(worker, f"it returned garbage: {fault}")
-                else:
+                if worker := self._worker:
                     worker.on_message(item)
 
-    def _unhealthy(self, worker: GangWorker, reason: str) -> None:
-        """Nothing of this incarnation is accepted from now on."""
-        with self._lock:
-            self._outbox.put(
-                ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)
-            )
-            if self._worker is not worker:
-                return
-            worker.end()
-            self.incarnation_down(worker, worker.incarnation, reason)
+    def lost(self, worker: GangWorker, reason: str, error: BaseException, unhealthy: bool) -> None:
+        worker.end()
         worker.gang.die(reason)
 
     def _up(self, gang: Gang) -> None:
@@ -284,7 +272,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             found, self._found = self._found, []
             if worker.gang.dead.is_set():
                 return ()
-            self._worker = worker
+            self.admit(worker)
         return found if trusted else ()
 
     def gang_down(self, gang: Gang) -> None:

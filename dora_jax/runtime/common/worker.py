@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-import numpy as np
-
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.idle_time import IdleTimer

@@ -24,10 +24,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import Recipient
 from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Message, Outbox, Parked, Waiting
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.types import SampleId
+from dora_jax.types import SampleId, Version
 
 LOST = "its instance is lost"
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
@@ -53,7 +54,9 @@ AnyWorker = TypeVar("AnyWorker", bound=IncarnationWorker)
 class InstanceProxy(Generic[AnyWorker]):
     """Called by the main thread, but for `on_message`, which the threads of incarnations call too."""
 
-    def __init__(self, up: ev.InstanceUp, outbox: Outbox):
+    on_demand = False  # it is up only while the trainer's devices are lent to it
+
+    def __init__(self, up: ev.InstanceUp, outbox: Outbox, vocab_size: int | None = None):
         self.instance = up.instance
         self.role = f"rollout {up.instance}"
         self._event = up
@@ -64,12 +67,16 @@ class InstanceProxy(Generic[AnyWorker]):
         self._leaving: dict[SampleId, Callable[[], object]] = {}  # on their way out; what is done if it is lost first
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over and not yet in; the answer then
         self._waited_s = 0.0  # of earlier incarnations
+        self._vocab_size = vocab_size
+        self._home = IdleTimer()  # the devices are the trainer's: then there is nothing to do
+        if self.on_demand:
+            self._home.__enter__()
 
     # ---------------------------------------------------------- as a worker
 
     @property
     def wait_s(self) -> float:
-        return self._waited_s + (worker.wait_s if (worker := self._worker) else 0.0)
+        return self._waited_s + self._home.total_s + (worker.wait_s if (worker := self._worker) else 0.0)
 
     @property
     def state(self) -> str:
@@ -79,15 +86,20 @@ class InstanceProxy(Generic[AnyWorker]):
         """One to an incarnation that is over reaches nothing: InstanceDown is on its way, and reports what was
         outstanding."""
         if dst is None:
-            if worker := self._worker:
-                worker.send(message, payload)
+            worker = self._worker
+            match message:
+                case ev.Lend(version=version):
+                    self.lend(version)
+                case ev.Return() if worker:
+                    self.reclaim(worker)
+                case _ if worker:
+                    worker.send(message, payload)
             return
         lost: dict[SampleId, Callable[[], object]] = {}
         match message:
-            case ev.Move(ids=ids, attempt=attempt):
-                way: dict[str, Any] = {"src": self.instance, "dst": dst.instance, "attempt": attempt}
+            case ev.Move(ids=ids, src=src, dst=to, attempt=attempt):
                 for id in ids:
-                    failed = ev.MoveFailed(id=id, reason=LOST, **way)
+                    failed = ev.MoveFailed(id=id, src=src, dst=to, attempt=attempt, reason=LOST)
                     lost[id] = functools.partial(self._outbox.put, failed)
             case _:  # an episode goes on there without the KV that is kept here
                 lost[payload.id] = functools.partial(dst.send, message, payload)
@@ -101,10 +113,28 @@ class InstanceProxy(Generic[AnyWorker]):
         for answer in lost.values():
             answer()
 
+    def lend(self, version: Version) -> None:
+        """Begin an incarnation that holds the version. The answer is InstanceUp, or InstanceDown."""
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def reclaim(self, worker: AnyWorker) -> None:
+        """End this incarnation: its samples are handed over, and the devices are the trainer's. The answer is
+        InstanceDown."""
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
+        """See RolloutWorker."""
+        if (worker := self._worker) is not None and worker.incarnation == incarnation:
+            self.lose(worker, reason, unhealthy=True)
+        else:  # what it has left is not believed either
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=incarnation))
+
     # ----------------------------------------------- what incarnations send and do
 
     def on_message(self, worker: AnyWorker, item: Any) -> None:
         """An outbox item of this incarnation."""
+        if fault := garbage_in(item, self._vocab_size):
+            return self.lose(worker, f"it returned garbage: {fault}", unhealthy=True)
         with self._lock:
             if self._worker is not worker:
                 return
@@ -115,7 +145,28 @@ class InstanceProxy(Generic[AnyWorker]):
                     self._arriving.pop(id, None)
             self._outbox.put(item)
 
+    def lose(self, worker: AnyWorker, reason: str, error: BaseException | None = None, unhealthy: bool = False) -> None:
+        """End an incarnation, whatever it does: nothing of it is accepted from now on. unhealthy: what it sampled is
+        not believed."""
+        with self._lock:
+            if unhealthy:
+                event = ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)
+                self._outbox.put(event)
+            if self._worker is not worker:
+                return
+            self.incarnation_down(worker, worker.incarnation, reason)
+        self.lost(worker, reason, error or RuntimeError(reason), unhealthy)
+
+    def lost(self, worker: AnyWorker, reason: str, error: BaseException, unhealthy: bool) -> None:
+        """The incarnation has been ended; see `lose`."""
+        raise NotImplementedError
+
     # -------------------------------------------------- for those that start incarnations
+
+    def admit(self, worker: AnyWorker) -> None:
+        """Commands reach this incarnation from now on. The lock is held."""
+        self._worker = worker
+        self._home.__exit__()
 
     def incarnation_ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
         """The next incarnation has begun; `admit` follows when the coordinator hears of it."""
@@ -131,6 +182,8 @@ class InstanceProxy(Generic[AnyWorker]):
         samples."""
         if worker is not None:
             self._waited_s += worker.wait_s
+            if self.on_demand:
+                self._home.__enter__()
         self._worker = None
         down = ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number)
         for item in (*last, down, *self._arriving.values()):

@@ -126,14 +126,13 @@ class EngineWorker(Worker):
                     self.outbox.put(
                         ev.WeightsLoaded(instance=self.instance, version=version, incarnation=self.incarnation)
                     )
-            case ev.Move(ids=ids, attempt=attempt) if dst is not None:
-                reason = "it has ended, or its turn has"
-                way: dict[str, Any] = {"src": message.src, "dst": message.dst, "attempt": attempt}
+            case ev.Move(ids=ids, src=src, dst=to, attempt=attempt) if dst is not None:
                 for id in ids:
                     if self.engine.holds(id):
                         dst.send(message, self._export(id))
                     else:
-                        self.outbox.put(ev.MoveFailed(id=id, reason=reason, **way))
+                        reason = "it has ended, or its turn has"
+                        self.outbox.put(ev.MoveFailed(id=id, src=src, dst=to, attempt=attempt, reason=reason))
             case ev.Move(src=src, attempt=attempt):  # the sample arrives
                 self._import(payload, attempt)
                 self.outbox.put(ev.SampleMoved(id=payload.id, src=src, dst=self.instance, attempt=attempt))
