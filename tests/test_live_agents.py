@@ -1,15 +1,19 @@
 """Agents on the endpoint of a run that trains on them, in the run's own order of wrappers: what is trained is what they
 were answered, worth what they posted."""
 
+import itertools
 import threading
+import time
 import urllib.error
 
 import numpy as np
 import pytest
 
-from dora_jax.runtime.live_sessions import POSTED, LiveSessions
+from dora_jax.runtime.live_sessions import POSTED, AskedTurn, LiveSessions, SessionPrompts, SessionsOver
 from dora_jax.serving.client import AgentSession
-from tests.fakes.coordinator_world import STEPS, G, P, expected, trained_by
+from dora_jax.types import WHOLE
+from tests.fakes import journaled_run
+from tests.fakes.coordinator_world import SECTION, STEPS, G, P, expected, trained_by
 from tests.fakes.live_endpoint import Run, Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -80,6 +84,9 @@ def test_a_run_trains_on_agents_with_tools_and_says_which_answers_it_does_not_tr
         for kind, body in UNTRAINED.items():
             status, answer = agents.ask(AgentSession(run.url), **({"messages": ASKED, "max_tokens": 3} | body))
             assert status == 200 and answer["trained"] is False, kind
+            if kind == "top":
+                content = answer["choices"][0]["logprobs"]["content"]
+                assert content and all(len(entry["top_logprobs"]) == 2 for entry in content)
             assert answer["untrained_because"].startswith(
                 {"two": "it wants 2 choices", "version": "it wants a version", "top": "top_logprobs"}.get(kind, kind)
             )
@@ -103,3 +110,48 @@ def test_a_run_trains_on_agents_with_tools_and_says_which_answers_it_does_not_tr
             assert version == group.version and reward == posted
             tasks.add(task)
         assert len(tasks) == 1, "a baseline mixes no tasks"
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_trains_each_reward_once(tmp_path):
+    """Sessions call a tool and go on; rewards are numbers that come once, and those that are trained are among them."""
+    made, numbers, accepted, over = [], itertools.count(1), set(), threading.Event()
+
+    def environments():
+        limits = {"turn_tokens": 16, "max_turns": 3, "idle_s": 100.0, "context": 72, "reward_s": 100.0}
+        made.append(LiveSessions(Tokenizer(), None, **limits))
+        return made[-1]
+
+    def agent():
+        while not over.is_set():
+            sessions, session, talk = made[-1] if made else None, str(next(numbers)), ASKED
+            try:
+                for _ in range(2):
+                    asked = AskedTurn(session=session, messages=talk, max_tokens=9, variables={"tools": TOOLS})
+                    promise = sessions.take(asked)
+                    turn = promise.result(20)
+                    reply = {"role": "assistant", "content": Tokenizer().decode(turn.ids)}
+                    talk = [*talk, reply, {"role": "tool", "content": "3"}]
+                reward = float(next(numbers))
+                if not sessions.reward(session, {WHOLE: reward}):
+                    accepted.add(reward)
+            except (AttributeError, SessionsOver):  # nothing runs, no place is free, or the run has been killed
+                time.sleep(0.002)
+
+    users = SessionPrompts(Tokenizer(), SECTION.max_new_tokens)
+    history = journaled_run.Run(tmp_path, eval_every=0, environments=environments, users=users, term=POSTED)
+    agents = [threading.Thread(target=agent) for _ in range(8)]
+    for thread in agents:
+        thread.start()
+    incarnations, halt = 0, None
+    while halt is None:
+        incarnations += 1
+        halt = history.incarnation(kill_at=90 + 61 * incarnations if incarnations < 8 else None)
+    over.set()
+    for thread in agents:
+        thread.join()
+    assert halt.ok and incarnations > 2
+    history.audit()
+    trained = [reward for rewards in history.rewards.values() for reward in rewards]
+    assert len(trained) == len(set(trained)) == journaled_run.STEPS * P * G and set(trained) <= accepted
+    print(f"{incarnations} incarnations, {len(accepted)} rewards accepted, {len(trained)} trained, each once")

@@ -60,9 +60,10 @@ class Trainer:
 class Run:
     """One workdir over several processes."""
 
-    def __init__(self, folder, mode="dora", eval_every=2, environments=None, **options):
-        """environments: makes those of an incarnation; the samples are then episodes."""
-        self.folder, self.environments = folder, environments
+    def __init__(self, folder, mode="dora", eval_every=2, environments=None, users=None, term="right", **options):
+        """environments: makes those of an incarnation; the samples are then episodes. users: prompts of sessions, which
+        are the environments then. term: of the episodes' rewards."""
+        self.folder, self.environments, self.users, self.term = folder, environments, users, term
         self.config = OrchestratorConfig(
             mode=mode,
             **{"max_versions": {"sync": 1, "one_step": 2}.get(mode, 3)} | options,
@@ -77,6 +78,7 @@ class Run:
         )
         self.checkpoints = {0: 1}
         self.finished, self.trained, self.evaluated, self.known = [], {}, [], set()
+        self.rewards = {}  # version -> of the groups of its step
         self.went_on = 0
         self.recorded = {}  # sample -> version, of those that the journal knew when the newest incarnation began
         self.weights = {}
@@ -143,20 +145,24 @@ class Run:
             lambda params: params,
         )
         episodes = self.environments is not None
+        environments, task = self.environments() if episodes else None, self.users or Task(too_long=(3,))
         world = Coordinator(
             instances=workers,
             trainer=worker,
-            task=RunPrompts(Task(too_long=(3,)), TURN_TOKENS) if episodes else Task(too_long=(3,)),
-            scorer=EpisodeScorer(("right",)) if episodes else Scorer(mixed=self.config.decisions.mixes_versions),
+            task=RunPrompts(task, TURN_TOKENS) if episodes else task,
+            scorer=EpisodeScorer((self.term,)) if episodes else Scorer(mixed=self.config.decisions.mixes_versions),
             groups=groups,
             weights=self.weights,
             outbox=outbox,
             group_size=G,
             eval_samples=2,
-            environments=self.environments() if self.environments else None,
+            environments=environments,
+            of_users=self.users is not None,
             max_context=SECTION.max_prompt_tokens + SECTION.max_new_tokens,
             record_tokens=True,
         )
+        if self.users:
+            world.listen(environments.record)
         return world, workers
 
     def replayed(self, found):
@@ -173,6 +179,7 @@ class Run:
             case StepDone(version=version, groups=groups, digest=digest):
                 again = ([g.group_id for g in groups], digest)
                 assert self.trained.setdefault(version, again) == again
+                self.rewards[version] = [reward for group in groups for reward in group.rewards.tolist()]
 
     def audit(self):
         ids = [g for groups, _ in self.trained.values() for g in groups]
