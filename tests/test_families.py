@@ -100,7 +100,16 @@ def test_multi_token_prediction_is_ignored_with_a_line(tmp_path, capsys, family,
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("Qwen3-30B-A3B", 30.5e9, 3.3e9), ("DeepSeek-V3", 671.0e9, 37.5e9), ("LongCat-Flash", 560.7e9, 27.9e9)],
+    [
+        ("Qwen3-30B-A3B", 30.5e9, 3.3e9),
+        ("DeepSeek-V3", 671.0e9, 37.5e9),
+        ("LongCat-Flash", 560.7e9, 27.9e9),
+        ("Gemma-3-270M", 268e6, 268e6),
+        ("Gemma-3-1B", 1.0e9, 1.0e9),
+        ("Gemma-3-4B", 3.88e9, 3.88e9),
+        ("Gemma-3-12B", 11.77e9, 11.77e9),
+        ("Gemma-3-27B", 27.01e9, 27.01e9),
+    ],
 )
 def test_known_sizes_have_the_parameters_that_their_authors_name(name, total, active):
     cfg = KNOWN[name]

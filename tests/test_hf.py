@@ -127,7 +127,7 @@ def test_head_dim_left_out(model_type, head_dim, tmp_path):
             {"architectures": ["Qwen3ForSequenceClassification"]},
             "the architecture 'Qwen3ForSequenceClassification'; known",
         ),
-        ({"architectures": None, "model_type": "gemma3"}, "the architecture 'gemma3'; the decoder does not compute"),
+        ({"architectures": None, "model_type": "olmo2"}, "the architecture 'olmo2'; the decoder does not compute"),
         ({"hidden_act": "gelu"}, "has hidden_act='gelu'; the decoder computes hidden_act='silu' only"),
         ({"attention_bias": True}, "has attention_bias=True"),
         ({"use_sliding_window": True}, "has use_sliding_window=True"),

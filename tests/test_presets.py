@@ -1,6 +1,7 @@
-"""What a platform chooses, per platform; what it refuses; every pair of configs/qwen3.py."""
+"""What a platform chooses, per platform; what it refuses; every pair of configs/qwen3.py and gemma3.py."""
 
 import dataclasses
+import re
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dora_jax.config import (
     ConfigError,
     ModelSection,
     RolloutSection,
+    SftSection,
     TaskSection,
     TrainerSection,
 )
@@ -282,6 +284,50 @@ def test_every_pair_passes_a_dry_run_or_names_the_smallest_slice(size, slice_nam
     printed = flags.describe(asked)
     assert "memory of a device of the trainer" in printed and "rollout.pages=" in printed
     assert slice_name == "laptop" or "model.dtype=bfloat16" in printed
+
+
+# ----------------------------------------------------------------- gemma3.py
+
+
+@pytest.mark.parametrize("asked", ["1B,v5e-8", "4B,v5e-8,adapters", "4B,v5p-16", "27B,v5p-16,adapters"])
+def test_gemma_gets_a_layout_that_fits(asked, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asks = [f"--config={CONFIGS / 'gemma3.py'}:{asked}", "--config.model.path=a", "--config.task.path=b.jsonl"]
+    settled = flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
+    assert re.search(r"KV pages: \d+ pages of 64 tokens\n", flags.describe(settled)), "all layers' in one pool"
+    assert bool(settled.config.lora.rank) == asked.endswith("adapters")
+
+
+def test_where_pages_are_short_layers_with_a_window_have_fewer(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asks = [f"--config={CONFIGS / 'gemma3.py'}:27B,v5p-64", "--config.model.path=a", "--config.task.path=b.jsonl"]
+    printed = flags.describe(flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues()))
+    pages, of_windows = re.search(r"KV pages: (\d+) pages of \d+ tokens, and (\d+) of the 52 layers", printed).groups()
+    assert 0 < int(of_windows) < int(pages)
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacking"),
+    [
+        ("4B,v5e-8", r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* it is v5p-16"),
+        ("27B,v5p-16", r"an update needs [\d.]+ GiB a device of v5p-8, which has 88.5; the smallest .* it is v5p-64"),
+        ("27B", "the argument is '27B'; it is SIZE,SLICE or SIZE,SLICE,adapters with"),
+    ],
+)
+def test_what_does_not_hold_gemma_is_refused_with_its_bytes(asked, lacking):
+    asks = [f"--config={CONFIGS / 'gemma3.py'}:{asked}", "--config.model.path=a", "--config.task.path=b"]
+    with pytest.raises(ConfigError, match=lacking):
+        flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
+
+
+def test_a_fresh_model_of_windows_needs_one():
+    sizes = dict(family="gemma3_text", d_model=32, n_layers=6, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=32)
+    model = presets.fresh_model(SftSection(window=24, **sizes), 64)
+    assert model.windows == (24,) * 5 and model.local_window == 24 and model.query_scale == 16
+    with pytest.raises(ValueError, match="sft.window is 0, and gemma3_text needs it"):
+        presets.fresh_model(SftSection(**sizes), 64)
+    with pytest.raises(ValueError, match="sft.window is 24, and qwen3 has none"):
+        presets.fresh_model(SftSection(window=24), 64)
 
 
 # ----------------------------------------------------------------- sparse.py

@@ -72,6 +72,9 @@ class RolloutSection:
     residents: int = field(0, "R: versions an instance holds at once; 0: 1, with adapters max_versions + 1", ge=0)
     slots: int = field(32, "samples that decode at once, per instance", ge=1)
     pages: int = field(0, "KV pages per instance; 0: what memory_share allows, on a CPU what the slots need", ge=0)
+    window_pages: int = field(
+        0, "of them, pages that layers with a window have; 0: all, or fewer where pages are short", ge=0, tuning=True
+    )
     host_kv_bytes: int = field(0, "host memory for KV of preempted and waiting samples; 0: no limit", ge=0, tuning=True)
     memory_share: float = field(0.9, "of what weights and programs leave, for KV pages", ge=0, le=1, tuning=True)
     page_size: int = field(0, "tokens a page; 0: by platform", power_of_two=True, tuning=True)
@@ -314,6 +317,9 @@ class SftSection:
     dense_layers: int = field(0, "before the first layer with experts", ge=0)
     kv_rank: int = field(0, "numbers of a latent, for families with latent attention; 0: grouped-query attention", ge=0)
     q_rank: int = field(0, "of the queries' low rank; 0: one matrix", ge=0)
+    window: int = field(
+        0, "positions that most layers see, for families whose layers differ so; 0: all layers see all", ge=0
+    )
     rope_dim: int = field(16, "of latent attention: rotated numbers of a head, of head_dim", ge=1)
 
 

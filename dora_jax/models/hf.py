@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from dora_jax.models import decoder, sharding
-from dora_jax.models.families import family
+from dora_jax.models.families import TEXT, family
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Tensor
 from dora_jax.models.hf_config import config_json, read_config, read_json
@@ -41,12 +42,14 @@ END_TENSORS = {
 }
 WIDE = ("router_bias",)  # f32 in every folder
 SCORE = "score.weight"  # of a reward model: [1, D]
+TEXT_PREFIX = re.compile(r"(language_model\.model|model\.language_model)\.|language_model\.(?=lm_head)")
+BESIDE = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 DISK_DTYPES = ("F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
 MOST_NAMED = 3  # parameters, in a sentence
 
-Tensors = dict[str, tuple[Any, Path]]  # tensor name -> (open file, its path)
+Tensors = dict[str, tuple[Any, Path, str]]  # name in a folder of text alone -> (open file, its path, name there)
 Bounds = tuple[tuple[int, int], ...]  # half-open, one a dimension
 
 
@@ -149,12 +152,21 @@ def save(
     part = path.with_name(f".{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # what a killed save left
     part.mkdir(parents=True)
-    _save_tensors(part, _disk_tensors(cfg, params, dtype, padded), max_shard_bytes)
     source = Path(source_path) if source_path else part  # which has no such files
     config, generation = (
         read_json(source / name) if (source / name).is_file() else {}
         for name in ("config.json", "generation_config.json")
     )
+    with contextlib.ExitStack() as stack:
+        there = stack.enter_context(_open(source)) if config.get("model_type") in TEXT else {}
+        names = {name: stored for name, (_, _, stored) in there.items()}
+        first = next((at.partition("layers.")[0] for name, at in names.items() if name.startswith("model.")), "model.")
+        text = (
+            (names.get(name, name.replace("model.", first, 1)), value)
+            for name, value in _disk_tensors(cfg, params, dtype, padded)
+        )
+        beside = ((name, there[name][0].get_tensor(name)) for name in there if name.startswith(BESIDE))
+        _save_tensors(part, itertools.chain(text, beside), max_shard_bytes)
     if (source / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(source)
         eos = list(tokenizer.eos_ids) if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids[0]
@@ -216,7 +228,10 @@ def _open(path: Path) -> Iterator[Tensors]:
                 handle = stack.enter_context(safetensors.safe_open(file, "numpy"))
             except safetensors.SafetensorError as error:
                 raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-            tensors.update({name: (handle, file) for name in handle.keys()})  # a handle is no iterable
+            for name in handle.keys():  # a handle is no iterable
+                text = TEXT_PREFIX.match(name)
+                ours = f"{'model.' if text[1] else ''}{name[text.end() :]}" if text else name
+                tensors[ours] = handle, file, name
         yield tensors
 
 
@@ -232,14 +247,18 @@ def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[st
     for name, shape in expected.items():
         if name not in tensors:
             raise ValueError(f"{path} lacks the tensor {name}, which {cfg.family} of its config.json needs")
-        handle, file = tensors[name]
-        found = handle.get_slice(name)
+        handle, file, stored = tensors[name]
+        found = handle.get_slice(stored)
         if tuple(found.get_shape()) != shape:
             raise ValueError(f"{file} holds {name} of shape {tuple(found.get_shape())}; config.json implies {shape}")
         if found.get_dtype() not in DISK_DTYPES:
             raise ValueError(f"{file} holds {name} as {found.get_dtype()}; known: {', '.join(DISK_DTYPES)}")
-    known, ignored = family(cfg.family), []
-    for name, (_, file) in tensors.items():
+    known, ignored, beside = family(cfg.family), [], []
+    more = read_json(path / "config.json").get("model_type") in TEXT
+    for name, (_, file, _) in tensors.items():
+        if more and name.startswith(BESIDE):
+            beside.append(name)
+            continue
         # What some writers add and that says nothing new: rotary tables, a head that repeats the tied embedding, the
         # matrices of experts that return their input
         repeated = cfg.tie_embeddings and name == END_TENSORS["lm_head"].name
@@ -256,6 +275,12 @@ def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[st
         ignored.append(name)
     if ignored:
         print(f"{path}: {len(ignored)} tensors of multi-token prediction are ignored ({ignored[0]}, ...)", flush=True)
+    if beside:
+        print(
+            f"{path}: the text model alone is computed; {len(beside)} tensors beside it ({beside[0]}, ...) go into an "
+            f"export as they are",
+            flush=True,
+        )
 
 
 def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Callable[..., np.ndarray]) -> jax.Array:
@@ -275,7 +300,8 @@ def read_slice(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) ->
     """These bounds (in memory order) of one tensor; only their bytes are read."""
     name = prefix + tensor.name
     slices = tuple(slice(*bound) for bound in (bounds[::-1] if tensor.transposed else bounds))
-    value = tensors[name][0].get_slice(name)[slices]
+    handle, _, stored = tensors[name]
+    value = handle.get_slice(stored)[slices]
     return value.T if tensor.transposed else value
 
 

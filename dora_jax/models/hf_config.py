@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dora_jax.models.families import ALIASES, FAMILIES, NOT_COMPUTED, family, own
+from dora_jax.models.families import ALIASES, FAMILIES, NOT_COMPUTED, TEXT, family, own
 from dora_jax.models.families.config import Linear, ModelConfig, RopeScaling, Yarn
-from dora_jax.models.families.family import DEFAULTS, FULL, SLIDING, Fields, rotary_tables
+from dora_jax.models.families.family import DEFAULTS, FULL, SLIDING, Fields, Json, rotary_tables
 
 # Switches that would change the function; the value here is the only one the decoder computes.
 FIXED = {
@@ -67,13 +67,24 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def text_fields(raw: Json, file: Path) -> Json:
+    """The fields of the text model: those of its text_config where the folder has a tower beside it, else all."""
+    if raw.get("model_type") not in TEXT:
+        return raw
+    text = Fields(raw, file).value("text_config", dict)
+    if text is None:
+        raise ValueError(f"{file} has model_type={raw['model_type']!r} and no text_config")
+    above = {name: raw[name] for name in ("quantization_config", "tie_word_embeddings") if name in raw}
+    return {**above, **text, "model_type": TEXT[raw["model_type"]], "architectures": None}
+
+
 def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
     """ModelConfig of this folder; ValueError names the file and the field that the decoder cannot take.
 
     scorer: of a reward model, which has no head over the vocabulary (here: it counts as tied).
     """
     file = Path(path) / "config.json"
-    raw = read_json(file)
+    raw = text_fields(read_json(file), file)
     fields = Fields(raw, file)
     given, listed = str(raw.get("model_type")), fields.value("architectures", list) or []
     shipped = any(each.model_type == ALIASES.get(given, given) for each in FAMILIES)
@@ -138,6 +149,9 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
 def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str, Any]:
     """The object to write: `base` (a source's config.json, or empty) with every field of `cfg`, in both spellings."""
     known, scaling = family(cfg.family), None
+    if TEXT.get(base.get("model_type", "")) == cfg.family:  # of a folder with a tower, which stays as it is
+        text = config_json(cfg, dtype, base["text_config"])
+        return {**base, "text_config": {**text, "architectures": None}, "torch_dtype": dtype, "dtype": dtype}
     if cfg.rope_scaling is not None:
         kind = {RopeScaling: "llama3", Linear: "linear", Yarn: "yarn"}[type(cfg.rope_scaling)]
         kinds = {"rope_type": kind} if kind == "llama3" else {"rope_type": kind, "type": kind}

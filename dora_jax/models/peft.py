@@ -18,7 +18,7 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 from dora_jax.models import decoder, lora
-from dora_jax.models.families import family
+from dora_jax.models.families import TEXT, family
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.hf import check_vacant
 from dora_jax.models.hf_config import ADAPTER, read_json
@@ -26,6 +26,7 @@ from dora_jax.models.lora_config import Lora
 
 CONFIG, TENSORS = ADAPTER, "adapter_model.safetensors"
 PREFIX = "base_model.model."
+TEXT_PREFIX = f"{PREFIX}model.language_model."  # where the base is more than a text model
 # Fields that change no number, or that are read here; any other one has to be empty
 READ: tuple[str, ...] = ("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "lora_dropout")
 READ += ("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
@@ -64,7 +65,7 @@ def load(path: str | Path, cfg: ModelConfig, shape: Lora, seed: int) -> lora.Ada
     check(path, shape)
     file = Path(path) / TENSORS
     try:
-        tensors = load_file(file)
+        tensors = {name.replace(TEXT_PREFIX, f"{PREFIX}model."): x for name, x in load_file(file).items()}
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{file} is missing or not a safetensors file: {error}") from error
     adapter = {
@@ -98,12 +99,15 @@ def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter,
         for stack, layers in adapter.items()
     }
     tensors = {name: np.ascontiguousarray(value.T, dtype or np.float32) for name, value in _places(cfg, host)}
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0].split(".", 3)[3] for name in tensors}
+    more = (Path(base) / "config.json").is_file() and read_json(Path(base) / "config.json").get("model_type") in TEXT
+    if more:
+        tensors = {name.replace(f"{PREFIX}model.", TEXT_PREFIX): x for name, x in tensors.items()}
     part = path.with_name(f".{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # what a killed save left
     part.mkdir(parents=True)
     save_file(tensors, part / TENSORS, metadata={"format": "pt"})
     (part / TENSORS).chmod(part.stat().st_mode & 0o666)  # safetensors lets the owner alone read
-    modules = {name.removeprefix(PREFIX).split(".lora_")[0].split(".", 3)[3] for name in tensors}
     # peft takes gate_proj, up_proj and down_proj of a mixture for those of its experts, wherever they stand: of the
     # other feed-forwards it is given the parameters
     beside = {name for name in modules if cfg.experts and name.startswith("mlp") and ".experts." not in name}
@@ -114,6 +118,7 @@ def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter,
         "r": shape.rank,
         "lora_alpha": shape.alpha,
         "target_modules": sorted({name.split(".")[-1] for name in modules - beside}),
+        "exclude_modules": r"(?!.*language_model\.).*" if more else None,  # a vision tower has matrices of these names
         "target_parameters": sorted(f"{name}.weight" for name in beside) or None,
         "lora_dropout": 0.0,
         "bias": "none",

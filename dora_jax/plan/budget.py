@@ -104,19 +104,20 @@ class Budget:
 
     @property
     def _pages_bytes(self) -> float:
-        """Bytes of one instance's pages; one page takes what belongs to no row."""
-        return (self.config.rollout.pages + 1) * self._page_bytes
+        """Bytes of one instance's pages."""
+        return memory.pages_bytes(self.model, self.config.rollout, self.config.model.dtype)
 
     @property
-    def pages(self) -> int:
-        """KV pages of an instance: they take `memory_share` of the memory that is left, also on devices that are
-        lent."""
+    def pools(self) -> tuple[int, int]:
+        """(KV pages of an instance, those of its layers with a window): they take `memory_share` of the memory that is
+        left, also on devices that are lent."""
         free = self.machines.instances.memory_bytes - memory.total(self.instance)
         free = (free - memory.total(self.trainer) if self.shared else free) / self.crowd
         if self.config.orchestrator.elastic:
             held = [self._lent_without_pages, *([] if self._swaps else [self._trainer_alone])]
             free = min(free, self.machines.trainer.memory_bytes - max(map(memory.total, held)))
-        return max(int(self.config.rollout.memory_share * free / self._page_bytes) - 1, 0)
+        rollout = self.config.rollout
+        return memory.pages_within(self.model, rollout, self.config.model.dtype, rollout.memory_share * free)
 
     @property
     def needed_pages(self) -> int:
@@ -220,7 +221,10 @@ def describe(budget: Budget) -> str:
         active = (model.active_params + model.gain_params) / 1e9
         lines[0] += f", of which a token meets {active:,.2f}e9 ({model.family})"
     of_all = f"{budget.crowd} instances of " if budget.crowd > 1 else ""
-    pages = PlanLine("KV pages", budget.pages_bytes, f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens")
+    note = f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens"
+    if rollout.window_pages:
+        note += f", and {rollout.window_pages} of the {len(model.windows)} layers with a window"
+    pages = PlanLine("KV pages", budget.pages_bytes, note)
     for role, machine, parts in (
         ("trainer", budget.machines.trainer, budget.trainer),
         ("instance", budget.machines.instances, [*budget.instance, pages]),

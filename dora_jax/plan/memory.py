@@ -8,6 +8,7 @@ Law: every line is a closed formula in the sizes below, so that a dry run prints
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 from dora_jax.buffer.layout import BatchShape, layout
@@ -269,6 +270,42 @@ def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> floa
 
 def page_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
     return rollout.page_size * token_bytes(model, rollout, dtype)
+
+
+def window_pages(model: ModelConfig, rollout: RolloutSection) -> int:
+    """Pages of the layers with a window; 0: all layers' lie in one pool, for it is large enough to keep what is behind
+    windows, or those of the layers with a window would be no fewer."""
+    if not model.local_window or rollout.pages >= enough_pages(rollout):
+        return 0
+    pages = rollout.window_pages or shapes.local_pages(rollout, model.local_window)
+    return pages if pages < rollout.pages else 0
+
+
+def enough_pages(rollout: RolloutSection) -> int:
+    """Pages with which every slot can hold a longest sample."""
+    each = -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // rollout.page_size)
+    return max(rollout.slots * each, each + 1)
+
+
+def pages_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
+    """Bytes of an instance's pages on one device; one page of each pool takes what belongs to no row."""
+    share = len(model.windows) / model.n_layers if 0 < rollout.window_pages < rollout.pages else 0.0
+    pages = (1 - share) * (rollout.pages + 1) + share * (rollout.window_pages + 1)
+    return page_bytes(model, rollout, dtype) * pages
+
+
+def pages_within(model: ModelConfig, rollout: RolloutSection, dtype: str, free_bytes: float) -> tuple[int, int]:
+    """(pages, those of the layers with a window) whose bytes are no more than these."""
+    room = free_bytes / page_bytes(model, rollout, dtype)
+    pages = max(int(room) - 1, 0)
+    local = window_pages(model, dataclasses.replace(rollout, pages=pages))
+    if not local:
+        return pages, 0
+    share, enough = len(model.windows) / model.n_layers, enough_pages(rollout)
+    pages = int((room - share * (local + 1)) / (1 - share)) - 1
+    if pages > enough and not rollout.window_pages:  # prefixes keep more of what the windows have passed
+        pages, local = enough, int((room - (1 - share) * (enough + 1)) / share) - 1
+    return pages, local
 
 
 def table_fits(rollout: RolloutSection, page_size: int) -> bool:

@@ -55,7 +55,7 @@ ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
 }
 NONE: tuple[dict[str, Any], str] = ({}, "")
 UNKNOWN = Machines(Machine(), Machine())
-PAGES = "rollout.pages"
+PAGES, WINDOW_PAGES = "rollout.pages", "rollout.window_pages"
 
 Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
 Section = TypeVar("Section", ModelSection, RolloutSection, TrainerSection)
@@ -145,13 +145,13 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
         config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
     )
     done = Plan(asked=asked, machines=found, config=config, choices=tuple(choices), model=model)
-    return done if asked.rollout.pages else _with_pages(done)
+    return _with_pages(done)
 
 
 def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
     """The plan for this model: with the KV pages that its memory leaves, unless their number was asked for."""
     planned = dataclasses.replace(planned, model=model)
-    return planned if planned.asked.rollout.pages else _with_pages(planned)
+    return _with_pages(planned)
 
 
 def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
@@ -175,6 +175,7 @@ def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
     for name, asked, has in (
         ("experts", sft.experts, known.mixture is not None),
         ("kv_rank", sft.kv_rank, known.latent),
+        ("window", sft.window, known.windowed is not None),
     ):
         if bool(asked) != has:
             wrong = f"is {asked}, and {sft.family} has none" if asked else f"is 0, and {sft.family} needs it"
@@ -199,6 +200,8 @@ def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
             v_dim=nope,
             scaled=known.shortcut,
         )
+    if known.windowed is not None:
+        parts |= known.windowed(parts, sft.window)
     return families.new_config(sft.family, vocab_size=vocab_size, **parts)
 
 
@@ -240,18 +243,33 @@ def micro_batches(tree: Any) -> int:
 
     The pages have room for its slots then. 0: no number of micro-batches fits.
     """
+    return _micro_batches(tree)[0]
+
+
+def shortfall(tree: object) -> str:
+    """For config files: what the ConfigDict `tree` lacks where `micro_batches` finds none, with its bytes."""
+    return _micro_batches(tree)[1]
+
+
+def _micro_batches(tree: object) -> tuple[int, str]:
     config = configs.from_tree(tree)
     found, model = machines(config), families.KNOWN.get(config.model.size)
     try:
         planned = plan(config, found, model).memory
-    except ConfigError:  # the meshes do not take these devices
-        return 0
+    except ConfigError as error:  # the meshes do not take these devices
+        return 0, str(error)
     if planned is None:
         raise ValueError("model.size and the slices have to be named for a memory plan")
     count = planned.micro_batches
-    if not count or planned.slots < config.rollout.slots:
-        return 0
-    return 0 if budget.problems(planned.with_trainer(micro_batches=count)) else count
+    planned = planned.with_trainer(micro_batches=count or planned.rows)
+    if wrong := budget.problems(planned):
+        return 0, "; ".join(line.partition(": ")[2].partition("; ")[0] for line in wrong)
+    if not count:
+        needed, has = memory.total(planned.trainer) / memory.GIB, planned.machines.trainer.memory_bytes / memory.GIB
+        return 0, f"an update needs {needed:.1f} GiB of the {has:.1f} of a device, and less than a tenth is spare"
+    if planned.slots < config.rollout.slots:
+        return 0, f"the pages hold {planned.slots} samples, and rollout.slots are {config.rollout.slots}"
+    return count, ""
 
 
 def table(choices: tuple[Choice, ...]) -> list[str]:
@@ -264,7 +282,7 @@ def on_cpu(section: Role) -> Role:
     if isinstance(section, TrainerSection):
         return _filled("", section, _trainer(section, Machine(), "float32"), [])
     section = _filled("", section, _rollout(section, Machine()), [])
-    return _filled("", section, {"pages": _pages_of_slots(section), "residents": (1, "")}, [])
+    return _filled("", section, {"pages": (memory.enough_pages(section), ""), "residents": (1, "")}, [])
 
 
 # ---------------------------------------------------------------- private
@@ -319,23 +337,24 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
 
 
 def _with_pages(planned: Plan) -> Plan:
-    """The plan with KV pages: those that fit beside the model, or where that is not known those that the slots need."""
-    rollout = dataclasses.replace(planned.config.rollout, pages=0)
+    """The plan with KV pages: those that were asked for, those that fit beside the model, or where that is not known
+    those that the slots need."""
+    asked = {name: getattr(planned.asked.rollout, name) for name in ("pages", "window_pages")}
+    rollout = dataclasses.replace(planned.config.rollout, **asked)
     planned = dataclasses.replace(planned, config=dataclasses.replace(planned.config, rollout=rollout))
-    pages = _pages_of_slots(rollout)
-    if planned.machines.instances.platform != "cpu" and planned.memory:
-        share = f"{rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
-        pages = max(planned.memory.pages, 1), share
-    choices = [choice for choice in planned.choices if choice.field != PAGES]
-    rollout = _filled("rollout", rollout, {"pages": pages}, choices)
+    pages, why, local = memory.enough_pages(rollout), "every slot can hold a longest sample", 0
+    if not asked["pages"] and planned.machines.instances.platform != "cpu" and planned.memory:
+        why = f"{rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
+        pages, local = planned.memory.pools
+        pages = max(pages, 1)
+    if planned.model and not local:
+        local = memory.window_pages(planned.model, dataclasses.replace(rollout, pages=asked["pages"] or pages))
+    found = {"pages": (pages, why), "window_pages": (local, "what a window has passed is given back")}
+    choices = [choice for choice in planned.choices if choice.field not in (PAGES, WINDOW_PAGES)]
+    rollout = _filled("rollout", rollout, found, choices)
     return dataclasses.replace(
         planned, config=dataclasses.replace(planned.config, rollout=rollout), choices=tuple(choices)
     )
-
-
-def _pages_of_slots(section: RolloutSection) -> tuple[int, str]:
-    each = -(-(section.max_prompt_tokens + section.max_new_tokens) // section.page_size)
-    return max(section.slots * each, each + 1), "every slot can hold a longest sample"
 
 
 def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.drafts import CallCosts
+from dora_jax.rollout.pages import places
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Option, Shapes
 from dora_jax.types import Version
 
@@ -94,7 +95,7 @@ class Device:
 
     def launch_read(self, pages: list[int]) -> dict[str, jax.Array]:
         """These pages by the names of shapes.py, in the call that copies so many."""
-        ids = np.pad(np.array(pages, np.int32), (0, self.shapes.copy_call(len(pages)) - len(pages)))  # the dummy page
+        ids = np.pad(places(pages, self.shapes.groups), ((0, 0), (0, self.shapes.copy_call(len(pages)) - len(pages))))
         found = self._calls.read(self._whole_pool(), _put(ids, self._calls.replicated))
         return dict(zip(self._calls.kv.names, found, strict=True))
 
@@ -109,10 +110,10 @@ class Device:
         start = 0
         while start < len(pages):
             size = self.shapes.copy_call(len(pages) - start)
-            ids = np.array(pages[start : start + size], np.int32)
+            ids = places(pages[start : start + size], self.shapes.groups)
             pieces = [arrays[name][:, start : start + size] for name in self._calls.kv.names]
-            if more := size - len(ids):  # pages of nobody, which the dummy page takes
-                ids = np.pad(ids, (0, more))
+            if more := size - ids.shape[1]:  # pages of nobody, which the dummy page takes
+                ids = np.pad(ids, ((0, 0), (0, more)))
                 pieces = [np.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)]) for x in pieces]
             on_device = [_put(np.ascontiguousarray(x), self._calls.pages_sharding) for x in pieces]
             self.pool = self._calls.write(self._whole_pool(), _put(ids, self._calls.replicated), *on_device)

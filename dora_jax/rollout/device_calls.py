@@ -87,7 +87,7 @@ class Calls:
     ):
         """routes: what the routers' choices look like, where decode and prefill return them; None: they do not. lora:
         of the adapters, where versions are adapters: the calls take (base weights, all adapters)."""
-        shapes, temperature = shapes_of(section, lora.on), section.temperature
+        shapes, temperature = shapes_of(section, lora.on, cfg.local_window), section.temperature
         self.kv, self.vocab = kv_layout(cfg), cfg.vocab_size
         attention.check_platform(shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0)
         self.shapes = shapes
@@ -215,9 +215,10 @@ class Calls:
             control = ints(*s.verify_control(blocks))
             found[f"verify {blocks}"] = self.verify, (params, pool, control), {"blocks": blocks}
         for size in sorted({s.copy_pages, s.alone_pages}):
-            pages = [_placed(x, self.pages_sharding) for x in jax.eval_shape(self.read, pool, ints(size))]
-            found[f"read {size}"] = self.read, (pool, ints(size)), {}
-            found[f"write {size}"] = self.write, (pool, ints(size), *pages), {}
+            ids = ints(s.groups, size)
+            pages = [_placed(x, self.pages_sharding) for x in jax.eval_shape(self.read, pool, ids)]
+            found[f"read {size}"] = self.read, (pool, ids), {}
+            found[f"write {size}"] = self.write, (pool, ids, *pages), {}
         return found
 
     def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:

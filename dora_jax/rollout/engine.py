@@ -71,7 +71,7 @@ class Engine:
         self.section = section
         self.mesh = mesh
         self._matcher = matcher
-        self.shapes = shapes_of(section, lora.on)
+        self.shapes = shapes_of(section, lora.on, cfg.local_window)
         stop_strings = section.stop_strings
         self._stops = functools.lru_cache(lambda own: StopStrings((*stop_strings, *own), decode))  # by a sample's own
         self._stops(())  # of the section, which cannot do without `decode`
@@ -198,7 +198,8 @@ class Engine:
             self._land()
             kv_len = seq.kv_len
         copied, pages = copy.arrays if whole else None, seq.pages_to_read(self.shapes.pages_for(kv_len))
-        request = self.with_kept(self._request(seq, pages, kv_len, copied))
+        left = Preempt(seq, pages, kv_len, self.scheduler.hole(seq))
+        request = self.with_kept(self._request(left, copied))
         self._forget(seq)
         return request
 
@@ -274,7 +275,7 @@ class Engine:
             self._land()  # a request holds all tokens whose KV it holds
         for preempt in plan.preempts:
             if self.scheduler.seqs.get(preempt.seq.id) is preempt.seq:  # else it has just finished
-                self.host.put(request := self._request(preempt.seq, preempt.pages, preempt.kv_len))
+                self.host.put(request := self._request(preempt))
                 preempt.seq.request = migrate.without_pages(request)
         self._run_uploads(plan.uploads)
         verifies = any(call.drafts is not None for call in plan.decodes)
@@ -304,7 +305,7 @@ class Engine:
     def _swap(self, swaps: Sequence[Preempt]) -> None:
         """Copies the KV of episodes that wait to the host, before others write to their pages."""
         for swap in swaps:
-            self.host.put(self._request(swap.seq, swap.pages, swap.kv_len))
+            self.host.put(self._request(swap))
 
     def _check_loaded(self, version: Version, what: Any) -> None:
         if version not in self.versions:
@@ -411,13 +412,12 @@ class Engine:
             self._emit.tops[seq.id] = request.top
         self.scheduler.remove(seq)
 
-    def _request(
-        self, seq: Seq, pages: list[int], kv_len: int, copied: dict[str, np.ndarray] | None = None
-    ) -> InFlightSample:
-        if seq.request is not None:
-            return seq.request  # it waits or is uploaded, and has not changed since it came
-        request = dataclasses.replace(seq.in_flight, kv_len=kv_len, page_size=self.shapes.page_size)
-        return migrate.with_pages(request, copied or (self.device.read_pages(pages) if pages else {}))
+    def _request(self, left: Preempt, copied: dict[str, np.ndarray] | None = None) -> InFlightSample:
+        if left.seq.request is not None:
+            return left.seq.request  # it waits or is uploaded, and has not changed since it came
+        size, hole = self.shapes.page_size, left.hole if left.pages else ()
+        request = dataclasses.replace(left.seq.in_flight, kv_len=left.kv_len, page_size=size, hole=hole)
+        return migrate.with_pages(request, copied or (self.device.read_pages(left.pages) if left.pages else {}))
 
 
 # a call; of a decode call its result; routes and most likely tokens, where they are asked for

@@ -52,8 +52,8 @@ class Forward:
         tokens [rows, steps, TOP_COLUMNS]); see `empty` for the state, Shapes.result for the result, OwnSampling for the
         last."""
         own = self.own(options_BxO, masks_BxM)
-        ends = np.cumsum([HEADER, blocks * self.shapes.block_pages, self.shapes.window]).tolist()
-        header, pages_BxP, window_BxW, forced_BxN = jnp.split(control_BxC, ends, axis=1)
+        widths = blocks * self.shapes.block_pages, self.shapes.window
+        header, pages_GxBxP, window_GxBxW, forced_BxN = self._cut(control_BxC, HEADER, *widths)
         columns = [header[:, i] for i in range(HEADER)]
         slot_B, fresh_B, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
         fresh_B = fresh_B > 0
@@ -61,7 +61,7 @@ class Forward:
         repeats_B = jnp.where(fresh_B, repeats_B, state_Sx3[slot_B, 2])
         active_B = (remaining_B > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
         keys_B = jax.vmap(self.key)(group_B, index_B)
-        fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
+        fixed, moving = self.kv.begin(pool, pages_GxBxP, window_GxBxW, past_B)
         rows, steps = token_B.shape[0], self.shapes.steps
 
         def step(carry):
@@ -107,7 +107,7 @@ class Forward:
             lambda c: (c[0] < steps) & c[3].any(), step, carry
         )
         tokens_NxB, bits_NxB, kept_NxBxK, routes_NxB, top_NxBxT = out
-        pool = self.kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
+        pool = self.kv.end(pool, moving, pages_GxBxP, window_GxBxW, past_B, count_B)
         state_Sx3 = state_Sx3.at[slot_B].set(jnp.stack([token_B, active_B.astype(jnp.int32), repeats_B], axis=1))
         kept_BxNK = kept_NxBxK.transpose(1, 0, 2).reshape(rows, -1)
         result = jnp.concatenate([tokens_NxB.T, bits_NxB.T, count_B[:, None], kept_BxNK], axis=1)
@@ -120,16 +120,14 @@ class Forward:
         Each position draws with its own key, as a decode step does; the draws count up to the first that its draft does
         not equal. The state of the slots is not read and not written: the host says where every row stands, here and
         next."""
-        length, width = self.shapes.drafts + 1, blocks * self.shapes.block_pages
-        header, pages_BxP, window_BxW, drafts_BxK = jnp.split(
-            control_BxC, [HEADER, HEADER + width, HEADER + width + self.shapes.verify_window], axis=1
-        )
+        length, widths = self.shapes.drafts + 1, (blocks * self.shapes.block_pages, self.shapes.verify_window)
+        header, pages_GxBxP, window_GxBxW, drafts_BxK = self._cut(control_BxC, HEADER, *widths)
         columns = [header[:, i] for i in range(HEADER)]
         _, _, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
         active_B = remaining_B > 0
         tokens_BxL = jnp.concatenate([token_B[:, None], jnp.maximum(drafts_BxK, 0)], axis=1)
         at_L = jnp.arange(length)
-        fixed, moving = self.kv.begin(pool, pages_BxP, window_BxW, past_B)
+        fixed, moving = self.kv.begin(pool, pages_GxBxP, window_GxBxW, past_B)
         hidden_BxLxD, moving, ids = self._run(
             params,
             tokens_BxL,
@@ -152,7 +150,7 @@ class Forward:
         goes_on_BxK = (next_BxL[:, :-1] == drafts_BxK) & ~self.stop(next_BxL[:, :-1])
         goes_on_BxK &= at_L[None, 1:] < remaining_B[:, None]
         count_B = active_B * (1 + jnp.cumprod(goes_on_BxK, axis=1).sum(1, dtype=jnp.int32))
-        pool = self.kv.end(pool, moving, pages_BxP, window_BxW, past_B, count_B)
+        pool = self.kv.end(pool, moving, pages_GxBxP, window_GxBxW, past_B, count_B)
         kept_BxLK = kept_BxLxK.reshape(len(tokens_BxL), -1)
         bits_BxL = jax.lax.bitcast_convert_type(logprob_BxL.astype(jnp.float32), jnp.int32)
         result = jnp.concatenate([next_BxL, bits_BxL, count_B[:, None], kept_BxLK], axis=1)
@@ -162,20 +160,30 @@ class Forward:
         """(pool, routes [rows, chunk, M, k] or None): KV of one chunk a row, given the pages before it. What the
         chunk's first page holds of the chunk already stays. The last layer's output is not needed; of unrolled layers
         it is not computed."""
-        chunk, n_read = self.shapes.chunk, blocks * self.shapes.block_pages
-        ends = np.cumsum([PREFILL_HEADER, chunk, n_read]).tolist()
-        header, tokens_RxL, past_RxP, write_RxW = jnp.split(control_RxC, ends, axis=1)
+        chunk, widths = (
+            self.shapes.chunk,
+            (blocks * self.shapes.block_pages, self.shapes.chunk // self.shapes.page_size),
+        )
+        head, past_GxRxP, write_GxRxW, _ = self._cut(control_RxC, PREFILL_HEADER + chunk, *widths)
+        header, tokens_RxL = jnp.split(head, [PREFILL_HEADER], axis=1)
         start_R, length_R, kept_R, adapter_R = header.T
         positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
         _, pool, ids = self._run(
             params,
             tokens_RxL,
             positions_RxL,
-            lambda pool: self.kv.attend_chunk(pool, past_RxP, write_RxW, start_R, length_R, kept_R),
+            lambda pool: self.kv.attend_chunk(pool, past_GxRxP, write_GxRxW, start_R, length_R, kept_R),
             pool,
             adapter_R,
         )
         return pool, self.routes and _routes(ids, self.routes)
+
+    def _cut(self, control_BxC, header: int, read: int, write: int) -> list[jax.Array]:
+        """(header, pages to read [groups, B, read], to write [groups, B, write], what stands behind them)."""
+        groups = self.shapes.groups
+        pieces = jnp.split(control_BxC, np.cumsum([header, groups * read, groups * write]).tolist(), axis=1)
+        pieces[1:3] = [x.reshape(len(x), groups, -1).swapaxes(0, 1) for x in pieces[1:3]]
+        return pieces
 
     def _base(self, params):
         return params[0] if self.shapes.adapters else params

@@ -44,84 +44,96 @@ class Paged:
         self.row = (self.lanes,) if kv.rank else (2 * kv.heads, self.lanes)
         self.pool_spec = WHOLE if kv.rank else KV_HEADS
 
+        self.groups = [int(shapes.groups > 1 and window > 0) for window in kv.windows]  # the pool of a layer's pages
+        sizes = [1 + (shapes.local_pages if group else shapes.pages) for group in self.groups]
+        self.firsts = [sum(sizes[:i]) for i in range(kv.layers)]  # where a layer's pages begin
+        self.rows = sum(sizes)
+
     def empty(self) -> Pool:
-        s = self.shapes
-        return [jnp.zeros((self.kv.layers * (s.pages + 1), s.page_size, *self.row), self.pool_dtype)]
+        return [jnp.zeros((self.rows, self.shapes.page_size, *self.row), self.pool_dtype)]
 
     # ------------------------------------------------------------ decode
 
-    def begin(self, pool: Pool, pages_BxP, window_BxW, past_B) -> tuple[Any, Pool]:
+    def begin(self, pool: Pool, pages_GxBxP, window_GxBxW, past_B) -> tuple[Any, Pool]:
         """(tables and positions, the pool); a window that starts inside a shared page gets a copy of it."""
-        first_B = past_B // self.shapes.page_size
-        rows = jnp.arange(pages_BxP.shape[0])
-        tables_BxM = jnp.pad(pages_BxP, ((0, 0), (0, window_BxW.shape[1])))
-        shared_B, own_B = tables_BxM[rows, first_B], window_BxW[:, 0]
-        needed_B = (past_B % self.shapes.page_size > 0) & (shared_B != own_B)
-        from_B, to_B = jnp.where(needed_B, shared_B, 0), jnp.where(needed_B, own_B, 0)
+        first_B, rows = past_B // self.shapes.page_size, jnp.arange(len(past_B))
+        tables_GxBxM = jnp.pad(pages_GxBxP, ((0, 0), (0, 0), (0, window_GxBxW.shape[2])))
+        shared_GxB, own_GxB = tables_GxBxM[:, rows, first_B], window_GxBxW[:, :, 0]
+        needed_GxB = (past_B % self.shapes.page_size > 0)[None] & (shared_GxB != own_GxB)
+        from_GxB, to_GxB = jnp.where(needed_GxB, shared_GxB, 0), jnp.where(needed_GxB, own_GxB, 0)
         # written position by position, as KV is: to write whole pages, XLA would turn the whole pool round
         every = jnp.arange(self.shapes.page_size)[None]
 
         def copy(layer, pool):
-            first = layer * (self.shapes.pages + 1)
-            return pool.at[(first + to_B)[:, None], every].set(pool[(first + from_B)[:, None], every])
+            first, group = self._first(layer), jnp.asarray(self.groups)[layer] if self.shapes.groups > 1 else 0
+            return pool.at[(first + to_GxB[group])[:, None], every].set(pool[(first + from_GxB[group])[:, None], every])
 
         # in every layer; in most calls no row needs it
-        pool = [jax.lax.fori_loop(0, jnp.where(needed_B.any(), self.kv.layers, 0), copy, pool[0])]
-        at_BxW = first_B[:, None] + jnp.arange(window_BxW.shape[1])[None]
-        return (tables_BxM.at[rows[:, None], at_BxW].set(window_BxW), past_B), pool
+        pool = [jax.lax.fori_loop(0, jnp.where(needed_GxB.any(), self.kv.layers, 0), copy, pool[0])]
+        at_BxW = first_B[:, None] + jnp.arange(window_GxBxW.shape[2])[None]
+        return (tables_GxBxM.at[:, rows[:, None], at_BxW].set(window_GxBxW), past_B), pool
 
     def attend_step(self, fixed, pool: Pool, i, active_B) -> Attend:
-        tables_BxM, past_B = fixed
-        return self._attend(pool, tables_BxM, (past_B + i)[:, None], active_B[:, None])
+        tables_GxBxM, past_B = fixed
+        return self._attend(pool, tables_GxBxM, (past_B + i)[:, None], active_B[:, None])
 
     def attend_ahead(self, fixed, pool: Pool, active_B) -> Attend:
         """Attend from several positions a row at once, each of which sees those before it. What is written beyond the
         positions that count is written again before it counts."""
-        tables_BxM, past_B = fixed
+        tables_GxBxM, past_B = fixed
         positions_BxL = past_B[:, None] + jnp.arange(self.shapes.drafts + 1)[None]
-        return self._attend(pool, tables_BxM, positions_BxL, jnp.broadcast_to(active_B[:, None], positions_BxL.shape))
+        return self._attend(pool, tables_GxBxM, positions_BxL, jnp.broadcast_to(active_B[:, None], positions_BxL.shape))
 
-    def end(self, pool: Pool, moved: Pool, pages_BxP, window_BxW, past_B, count_B) -> Pool:
-        del pool, pages_BxP, window_BxW, past_B, count_B
+    def end(self, pool: Pool, moved: Pool, pages_GxBxP, window_GxBxW, past_B, count_B) -> Pool:
+        del pool, pages_GxBxP, window_GxBxW, past_B, count_B
         return moved
 
     # ----------------------------------------------------------- prefill
 
-    def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R, kept_R) -> Attend:
-        chunk, width = self.shapes.chunk, write_RxW.shape[1]
-        tables_RxM = jnp.pad(past_RxP, ((0, 0), (0, width)))
+    def attend_chunk(self, pool: Pool, past_GxRxP, write_GxRxW, start_R, length_R, kept_R) -> Attend:
+        chunk, width = self.shapes.chunk, write_GxRxW.shape[2]
+        tables_GxRxM = jnp.pad(past_GxRxP, ((0, 0), (0, 0), (0, width)))
         at_RxW = (start_R // self.shapes.page_size)[:, None] + jnp.arange(width)[None]
-        tables_RxM = tables_RxM.at[jnp.arange(start_R.shape[0])[:, None], at_RxW].set(write_RxW)
+        tables_GxRxM = tables_GxRxM.at[:, jnp.arange(start_R.shape[0])[:, None], at_RxW].set(write_GxRxW)
         real_RxL = jnp.arange(chunk)[None] < length_R[:, None]
         is_kept_RxL = jnp.arange(chunk)[None] < kept_R[:, None]
-        return self._attend(pool, tables_RxM, start_R[:, None] + jnp.arange(chunk)[None], real_RxL, is_kept_RxL)
+        return self._attend(pool, tables_GxRxM, start_R[:, None] + jnp.arange(chunk)[None], real_RxL, is_kept_RxL)
 
     # -------------------------------------------------------------- host
 
-    def read(self, pool: Pool, pages_M) -> tuple[jax.Array, ...]:
-        """One array a name, [layers, M, ...], as requests carry them."""
-        rows = pool[0][self._of_layers(pages_M)]  # [layers, M, page_size, *row]
+    def read(self, pool: Pool, pages_GxM) -> tuple[jax.Array, ...]:
+        """One array a name, [layers, M, ...], as requests carry them; zeros of layers whose pages are gone."""
+        rows = pool[0][self._of_layers(pages_GxM)]  # [layers, M, page_size, *row]
+        if self.shapes.groups > 1:
+            here_LxM = (pages_GxM > 0)[jnp.asarray(self.groups)] | (jnp.asarray(self.groups) == 0)[:, None]
+            rows = jnp.where(jnp.expand_dims(here_LxM, range(2, rows.ndim)), rows, 0)
         if self.kv.rank:
             return (jnp.expand_dims(rows[..., : self.kv.key_dim].swapaxes(2, 3), 2),)
         k, v = rows[..., 0::2, : self.kv.key_dim], rows[..., 1::2, : self.kv.value_dim]
         return k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4)
 
-    def write(self, pool: Pool, pages_M, k_LxM, v_LxM=None) -> Pool:
+    def write(self, pool: Pool, pages_GxM, k_LxM, v_LxM=None) -> Pool:
         v = None if v_LxM is None else v_LxM.transpose(0, 1, 3, 2, 4)
         rows = self._rows(k_LxM.transpose(0, 1, 4, 2, 3), v)
         rows = jnp.where(jnp.isfinite(rows), rows, 0)
-        at_LxM = self._of_layers(pages_M)
+        at_LxM = self._of_layers(pages_GxM)
         every = jnp.arange(self.shapes.page_size)[None]  # position by position, see `begin`
         return [pool[0].at[at_LxM[:, :, None], every[None]].set(narrow(rows, self.pool_dtype))]
 
     # ----------------------------------------------------------- private
 
-    def _of_layers(self, pages_M) -> jax.Array:
+    def _first(self, layer):
+        """Where the pages of a layer begin, whose number may be a loop's."""
+        if self.shapes.groups == 1:
+            return layer * (self.shapes.pages + 1)
+        return jnp.asarray(self.firsts)[layer]
+
+    def _of_layers(self, pages_GxM) -> jax.Array:
         """Where these pages of each layer stand, [layers, M]: one gather of whole pages, for which nothing is
         copied."""
-        return jnp.arange(self.kv.layers)[:, None] * (self.shapes.pages + 1) + pages_M[None]
+        return self._first(jnp.arange(self.kv.layers))[:, None] + pages_GxM[jnp.asarray(self.groups)]
 
-    def _attend(self, pool: Pool, tables_SxM, positions_SxL, real_SxL, is_kept_SxL=None) -> Attend:
+    def _attend(self, pool: Pool, tables_GxSxM, positions_SxL, real_SxL, is_kept_SxL=None) -> Attend:
         """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it.
 
         is_kept_SxL: positions of the first page that keep what they hold; None: there are none."""
@@ -149,7 +161,8 @@ class Paged:
         )  # fmt: skip
 
         def attend(layer, q, k, v, scores):
-            tables = tables_SxM + layer * (self.shapes.pages + 1)
+            group = int(self.shapes.groups > 1 and scores.window > 0)
+            tables = tables_GxSxM[group] + self._first(layer)
             inputs = q, k, v, pool[0], tables, lens_S, real_SxL, is_kept_SxL
             o, pool[0] = split(functools.partial(run, scores))(*inputs)
             return o

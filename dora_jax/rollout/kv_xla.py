@@ -10,6 +10,7 @@ of another version leaks, not even a nan.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -37,16 +38,17 @@ class Gathered:
         self.pool_dtype = KV[shapes.kv] or dtype
 
     def empty(self) -> Pool:
-        return self._zeros(self.shapes.pages + 1, self.shapes.page_size, self.pool_dtype)
+        rows = [1 + (self.shapes.local_pages if self._group(i) else self.shapes.pages) for i in range(self.kv.layers)]
+        return self._zeros(rows, self.shapes.page_size, self.pool_dtype)
 
     # ------------------------------------------------------------ decode
 
-    def begin(self, pool: Pool, pages_BxP, window_BxW, past_B) -> tuple[Any, Pool]:
+    def begin(self, pool: Pool, pages_GxBxP, window_GxBxW, past_B) -> tuple[Any, Pool]:
         """(what all steps read, what they change): the past, and room for the new positions."""
-        del window_BxW
+        del window_GxBxW
         with jax.named_scope("gather"):
-            past = self._gather(pool, pages_BxP, past_B)
-        return (past, past_B), self._zeros(pages_BxP.shape[0], self.shapes.steps, self.dtype)
+            past = self._gather(pool, pages_GxBxP, past_B)
+        return (past, past_B), self._zeros([len(past_B)] * self.kv.layers, self.shapes.steps, self.dtype)
 
     def attend_step(self, fixed, new: Pool, i, active_B) -> Attend:
         """The `attend` of step i; it puts the new KV into `new`, which the caller hands to the next step."""
@@ -74,40 +76,40 @@ class Gathered:
 
         return attend
 
-    def end(self, pool: Pool, new: Pool, pages_BxP, window_BxW, past_B, count_B) -> Pool:
+    def end(self, pool: Pool, new: Pool, pages_GxBxP, window_GxBxW, past_B, count_B) -> Pool:
         """Rewrites the pages of each row's window: what they held, with `count` new positions from `past` on."""
-        size, width = self.shapes.page_size, window_BxW.shape[1]
+        size, width, most = self.shapes.page_size, window_GxBxW.shape[2], pages_GxBxP.shape[2]
         at_BxW = past_B[:, None] // size + jnp.arange(width)[None]
-        inside = at_BxW < pages_BxP.shape[1]
-        old_BxW = jnp.where(inside, jnp.take_along_axis(pages_BxP, jnp.minimum(at_BxW, pages_BxP.shape[1] - 1), 1), 0)
+        of_pages = functools.partial(jnp.take_along_axis, indices=jnp.minimum(at_BxW, most - 1), axis=1)
+        old_GxBxW = [jnp.where(at_BxW < most, of_pages(pages_BxP), 0) for pages_BxP in pages_GxBxP]
         source_BxT = jnp.arange(width * size)[None] - (past_B % size)[:, None]  # index into the new positions
         is_new_BxT = (source_BxT >= 0) & (source_BxT < count_B[:, None])
 
-        def merge(name: str, pages, layer_new):
+        def merge(name: str, layer: int):
+            pages, layer_new, group = pool[name][layer], new[name][layer], self._group(layer)
             axis = POSITIONS[name] % 4
             others = [i for i in (1, 2, 3) if i != axis]
             source, is_new = (jnp.expand_dims(x, others) for x in (source_BxT, is_new_BxT))
             source = jnp.clip(source, 0, layer_new.shape[axis] - 1)
             fresh = narrow(_cut(jnp.take_along_axis(layer_new, source, axis), name, size), self.pool_dtype)
-            return pages.at[window_BxW].set(jnp.where(_cut(is_new, name, size), fresh, pages[old_BxW]))
+            merged = jnp.where(_cut(is_new, name, size), fresh, pages[old_GxBxW[group]])
+            return pages.at[window_GxBxW[group]].set(merged)
 
         with jax.named_scope("scatter"):
-            return {
-                name: [merge(name, p, n) for p, n in zip(pool[name], new[name], strict=True)] for name in self.kv.names
-            }
+            return {name: [merge(name, layer) for layer in range(self.kv.layers)] for name in self.kv.names}
 
     # ----------------------------------------------------------- prefill
 
-    def attend_chunk(self, pool: Pool, past_RxP, write_RxW, start_R, length_R, kept_R) -> Attend:
+    def attend_chunk(self, pool: Pool, past_GxRxP, write_GxRxW, start_R, length_R, kept_R) -> Attend:
         """The `attend` of one chunk a row; it puts the chunk's KV into `pool`, but for the first `kept` positions,
         whose KV the first page holds."""
         del length_R  # positions beyond it go to the dummy page or to places that are written again before they count
-        past = self._gather(pool, past_RxP, start_R)
+        past = self._gather(pool, past_GxRxP, start_R)
         chunk, size = self.shapes.chunk, self.shapes.page_size
         is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
 
         def attend(layer, q, k, v, scores):
-            now = self._turned(k, v)
+            now, write_RxW = self._turned(k, v), write_GxRxW[self._group(layer)]
             for name, x in now.items():
                 axis, pages = POSITIONS[name] % 4, pool[name][layer]
                 is_kept = jnp.expand_dims(is_kept_RxS, [i for i in (1, 2, 3) if i != axis])
@@ -122,25 +124,33 @@ class Gathered:
 
     # -------------------------------------------------------------- host
 
-    def read(self, pool: Pool, pages_M) -> tuple[jax.Array, ...]:
-        """One array a name, [layers, pages, ...], as requests carry them."""
-        return tuple(jnp.stack([x[pages_M] for x in pool[name]]) for name in self.kv.names)
+    def read(self, pool: Pool, pages_GxM) -> tuple[jax.Array, ...]:
+        """One array a name, [layers, pages, ...], as requests carry them; zeros of layers whose pages are gone."""
 
-    def write(self, pool: Pool, pages_M, *arrays: jax.Array) -> Pool:
+        def of_layer(layer: int, x):
+            if not (group := self._group(layer)):
+                return x[pages_GxM[0]]
+            here_M = pages_GxM[group] > 0
+            return jnp.where(jnp.expand_dims(here_M, (1, 2, 3)), x[pages_GxM[group]], 0)
+
+        return tuple(jnp.stack([of_layer(i, x) for i, x in enumerate(pool[name])]) for name in self.kv.names)
+
+    def write(self, pool: Pool, pages_GxM, *arrays: jax.Array) -> Pool:
         found = {}
         for name, of_layers in zip(self.kv.names, arrays, strict=True):
-            layers = zip(pool[name], narrow(of_layers, self.pool_dtype), strict=True)
-            found[name] = [x.at[pages_M].set(new) for x, new in layers]
+            layers = enumerate(zip(pool[name], narrow(of_layers, self.pool_dtype), strict=True))
+            found[name] = [x.at[pages_GxM[self._group(i)]].set(new) for i, (x, new) in layers]
         return found
 
     # ----------------------------------------------------------- private
 
-    def _zeros(self, rows: int, positions: int, dtype) -> Pool:
-        """For each name an array a layer: `rows` pages, or rows of a call, of so many positions."""
-        return {
-            name: [jnp.zeros((rows, *self.kv.shape(name, positions)), dtype) for _ in range(self.kv.layers)]
-            for name in self.kv.names
-        }
+    def _group(self, layer: int) -> int:
+        """The pool of this layer's pages."""
+        return int(self.shapes.groups > 1 and self.kv.windows[layer] > 0)
+
+    def _zeros(self, rows: list[int], positions: int, dtype) -> Pool:
+        """For each name an array a layer: so many pages, or rows of a call, of so many positions."""
+        return {name: [jnp.zeros((n, *self.kv.shape(name, positions)), dtype) for n in rows] for name in self.kv.names}
 
     def _turned(self, k, v) -> dict[str, jax.Array]:
         """[B, L, K, D] -> K [B, K, D, L] and V [B, K, L, D], where there is one."""
@@ -150,18 +160,24 @@ class Gathered:
         """V [B, K, S, D], of latents a part of K."""
         return arrays["v"] if "v" in arrays else arrays["k"][:, :, : self.kv.rank].swapaxes(2, 3)
 
-    def _gather(self, pool: Pool, pages_BxP, past_B):
-        """Each layer's past as a list of (k [B,K,D,block], v [B,K,block,D]); V is zero where there is no past."""
+    def _gather(self, pool: Pool, pages_GxBxP, past_B):
+        """Each layer's past as a list of (k [B,K,D,block], v [B,K,block,D]); V is zero where there is no past, and of
+        layers whose pages behind the window are gone where the window has passed."""
         s, width = self.shapes, self.shapes.block_pages
         past: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(self.kv.layers)]
         for layer, blocks in enumerate(past):
+            group = self._group(layer)
+            pages_BxP = pages_GxBxP[group]
             for j in range(pages_BxP.shape[1] // width):
                 found = {}
                 for name in self.kv.names:
                     axis = POSITIONS[name] % 4
                     x = jnp.moveaxis(pool[name][layer][pages_BxP[:, j * width : (j + 1) * width]], 1, axis)
                     found[name] = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]).astype(self.dtype)
-                seen = j * s.block + jnp.arange(s.block)[None] < past_B[:, None]
+                at_S = j * s.block + jnp.arange(s.block)[None]
+                seen = at_S < past_B[:, None]
+                if group:
+                    seen &= at_S > past_B[:, None] - self.kv.windows[layer]
                 blocks.append((found["k"], jnp.where(seen[:, None, :, None], self._values(found), 0)))
         return past
 

@@ -41,6 +41,9 @@ class InFlightSample:
     max_new_tokens: int  # that it may sample in all
     spans: tuple[Span, ...] = ()  # of out_ids by earlier versions; what follows them is of `version`
     kv_len: int = 0  # positions that the pages cover; 0: to be prefilled again
+    # (start, stop) where layers with a window have no KV of the positions from `start` on that no query from `stop` on
+    # sees: cut to fewer positions than `stop`, those before `start` are all that the pages cover; (): all have it
+    hole: tuple[int, ...] = ()
     page_size: int = 0
     k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]; see shapes.py
     v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]; None too where values are a part of the keys
@@ -118,7 +121,7 @@ def with_pages(request: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFl
 
 def without_pages(request: InFlightSample) -> InFlightSample:
     """The tokens alone: what a journal keeps."""
-    return dataclasses.replace(request, kv_len=0, page_size=0, k_pages=None, v_pages=None)
+    return dataclasses.replace(request, kv_len=0, hole=(), page_size=0, k_pages=None, v_pages=None)
 
 
 def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
@@ -208,12 +211,16 @@ def observed(request: InFlightSample, token_ids: np.ndarray, keep: int | None = 
 
 
 def cut_kv(request: InFlightSample, kv_len: int) -> InFlightSample:
-    """The same tokens with the KV of the first `kv_len` positions, which it has."""
+    """The same tokens with the KV of the first `kv_len` positions, which it has; of fewer, where that of layers with a
+    window is not there."""
+    hole = request.hole
+    if hole and kv_len < hole[1]:
+        kv_len, hole = min(kv_len, hole[0]), ()
     if not kv_len:
         return without_pages(request)
     pages = -(-kv_len // request.page_size)
     cut = {name: x[:, :pages] for name, x in request.pages.items()}
-    return dataclasses.replace(with_pages(request, cut), kv_len=kv_len)
+    return dataclasses.replace(with_pages(request, cut), kv_len=kv_len, hole=hole)
 
 
 def with_kv_of(request: InFlightSample, held: InFlightSample) -> InFlightSample:
@@ -225,7 +232,8 @@ def with_kv_of(request: InFlightSample, held: InFlightSample) -> InFlightSample:
     if request.kv_len or request.version != held.version or not kv_len:
         return request
     table = request.table if count_rows(request.table) >= kv_len else rows_of(held.table, slice(kv_len))
-    whole = dataclasses.replace(with_pages(request, held.pages), page_size=held.page_size, table=table)
+    whole = with_pages(request, held.pages)
+    whole = dataclasses.replace(whole, page_size=held.page_size, hole=held.hole, table=table)
     return cut_kv(whole, kv_len)
 
 

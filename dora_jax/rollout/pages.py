@@ -4,6 +4,9 @@ A page is owned by exactly one holder: a running sample (it writes there) or a p
 Nodes form one tree a version: a path from the root spells a prefix, chunk by chunk, and each node holds the pages of
 its chunk. Chunks start at multiples of the chunk size, so a prefix is computed by the same calls whichever sample asks
 first; only a leaf may be shorter than a chunk. Samples of a group, and prompts with a common head, share nodes.
+Where some layers attend within a window and others in full, a page lies in two pools, a smaller one for the former: a
+sample gives back its places there once they are behind the window (`PagePool.shed`), and a node keeps them, so that
+whoever finds the prefix finds all of it.
 Laws: pages and nodes belong to one version; free + nodes' pages + samples' pages = all pages (`check`);
 a node outlives its users and is evicted, leaf first and least recently used first, when pages run short.
 """
@@ -18,6 +21,15 @@ import numpy as np
 from dora_jax.types import Version
 
 DUMMY = 0  # the page that padding rows read and write; nobody owns it
+LOCAL = 1 << 32  # a page's number is its place among the pages of full layers, and LOCAL times that among the others'
+
+
+def places(pages: Sequence[int] | np.ndarray, groups: int) -> np.ndarray:
+    """i32[groups, ...]: where these pages lie in each pool; DUMMY where they have no place."""
+    if groups == 1:
+        return np.asarray(pages, np.int32)[None]
+    numbers = np.asarray(pages, np.int64)
+    return np.stack([numbers % LOCAL, numbers // LOCAL]).astype(np.int32)
 
 
 class OutOfPages(RuntimeError):
@@ -27,27 +39,45 @@ class OutOfPages(RuntimeError):
 class PagePool:
     """Pages 1 .. n; the owner version of each page in use."""
 
-    def __init__(self, pages: int, page_size: int):
-        self.pages = pages
+    def __init__(self, pages: int, page_size: int, local: int = 0):
+        """local: places for the pages of layers with a window; 0: all layers' pages lie in one pool."""
+        self.pages, self.local = pages, local
         self.page_size = page_size
         self._free = list(range(pages, 0, -1))  # a stack: low pages first
+        self._free_local = list(range(local, 0, -1))
         self._owner: dict[int, Version] = {}
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return min(len(self._free), len(self._free_local)) if self.local else len(self._free)
 
-    def allocate(self, version: Version, n: int) -> list[int]:
-        if n > len(self._free):
-            raise OutOfPages(f"{n} pages asked for version {version}, {len(self._free)} are free")
+    def lacks(self, n: int, bare: int = 0) -> bool:
+        """Whether so many are not free, of which `bare` need no place among those of layers with a window."""
+        return n > len(self._free) or bool(self.local) and n - bare > len(self._free_local)
+
+    def allocate(self, version: Version, n: int, bare: int = 0) -> list[int]:
+        """The first `bare` of them hold nothing of layers with a window."""
+        if self.lacks(n, bare):
+            raise OutOfPages(f"{n} pages asked for version {version}, {self.free} are free")
         pages = [self._free.pop() for _ in range(n)]
+        if self.local:
+            pages[bare:] = [page + LOCAL * self._free_local.pop() for page in pages[bare:]]
         self._owner.update(dict.fromkeys(pages, version))
         return pages
 
+    def shed(self, page: int) -> int:
+        """The page without its place among those of layers with a window, which is free now."""
+        if page < LOCAL:
+            return page
+        self._owner[page % LOCAL] = self._owner.pop(page)
+        self._free_local.append(page // LOCAL)
+        return page % LOCAL
+
     def release(self, pages: Iterable[int]) -> None:
         for page in pages:
-            del self._owner[page]
-            self._free.append(page)
+            full = self.shed(page)
+            del self._owner[full]
+            self._free.append(full)
 
     def check(self, held: Iterable[tuple[Version, Iterable[int]]]) -> None:
         """`held` lists every holder's (version, pages): together they are the owned pages, each once."""
@@ -60,8 +90,13 @@ class PagePool:
         if seen != self._owner:
             odd = min(set(seen.items()) ^ set(self._owner.items()))
             raise RuntimeError(f"page {odd[0]} of version {odd[1]} is held but not owned, or owned but not held")
-        if len(self._free) + len(seen) != self.pages or set(self._free) & set(seen):
-            raise RuntimeError(f"{len(self._free)} free + {len(seen)} held pages are not {self.pages}")
+        local = [page // LOCAL for page in seen if page >= LOCAL]
+        for free, held_here, all_of_them in (
+            (self._free, [page % LOCAL for page in seen], self.pages),
+            (self._free_local, local, self.local),
+        ):
+            if sorted([*free, *held_here]) != list(range(1, all_of_them + 1)):
+                raise RuntimeError(f"{len(free)} free + {len(held_here)} held pages are not {all_of_them}")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -99,10 +134,14 @@ class PrefixIndex:
         """Pages that `allocate` can hand out: free ones and those of prefixes that nobody uses."""
         return self._pool.free + self._evictable
 
-    def allocate(self, version: Version, n: int) -> list[int]:
-        while self._pool.free < n and self._unused:
+    def lacks(self, n: int, bare: int) -> bool:
+        """Whether `allocate` cannot hand out so many, of which `bare` hold nothing of layers with a window."""
+        return self._pool.lacks(n - self._evictable, bare)
+
+    def allocate(self, version: Version, n: int, bare: int = 0) -> list[int]:
+        while self._pool.lacks(n, bare) and self._unused:
             self._remove(next(node for node in self._unused if not node.children))
-        return self._pool.allocate(version, n)
+        return self._pool.allocate(version, n, bare)
 
     def cost(self, version: Version, tokens: Sequence[int] | np.ndarray) -> int:
         """By how much `acquire` lowers `available`."""

@@ -29,7 +29,7 @@ import numpy as np
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.drafts import Decoding
 from dora_jax.rollout.migrate import HostKV, InFlightSample, spent
-from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex
+from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex, places
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import PREFILL_HEADER, Shapes
@@ -44,6 +44,7 @@ class Rest:
     table: list[int]  # page of each page-sized stretch: the path's, then its own from first_private
     first_private: int
     kv_len: int
+    shed: int = 0  # see Seq
 
     @property
     def private(self) -> list[int]:
@@ -58,7 +59,7 @@ class Scheduler:
         self.shapes = shapes
         self.adapters: dict[Version, int] = {}  # the place of each resident version's adapter, as device.py says it
         self.routes = routes
-        self.pool = PagePool(shapes.pages, shapes.page_size)
+        self.pool = PagePool(shapes.pages, shapes.page_size, shapes.local_pages)
         self.index = PrefixIndex(self.pool, shapes.chunk)
         self.host = host or HostKV()
         self.resting: dict[SampleId, Rest] = {}  # the longest-waiting first
@@ -108,7 +109,8 @@ class Scheduler:
     def rest(self, seq: Seq, kv_len: int) -> None:
         """Its turn has ended: the pages that hold its KV stay until others need them; those beyond are free."""
         self._leave(seq)
-        self._keep(Rest(seq, seq.path, seq.table.tolist(), seq.first_private, kv_len), kv_len)
+        self.shed(seq)
+        self._keep(Rest(seq, seq.path, seq.table.tolist(), seq.first_private, kv_len, seq.shed), kv_len)
         self._vacate(seq)
 
     def fit(self, request: InFlightSample) -> bool:
@@ -119,7 +121,10 @@ class Scheduler:
         n, n_prompt = min(len(ours) - 1, rest.kv_len), rest.seq.n_prompt
         other = np.flatnonzero(ours[:n] != theirs[:n])
         kv_len = int(other[0]) if len(other) else n
+        hole = self.hole(rest)
         if request.version != rest.seq.version or len(request.prompt_ids) != n_prompt or kv_len < n_prompt:
+            return False
+        if hole and kv_len < hole[1]:
             return False
         self._keep(rest, kv_len)
         return True
@@ -148,7 +153,7 @@ class Scheduler:
         rest = self.resting.pop(id)
         self.index.release(rest.path)
         self.pool.release(rest.private)
-        return Preempt(rest.seq, rest.table, rest.kv_len)
+        return Preempt(rest.seq, rest.table, rest.kv_len, self.hole(rest))
 
     def running(self, version: Version) -> int:
         return sum(seq.version == version for seq in self.seqs.values())
@@ -172,6 +177,7 @@ class Scheduler:
     def plan(self) -> TickPlan:
         plan = TickPlan()
         for seq, need in self.rows.growth():
+            self.shed(seq)
             plan.swaps += self.make_room(need)
             while need > self.index.available and seq.slot is not None:  # else preempted for an older one
                 self.preempt(self.victim(seq), plan)
@@ -205,6 +211,22 @@ class Scheduler:
 
     # ----------------------------------------------------------- pages
 
+    def shed(self, seq: Seq) -> None:
+        """Frees its own pages of layers with a window that none of its later queries sees: those from the token on that
+        has come back last, for drafts after it may not hold."""
+        first = min(self.shapes.first_seen(seq.n_prompt + seq.n_out - 1), len(seq.table))
+        if seq.slot is not None and first > max(seq.shed, seq.first_private) and seq.ready:
+            for i in range(max(seq.shed, seq.first_private), first):
+                seq.table[i] = self.pool.shed(int(seq.table[i]))
+            seq.shed = first
+
+    def hole(self, held: Seq | Rest) -> tuple[int, ...]:
+        """What its pages lack: see InFlightSample."""
+        s = self.shapes
+        if held.shed <= held.first_private:
+            return ()
+        return held.first_private * s.page_size, s.pages_for(held.shed * s.page_size + s.local_window - 1) * s.page_size
+
     def victim(self, seq: Seq) -> Seq:
         """The cheapest to copy among those that came later; the sample itself when it is the youngest."""
         younger = [other for other in self._admitted if other.arrival > seq.arrival]
@@ -214,7 +236,7 @@ class Scheduler:
 
     def preempt(self, seq: Seq, plan: TickPlan) -> None:
         pages = seq.pages_to_read(self.shapes.pages_for(seq.kv_len))
-        plan.preempts.append(Preempt(seq, pages, seq.kv_len))
+        plan.preempts.append(Preempt(seq, pages, seq.kv_len, self.hole(seq)))
         self._free(seq)
         heapq.heappush(self.resuming, (seq.arrival, seq))
 
@@ -234,7 +256,7 @@ class Scheduler:
         self.rows.free(seq)
         heapq.heappush(self._free_slots, seq.row)
         del self._admitted[seq]
-        seq.slot, seq.path, seq.first_private, seq.tail_page = None, [], 0, None
+        seq.slot, seq.path, seq.first_private, seq.shed, seq.tail_page = None, [], 0, 0, None
         seq.filled = seq.fill_to = 0
         seq.fresh = True
 
@@ -257,8 +279,9 @@ class Scheduler:
         shared = (seq.n_prompt - 1) // s.chunk * s.chunk if own else len(prefix)
         first_private = shared // s.page_size
         private = s.pages_for(len(prefix) + min(s.reach, seq.remaining)) - first_private
+        gone = max(s.first_seen(kv_len) - first_private, 0) if own else 0
         # one page for each running sample to grow into, so that an admission does not preempt at once
-        while self.index.cost(seq.version, prefix[:shared]) + private + len(self._admitted) > self.index.available:
+        while self.index.lacks(self.index.cost(seq.version, prefix[:shared]) + private + len(self._admitted), gone):
             if not (swaps := self.make_room(self.index.available + 1)):
                 if bare is not None and seq.request is not None:
                     self.host.put(seq.request)
@@ -269,12 +292,14 @@ class Scheduler:
         nodes = [page for node in seq.path for page in node.pages]
         seq.first_private = first_private
         seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
-        self._take_slot(seq, nodes[:first_private], private, plan)
+        self._take_slot(seq, nodes[:first_private], private, plan, gone)
+        seq.shed = first_private + gone
         if own:
             seq.filled, seq.fill_to = kv_len, len(prefix)
         if (request := seq.request) is not None:
+            covered = request.hole[0] if request.hole else kv_len
             for node in seq.path:
-                if not (node.ready or node.uploading) and node.stop <= kv_len:
+                if not (node.ready or node.uploading) and node.stop <= covered:
                     seq.uploads.append((Upload(request, node.start // self.shapes.page_size, node.pages), node))
                     node.uploading = True
                     node.routes = seq.known_routes(node.start, node.stop)
@@ -297,14 +322,15 @@ class Scheduler:
             return False
         seq.path, seq.first_private, seq.request = rest.path, rest.first_private, None
         self._take_slot(seq, rest.table, more, plan)
-        seq.filled, seq.fill_to = rest.kv_len, prefix
+        seq.filled, seq.fill_to, seq.shed = rest.kv_len, prefix, rest.shed
         return True
 
-    def _take_slot(self, seq: Seq, pages: list[int], more: int, plan: TickPlan) -> None:
-        """Gives it a slot, these pages and so many more."""
+    def _take_slot(self, seq: Seq, pages: list[int], more: int, plan: TickPlan, bare: int = 0) -> None:
+        """Gives it a slot, these pages and so many more, the first `bare` of which hold nothing of layers with a
+        window."""
         seq.prefix = tuple(seq.path)
         seq.slot = heapq.heappop(self._free_slots)
-        self.rows.take(seq, pages + self.index.allocate(seq.version, more))
+        self.rows.take(seq, pages + self.index.allocate(seq.version, more, bare))
         self._admitted[seq] = self._coming[seq] = None
         if seq.announce:
             plan.started.append(seq.id)
@@ -360,14 +386,15 @@ class Scheduler:
         if not chunks:
             return None
         blocks = s.bucket(max(chunk.start for chunk in chunks.values()), s.prefill_buckets)
-        read = PREFILL_HEADER + s.chunk
-        write = read + blocks * s.block_pages
+        read, width, own = PREFILL_HEADER + s.chunk, blocks * s.block_pages, s.chunk // s.page_size
         control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
         for row, chunk in zip(control, chunks.values(), strict=False):
             row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), chunk.kept, self.adapters.get(chunk.version, 0)
             row[PREFILL_HEADER : PREFILL_HEADER + len(chunk.tokens)] = chunk.tokens
-            row[read : read + len(chunk.past)] = chunk.past
-            row[write : write + len(chunk.pages)] = chunk.pages
+            past_GxP = row[read : read + s.groups * width].reshape(s.groups, -1)
+            past_GxP[:, : len(chunk.past)] = places(chunk.past, s.groups)
+            own_GxW = row[read + s.groups * width :].reshape(s.groups, own)
+            own_GxW[:, : len(chunk.pages)] = places(chunk.pages, s.groups)
             if isinstance(chunk.of, Seq):
                 chunk.of.filled = chunk.start + len(chunk.tokens)
             else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from dora_jax.rollout.pages import DUMMY
+from dora_jax.rollout.pages import DUMMY, places
 from dora_jax.rollout.seq import Seq
 from dora_jax.rollout.shapes import (
     ADAPTER,
@@ -40,7 +40,7 @@ class Rows:
         """adapters: the place of each resident version's adapter, where versions are adapters."""
         self.shapes, self._adapters = shapes, adapters
         self._width = shapes.pages_for(shapes.max_context)
-        self._rows = np.zeros((shapes.slots, HEADER + self._width), np.int32)
+        self._rows = np.zeros((shapes.slots, HEADER + self._width), np.int64 if shapes.groups > 1 else np.int32)
         self._rows[:, SLOT] = np.arange(shapes.slots)
         self._pages = np.zeros(shapes.slots, np.int32)  # of the table that are in use
         self._versions = np.zeros(shapes.slots, np.int64)
@@ -131,28 +131,32 @@ class Rows:
         position, table = rows[:, POSITION], rows[:, HEADER:]
         steps = np.minimum(rows[:, REMAINING], s.steps if drafts is None else s.drafts + 1)
         steps = np.where(masked, np.minimum(steps, 1), steps)  # the mask of the next one follows from its token
-        window = HEADER + blocks * s.block_pages
+        read, wide = blocks * s.block_pages, s.window if drafts is None else s.verify_window
+        window = HEADER + s.groups * read
         shape = s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks)
         control = np.full(shape, DUMMY, np.int32)
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]
         used[masked, REMAINING] = steps[masked]
-        width = min(self._width, window - HEADER)
+        width = min(self._width, read)
         past = np.arange(width) < s.pages_for(position)[:, None]
-        np.copyto(used[:, HEADER : HEADER + width], table[:, :width], where=past)
+        at = position[:, None] // s.page_size + np.arange(wide)
+        written = at < s.pages_for(position + steps)[:, None]
+        new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
         for row in np.flatnonzero(rows[:, FRESH]).tolist():
             if (shared := seqs[row].tail_page) is not None:
-                used[row, HEADER + seqs[row].first_private] = shared
+                table[row, seqs[row].first_private] = shared  # `rows` is this call's
                 seqs[row].tail_page = None
-        wide = s.window if drafts is None else s.verify_window
-        at = position[:, None] // s.page_size + np.arange(wide)
-        new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
-        np.copyto(used[:, window : window + wide], new, where=at < s.pages_for(position + steps)[:, None])
+        tables = zip(places(table[:, :width], s.groups), places(new, s.groups), strict=True)
+        for group, (read_here, written_here) in enumerate(tables):
+            np.copyto(used[:, HEADER + group * read :][:, :width], read_here, where=past)
+            np.copyto(used[:, window + group * wide :][:, :wide], written_here, where=written)
+        behind = window + s.groups * wide
         if drafts is not None:
-            used[:, window + wide :] = drafts
+            used[:, behind:] = drafts
         elif s.exact:
-            used[:, window + wide :] = [seq.next_forced(s.steps) for seq in seqs]
+            used[:, behind:] = [seq.next_forced(s.steps) for seq in seqs]
         self._rows[slots, FRESH] = 0
         for column, sign in ((POSITION, 1), (DRAWN, 1), (REMAINING, -1)):
             self._rows[slots, column] += sign * steps

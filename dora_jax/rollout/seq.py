@@ -170,6 +170,7 @@ class Seq:
         # page of each page-sized stretch: the path's, then its own from first_private
         self.table = np.zeros(0, np.int32)
         self.first_private = 0
+        self.shed = 0  # of its own pages, those before it hold nothing of layers with a window
         self.filled = self.fill_to = 0  # of an episode's new tokens: positions with KV in its own pages, and to have it
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet

@@ -39,6 +39,7 @@ class KVLayout:
     key_dim: int
     value_dim: int  # numbers beside the key; 0: the value is a part of the key
     rank: int = 0  # how many of the key's first numbers are the value, where value_dim is 0
+    windows: tuple[int, ...]  # of each attention; 0: it sees all positions up to its own
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,9 +54,10 @@ def kv_layout(cfg: ModelConfig) -> KVLayout:
     layers, latent = cfg.kv_layers, cfg.latent
     if latent is not None:
         width, rank = latent.cache_dim, latent.kv_rank
-        return KVLayout(layers=layers, heads=1, key_dim=width, value_dim=0, rank=rank)
-    width = cfg.head_dim
-    return KVLayout(layers=layers, heads=cfg.n_kv_heads, key_dim=width, value_dim=width)
+        return KVLayout(layers=layers, heads=1, key_dim=width, value_dim=0, rank=rank, windows=(0,) * layers)
+    width, windows = cfg.head_dim, tuple(cfg.kind(i).window for i in range(cfg.n_layers)) if cfg.windows else ()
+    windows = windows or (0,) * layers
+    return KVLayout(layers=layers, heads=cfg.n_kv_heads, key_dim=width, value_dim=width, windows=windows)
 
 
 # columns of a decode call's control array; then the pages to read, then those to write
@@ -123,6 +125,8 @@ class Shapes:
     draft_rows: int  # of a verifying call
     draft_cost: float  # its time over that of a decode call; 0: measured
     adapters: int  # that lie beside one another: each row of a call takes its own; 0: a call's rows are of one version
+    local_window: int  # positions that the layers of a pool of their own see; 0: there is one pool
+    local_pages: int  # of these layers
     exact: bool  # decode calls take tokens that are to be drawn, so that they can score a sample
 
     @property
@@ -145,6 +149,17 @@ class Shapes:
     def reach(self) -> int:
         """Tokens that one call may draw of a sample, at most."""
         return max(self.steps, self.drafts + 1)
+
+    @property
+    def groups(self) -> int:
+        """Pools of pages: that of layers that attend in full, or of all, and that of layers with a window."""
+        return 2 if self.local_window else 1
+
+    def first_seen(self, position: int) -> int:
+        """The first page that layers with a window read for queries from the page of this position on: a chunk begins
+        with a page, and what it reads is finite; 0 where there is one pool."""
+        start = position // self.page_size * self.page_size
+        return max(start + 1 - self.local_window, 0) // self.page_size if self.local_window else 0
 
     @property
     def window(self) -> int:
@@ -177,7 +192,7 @@ class Shapes:
     def decode_control(self, blocks: int, narrow: bool = False) -> tuple[int, int]:
         """Shape of a decode call's control array: header, pages to read, pages to write; of an exact engine the tokens
         to draw behind them, -1 where the call is to draw."""
-        columns = HEADER + blocks * self.block_pages + self.window + self.exact * self.steps
+        columns = HEADER + self.groups * (blocks * self.block_pages + self.window) + self.exact * self.steps
         return self.narrow_rows if narrow else self.rows, columns
 
     def decode_options(self, narrow: bool = False) -> tuple[int, int]:
@@ -190,11 +205,12 @@ class Shapes:
 
     def verify_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a verifying call's: as a decode call's, and the drafts behind it."""
-        return self.draft_rows, HEADER + blocks * self.block_pages + self.verify_window + self.drafts
+        return self.draft_rows, HEADER + self.groups * (blocks * self.block_pages + self.verify_window) + self.drafts
 
     def prefill_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a prefill call's: start, length, kept, tokens, pages to read, pages to write."""
-        return self.prefill_rows, PREFILL_HEADER + self.chunk + blocks * self.block_pages + self.chunk // self.page_size
+        pages = blocks * self.block_pages + self.chunk // self.page_size
+        return self.prefill_rows, PREFILL_HEADER + self.chunk + self.groups * pages
 
     def bucket(self, positions: int, buckets: tuple[int, ...]) -> int:
         """The smallest bucket whose blocks hold this many positions."""
@@ -217,9 +233,18 @@ OF_SECTION = ("slots", "narrow_rows", "narrow_cost", "page_size", "pages", "expe
               "max_repeats", "drafts", "draft_cost", "exact")  # fmt: skip
 
 
-def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
-    """adapters: versions are adapters of the same base weights. ValueError: the section's sizes cannot work
-    together."""
+def local_pages(section: RolloutSection, window: int) -> int:
+    """Pages for layers with a window of at most so many positions, beside others that attend in full: every slot has
+    those of a whole prompt, which its prefix keeps, and those that a window and the calls in flight touch."""
+    size, reach = section.page_size, max(section.decode_steps, section.drafts + 1)
+    each = -(-section.max_prompt_tokens // size) + -(-(window + 2 * reach) // size) + 3
+    longest = -(-(section.max_prompt_tokens + section.max_new_tokens) // size) + 1
+    return max(section.slots * each, longest)
+
+
+def shapes_of(section: RolloutSection, adapters: bool = False, window: int = 0) -> Shapes:
+    """adapters: versions are adapters of the same base weights. window: ModelConfig.local_window. ValueError: the
+    section's sizes cannot work together."""
     size, paged = section.page_size, section.attention != "reference"
     rows = section.decode_rows or section.slots
     _check(section, rows)
@@ -229,6 +254,7 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
     )
     prefill_rows = max(1, min(section.prefill_call_tokens, section.prefill_tokens) // chunk)
     copy_pages = max(1, COPY_TOKENS // size) if paged else COPY_PAGES
+    local = section.window_pages if window and section.window_pages < section.pages else 0
     shapes = Shapes(
         **{name: getattr(section, name) for name in OF_SECTION},
         rows=rows,
@@ -244,10 +270,13 @@ def shapes_of(section: RolloutSection, adapters: bool = False) -> Shapes:
         kept=section.top_k if section.keep_set else 0,
         draft_rows=min(section.draft_rows, rows),
         adapters=section.residents if adapters else 0,
+        local_window=window if local else 0,
+        local_pages=local,
     )
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
-    if needed > section.pages:
-        raise ValueError(f"rollout.pages {section.pages} cannot hold one longest sample, which needs {needed}")
+    for name in ("pages", "window_pages")[: 1 + (local > 0)]:
+        if needed > (pages := getattr(section, name)):
+            raise ValueError(f"rollout.{name} {pages} cannot hold one longest sample, which needs {needed}")
     # a TPU kernel holds a call's page table in SMEM
     for name, rows, written in (
         ("decode_rows", shapes.rows, shapes.reach),

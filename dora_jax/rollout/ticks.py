@@ -25,6 +25,7 @@ class Preempt:
     seq: Seq
     pages: list[int]
     kv_len: int
+    hole: tuple[int, ...] = ()  # see InFlightSample
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

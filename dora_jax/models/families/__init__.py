@@ -33,8 +33,8 @@ used: dict[str, None] = {}  # import paths that `use` was given
 
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type -> the family whose every field and tensor it has
+TEXT = {"gemma3": "gemma3_text"}  # a model_type that has a tower beside its text -> the family of its text_config
 NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
-    "gemma3": "layers that attend in windows beside those that attend in full, and norms behind them",
     "olmo2": "norms behind attention and feed-forward, and queries and keys normed over all heads at once",
     "qwen3_next": "layers of linear attention",
     "qwen3_5": "layers of linear attention",
@@ -75,6 +75,6 @@ def new_config(model_type: str, **sizes: Any) -> ModelConfig:
 
 KNOWN = {  # the sizes that a run may name without a folder
     name: new_config(module.FAMILY.model_type, **sizes)
-    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash)
+    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash, gemma3)
     for name, sizes in module.KNOWN.items()
 }

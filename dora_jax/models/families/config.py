@@ -220,6 +220,11 @@ class ModelConfig:
         return tuple(window for i in range(self.n_layers) if (window := self.kind(i).window))
 
     @property
+    def local_window(self) -> int:
+        """The longest window, where some layers have one and others attend in full; else 0."""
+        return max(self.windows) if 0 < len(self.windows) < self.n_layers else 0
+
+    @property
     def kv_layers(self) -> int:
         """Attentions that keep keys and values: a LongCat layer has two."""
         return self.n_layers * (2 if self.shortcut else 1)

@@ -144,6 +144,8 @@ class Family:
     mixture: Mapping[str, Any] | None = None  # of Experts: what the family's router fixes; None: the family has none
     latent: bool = False  # whether attention is latent
     shortcut: bool = False
+    # (sizes of a fresh model, its window) -> its further fields; None: the layers of fresh models attend in full
+    windowed: Callable[[Json, int], Json] | None = None
     further: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other fields of ModelConfig that it fixes
     reads: tuple[str, ...] = ()  # switches that `read` takes, where other families have one value of them
     read: Callable[[Fields], dict[str, Any]] = nothing_more  # further arguments of ModelConfig

@@ -1,7 +1,9 @@
 """Gemma 3, text: norms before and behind both parts with gains of 1 + w, five layers of six in windows with a base of
 their own, the embedding scaled, GELU."""
 
-from dora_jax.models.families.config import ModelConfig
+import functools
+
+from dora_jax.models.families.config import Kind, Linear, ModelConfig
 from dora_jax.models.families.family import DEFAULTS, GQA, MLP, Family, Fields, Json, Tensor, layer_types, windows
 
 _GELU = "gelu_pytorch_tanh"
@@ -31,6 +33,12 @@ def _write(cfg: ModelConfig) -> Json:
     }
 
 
+def _windowed(sizes: Json, window: int) -> Json:
+    kinds = (*[Kind(window=window, theta=1e4)] * 5, Kind())
+    scales = {"embed_scale": sizes["d_model"] ** 0.5, "query_scale": float(sizes["head_dim"])}
+    return {"kinds": kinds, "rope_theta": 1e6, **scales}
+
+
 FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -47,6 +55,7 @@ FAMILY = Family(
         "sliding_window": 4096,
     },
     qk_norm=True,
+    windowed=_windowed,
     further={"norms": "both", "gain_offset": 1.0, "activation": "gelu_tanh"},
     reads=("sliding_window", "layer_types", "hidden_act"),
     read=_read,
@@ -60,3 +69,21 @@ FAMILY = Family(
     | GQA
     | MLP,
 )
+
+
+def _known(vocab_size: int, window: int, max_position: int, scaling: Linear | None = None, **sizes: float) -> Json:
+    sizes = {"head_dim": 256} | sizes
+    ends = {"vocab_size": vocab_size, "max_position": max_position, "rope_scaling": scaling}
+    return _windowed(sizes, window) | sizes | ends
+
+
+_LARGE = functools.partial(_known, 262208, 1024, 131072, Linear(factor=8.0))  # the text of folders with a vision tower
+KNOWN = {  # sizes as in the config.json of the same name at Hugging Face
+    "Gemma-3-270M": _known(262144, 512, 32768, d_model=640, n_layers=18, n_heads=4, n_kv_heads=1, d_ff=2048),
+    "Gemma-3-1B": _known(262144, 512, 32768, d_model=1152, n_layers=26, n_heads=4, n_kv_heads=1, d_ff=6912),
+    "Gemma-3-4B": _LARGE(d_model=2560, n_layers=34, n_heads=8, n_kv_heads=4, d_ff=10240),
+    "Gemma-3-12B": _LARGE(d_model=3840, n_layers=48, n_heads=16, n_kv_heads=8, d_ff=15360),
+    "Gemma-3-27B": _LARGE(
+        d_model=5376, n_layers=62, n_heads=32, n_kv_heads=16, d_ff=21504, head_dim=128, query_scale=168.0
+    ),
+}

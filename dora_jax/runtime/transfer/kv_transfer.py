@@ -50,12 +50,10 @@ def offer(wire: Wire, key: Key, in_flight: InFlightSample) -> KVOffer:
     """Offers the sample's pages until `release`. WireError: the key is of another version."""
     if key.version != in_flight.version:
         raise WireError(f"{words(key)} is a sample of version {in_flight.version}")
-    manifest = None
+    manifest, tokens = None, dataclasses.replace(without_pages(in_flight), hole=in_flight.hole)
     if in_flight.pages:
         manifest = wire.give(key, {shard_of(name, pages): pages for name, pages in in_flight.pages.items()})
-    return KVOffer(
-        in_flight=without_pages(in_flight), kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=manifest
-    )
+    return KVOffer(in_flight=tokens, kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=manifest)
 
 
 def fetch(wire: Wire, offered: KVOffer, key: Key, layout: PageShape, timeout_s: float | None = None) -> InFlightSample:
