@@ -4,7 +4,7 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.cluster import messages
-from tests.fakes.remote_pair import A, Posted, drained, moving, new_pair, rise
+from tests.fakes.remote_pair import MOVE, REQUEST, A, Posted, drained, moving, new_pair, rise
 
 
 @pytest.fixture
@@ -17,29 +17,29 @@ def test_commands_reach_a_gang_only_after_its_coming_was_received(pair):
     remotes.tell(0, "down", gangs[0])
     again = Posted(2)
     remotes.tell(0, "up", again)
-    remotes[0].cancel(A, "meant for the lost one")
+    remotes[0].send(ev.Cancel(ids=(A,), instance=0, reason="meant for the lost one"))
     down, risen = drained(outbox)
     assert isinstance(down, ev.InstanceDown)
     risen.admit()
-    remotes[0].cancel(A, "meant for this one")
-    assert [post.reason for post in again.posts] == ["meant for this one"] and not gangs[0].posts
+    remotes[0].send(ev.Cancel(ids=(A,), instance=0, reason="meant for this one"))
+    assert [post.what.reason for post in again.posts] == ["meant for this one"] and not gangs[0].posts
 
 
 def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     remotes.tell(0, "down", gangs[0])
     down, failed = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (failed.id, failed.src, failed.dst) == (A, 0, 1)
-    remotes[0].move(A, remotes[1], 1)  # asked for before the orchestrator has heard
+    remotes[0].send(MOVE, dst=remotes[1])  # asked for before the orchestrator has heard
     assert isinstance(drained(outbox)[0], ev.MoveFailed)
 
 
 def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     remotes.tell(0, "on_message", moving())
-    assert isinstance(gangs[1].posts[-1], messages.FinishMove)
+    assert gangs[1].posts[-1] == messages.Command(what=MOVE, payload=REQUEST)
     remotes.tell(1, "down", gangs[1])
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
@@ -47,7 +47,7 @@ def test_a_sample_on_its_way_to_a_lost_gang_counts_as_moved(pair):
 
 def test_a_sample_is_not_handed_to_a_later_epoch_of_its_destination(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     remotes.tell(1, "down", gangs[1])
     drained(outbox)
     later = rise(remotes, 1, outbox, 2)
@@ -57,7 +57,7 @@ def test_a_sample_is_not_handed_to_a_later_epoch_of_its_destination(pair):
 
 def test_a_move_that_arrives_is_owed_no_more(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     remotes.tell(0, "on_message", moving())
     remotes.tell(1, "on_message", ev.SampleMoved(id=A, src=0, dst=1, attempt=1))
     for i in (0, 1):

@@ -10,13 +10,13 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import holders_alike, observed, parted, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveDestination, ResultSender
-from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Parked, Waiting
+from dora_jax.runtime.common.worker import Finished, ForgetSample, HandedOver, InstanceReady, Parked, Waiting
 from dora_jax.types import SampleId
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import OFFER, Porters, World
 from tests.fakes.coordinator_world import Task, expected
 from tests.fakes.engine_rig import LAYOUT, assert_undisturbed, bits, finish, loaded, taken_out
-from tests.fakes.remote_pair import REQUEST, A, drained, moving, new_pair, rise
+from tests.fakes.remote_pair import MOVE, REQUEST, A, drained, moving, new_pair, rise
 from tests.fakes.wire_peer import new_wire
 
 
@@ -55,7 +55,7 @@ class Driver:
         match item:
             case InstanceReady():
                 item.admit()
-                remotes[item.event.instance].load(0, None)
+                remotes[item.event.instance].send(ev.LoadWeights(instance=item.event.instance, version=0))
             case ev.WeightsLoaded(instance=instance):
                 self.loaded.add(instance)
                 self.there |= instance == 1  # a sample moves to an instance that holds its version, as in a run
@@ -87,16 +87,18 @@ class Driver:
     def _submit(self, id):
         self.moving.pop(id, None)
         self.where[id] = 0
-        self.world.remotes[0].submit(id, PROMPT, 0, 1)
+        self.world.remotes[0].send(ev.Start(ids=(id,), instance=0, version=0, attempt=1), PROMPT)
 
     def _move(self, id):
         src, dst = self.where[id], 1 - self.where[id]
         if src == 1 or self.there:
             self.moving[id] = self.incarnations
-            self.world.remotes[src].move(id, self.world.remotes[dst], self.incarnations)
+            move = ev.Move(ids=(id,), src=src, dst=dst, attempt=self.incarnations)
+            self.world.remotes[src].send(move, dst=self.world.remotes[dst])
 
 
 PROMPT = Task().prompt_at(0)
+RESUME = ev.Resume(ids=(A,), instance=1, version=0, attempt=1)
 IDS = [SampleId(group, index) for group in range(2) for index in range(4)]
 
 
@@ -122,13 +124,13 @@ def test_kv_that_comes_and_kv_that_does_not_change_no_token(tmp_path, share, kil
 def carried(pair):
     """The pair, with a sample on its way whose KV both processes of its source offer: (..., its number)."""
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     number = gangs[0].posts[-1].number
     for host in (1, 0):
         assert not gangs[1].posts, "every process speaks of its part first"
         remotes.tell(0, "on_message", moving(number, host, 2, OFFER))
-    carry = gangs[1].posts.pop()
-    assert isinstance(carry, messages.FetchKV) and (carry.number, carry.epoch, len(carry.offered)) == (number, 1, 2)
+    stages, gangs[1].posts = gangs[1].posts, []
+    assert [(type(stage), stage.number, stage.epoch) for stage in stages] == [(messages.StageKV, number, 1)] * 2
     return remotes, gangs, outbox, number
 
 
@@ -150,7 +152,7 @@ def test_kv_is_taken_once_every_process_has_its_part(carried):
     assert not gangs[1].posts
     answer(remotes, number, 0)
     (receive,) = gangs[1].posts
-    assert (type(receive), receive.number) == (messages.FinishMove, number) and not gangs[1].said
+    assert (receive.what, receive.number) == (MOVE, number) and not gangs[1].said
     assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
 
 
@@ -159,7 +161,7 @@ def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
     answer(remotes, number, 0)
     answer(remotes, number, 1, "process 1: the peer is gone")
     receive, leave = gangs[1].posts
-    assert (type(receive), receive.number, leave) == (messages.FinishMove, 0, messages.DropStagedKV(number=number))
+    assert (receive.what, receive.number, leave) == (MOVE, 0, messages.ReleaseKV(number=number))
     assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
     assert gangs[1].said == [
         "the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the peer is gone"
@@ -173,7 +175,7 @@ def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
     down, moved = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (moved.id, moved.dst) == (A, 1)
     assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     again = gangs[0].posts[-1].number
     for host in (0, 1):
         remotes.tell(0, "on_message", moving(again, host, 2, OFFER))
@@ -183,7 +185,7 @@ def test_kv_on_its_way_to_a_gang_that_is_lost_is_given_back(carried):
 
 def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pair):
     remotes, gangs, outbox = pair
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     number = gangs[0].posts[-1].number
     remotes.tell(0, "on_message", moving(number, 1, 2, OFFER))
     remotes.tell(0, "down", gangs[0])
@@ -196,11 +198,11 @@ def test_a_source_that_is_lost_before_all_of_it_has_spoken_has_moved_nothing(pai
 
 def test_a_sample_without_kv_is_handed_over_at_once(pair):
     remotes, gangs, _outbox = pair
-    remotes[0].move(A, remotes[1], 1)
+    remotes[0].send(MOVE, dst=remotes[1])
     number = gangs[0].posts[-1].number
     for host in (0, 1):
         remotes.tell(0, "on_message", moving(number, host, 2))
-    assert [(type(post), post.number) for post in gangs[1].posts] == [(messages.FinishMove, 0)]
+    assert [(post.what, post.number) for post in gangs[1].posts] == [(MOVE, 0)]
 
 
 # ---------------------------------------------------------- the wire
@@ -213,16 +215,17 @@ def porters():
 
 
 def offered(porters, in_flight, number, epoch=2):
-    move = messages.MoveSample(id=in_flight.id, dst=1, epoch=epoch, number=number, attempt=1)
+    what = ev.Move(ids=(in_flight.id,), src=0, dst=1, attempt=1)
+    move = messages.Command(what=what, number=number, epoch=epoch)
     offered = messages.CODEC.decode(messages.CODEC.encode(porters[0].offer(in_flight, move)))
-    return messages.FetchKV(number=number, epoch=2, offered=(offered,))
+    return messages.StageKV(number=number, epoch=2, offered=offered)
 
 
 @pytest.mark.slow
 def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(porters):
     id = SampleId(3, 1)
     in_flight = taken_out(id)
-    assert porters[1].fetch(offered(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
+    assert porters[1].stage(offered(porters, in_flight, 7)) == messages.KVStaged(number=7, host=0, fault="")
     porters[0].release(7)
     got = porters[1].take(7)
     assert bits(got.k_pages) == bits(in_flight.k_pages) and bits(got.v_pages) == bits(in_flight.v_pages)
@@ -235,19 +238,19 @@ def test_pages_go_from_process_to_process_and_the_sample_as_if_it_had_stayed(por
 
 def test_kv_of_another_epoch_is_not_fetched_and_what_is_left_is_gone(porters):
     in_flight = taken_out(SampleId(3, 1))
-    carried = porters[1].fetch(offered(porters, in_flight, 8, epoch=1))
+    carried = porters[1].stage(offered(porters, in_flight, 8, epoch=1))
     assert "process 0: version 0 for rollout 1/0 (epoch 1, transfer 8) is offered where" in carried.fault
     porters[0].release(8)
     porters[0].release(8)
-    assert porters[1].fetch(offered(porters, in_flight, 9)).fault == ""
-    porters[1].leave(9)
+    assert porters[1].stage(offered(porters, in_flight, 9)).fault == ""
+    porters[1].release(9)
     with pytest.raises(KeyError):
         porters[1].take(9)
 
 
 def test_a_sample_that_has_no_kv_yet_needs_no_wire(porters):
     carry = offered(porters, without_pages(taken_out(SampleId(2, 0))), 10)
-    assert carry.offered[0].manifest is None
+    assert carry.offered.manifest is None
 
 
 # ---------------------------------------------------------- one process of several
@@ -268,8 +271,8 @@ def with_pages(host, heads=1):
 def test_a_process_that_holds_a_part_of_the_pages_sends_none(hosts):
     outlet = ResultSender(sent := Sent(), 0, hosts)
     outlet.put(Parked(id=A, instance=0, in_flight=with_pages(0)))
-    move = messages.MoveSample(id=A, dst=1, epoch=1, number=1, attempt=1)
-    MoveDestination(move, outlet, KVEndpoint(0, 0, None, None)).receive(with_pages(0), 0, 1)
+    move = messages.Command(what=MOVE, number=1, epoch=1)
+    MoveDestination(move, outlet, KVEndpoint(0, 0, None, None)).send(MOVE, with_pages(0))
     assert [bool(in_flight.n_pages) for in_flight in (sent[0].in_flight, sent[1].offered.in_flight)] == [hosts == 1] * 2
     other = ResultSender(silent := Sent(), 1, 2)
     other.put(sent[0])
@@ -295,14 +298,14 @@ def test_kv_of_an_episode_that_waits_stays_in_its_process():
 def test_kv_that_a_gang_keeps_is_made_again_at_another_and_reported(pair):
     remotes, gangs, _ = pair
     for _ in range(9):
-        remotes[0].forward(REQUEST, remotes[1], 1)
-    assert gangs[0].posts == [messages.ForgetKept(id=A)] * 9
-    assert [post.in_flight.id for post in gangs[1].posts] == [A] * 9 and not gangs[1].posts[0].in_flight.n_pages
+        remotes[0].send(RESUME, REQUEST, remotes[1])
+    assert gangs[0].posts == [messages.Command(what=ForgetSample(id=A))] * 9
+    assert gangs[1].posts == [messages.Command(what=RESUME, payload=REQUEST)] * 9 and not REQUEST.n_pages
     assert gangs[1].said == [
         "sample (3, 1) leaves rollout 0, which kept its KV, and is prefilled again (1 samples so far)"
     ]
-    remotes[0].forget(A)
-    assert messages.CODEC.decode(messages.CODEC.encode(gangs[0].posts[-1])) == messages.ForgetKept(id=A)
+    remotes[0].send(ForgetSample(id=A))
+    assert messages.CODEC.decode(messages.CODEC.encode(gangs[0].posts[-1])).what == ForgetSample(id=A)
 
 
 # ------------------------------------------- with notice: by the controller
@@ -327,19 +330,19 @@ def handed(pair):
 def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
     remotes, gangs, _outbox, in_flight = handed
     assert in_flight.k_pages.shape == (1, 2, 4, 3, 4) and in_flight.v_pages.shape == (1, 2, 4, 4, 3)
-    remotes[1].resume(in_flight, 1)
+    remotes[1].send(RESUME, in_flight)
     porters = [KVEndpoint(1, host, None, None) for host in range(2)]
     brought, gangs[1].posts = gangs[1].posts, []
     carried = [
-        porter.keep(messages.CODEC.decode(messages.CODEC.encode(each)))
+        porter.stage(messages.CODEC.decode(messages.CODEC.encode(each)))
         for porter, each in zip(porters, brought, strict=True)
     ]
-    remotes[1].cancel(A, "its group failed")  # which it may be at any time
+    remotes[1].send(ev.Cancel(ids=(A,), instance=1, reason="its group failed"))  # which it may be at any time
     answer(remotes, carried[1].number, 1)
     assert not gangs[1].posts, "every process has its part first"
     answer(remotes, carried[0].number, 0)
     go_on, give_up = gangs[1].posts
-    assert (go_on.in_flight.n_pages, go_on.number, type(give_up)) == (0, carried[0].number, messages.CancelSample)
+    assert (go_on.payload.n_pages, go_on.number, type(give_up.what)) == (0, carried[0].number, ev.Cancel)
     for host, porter in enumerate(porters):
         assert bits(porter.take(go_on.number).k_pages) == bits(with_pages(host, 2).k_pages)
 
@@ -359,13 +362,13 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
 
 def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
     remotes, gangs, outbox, in_flight = handed
-    remotes[1].resume(in_flight, 1)
+    remotes[1].send(RESUME, in_flight)
     number = gangs[1].posts[-1].number
     answer(remotes, number, 0)
     remotes.tell(1, "down", gangs[1])
     assert isinstance(drained(outbox)[0], ev.InstanceDown)
     before = len(gangs[1].posts)
-    remotes[1].resume(in_flight, 1)  # asked for before the orchestrator has heard
+    remotes[1].send(RESUME, in_flight)  # asked for before the orchestrator has heard
     assert len(gangs[1].posts) == before and not reported_late(remotes, outbox, number)
 
 

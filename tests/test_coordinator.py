@@ -12,7 +12,7 @@ from dora_jax.orchestrate.core import each
 from dora_jax.rollout.migrate import observed
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator
-from dora_jax.runtime.common.worker import Finished, InstanceReady, Waiting
+from dora_jax.runtime.common.worker import Finished, ForgetSample, InstanceReady, Waiting
 from dora_jax.runtime.instances import rollout_worker
 from dora_jax.runtime.instances.instance_proxy import InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker, progress_period_s, report_period_s
@@ -32,6 +32,12 @@ from tests.fakes.coordinator_world import (
     trained_by,
 )
 from tests.fakes.remote_pair import REQUEST
+
+LOAD = ev.LoadWeights(instance=0, version=0)
+
+
+def start(*ids):
+    return ev.Start(ids=ids, instance=0, version=0, attempt=1)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +139,9 @@ def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
     worker = EngineWorker(
         0, OracleEngine(SECTION, length=lambda v, g, i, limit: 6 + 6 * i), Weights(), outbox, report_s=0.0
     )
-    worker.load(0, None)
+    worker.execute(LOAD)
     for i in range(2):
-        worker.submit(SampleId(0, i), Task().prompt_at(0), 0, 1)
+        worker.execute(start(SampleId(0, i)), Task().prompt_at(0))
     while worker.busy:
         worker.work()
     said = [outbox.get() for _ in range(outbox.qsize())]
@@ -151,10 +157,9 @@ def test_a_turn_s_end_is_reported_behind_its_start_and_its_tokens():
     outbox, id, other = queue.SimpleQueue(), SampleId(0, 0), SampleId(0, 1)
     engine = OracleEngine(SECTION, length=lambda v, g, i, limit: limit)
     worker = EngineWorker(0, engine, Weights(), outbox, partial_s=60.0)
-    worker.load(0, None)
+    worker.execute(LOAD)
     prompt = dataclasses.replace(Task().prompt_at(0), turn_tokens=5)
-    for each_id in (id, other):
-        worker.submit(each_id, prompt, 0, 1)
+    worker.execute(start(id, other), prompt)
 
     def said():
         while worker.busy:
@@ -167,11 +172,11 @@ def test_a_turn_s_end_is_reported_behind_its_start_and_its_tokens():
         2
     ].out_ids.shape == (5,)
     in_flight = first[3].in_flight
-    worker.move(id, mock.Mock(instance=1), 1)
-    worker.park(id)
-    worker.cancel(other, "not needed")
+    worker.execute(ev.Move(ids=(id,), src=0, dst=1, attempt=1), dst=mock.Mock())
+    worker.execute(ev.Park(ids=(id,), instance=0))
+    worker.execute(ev.Cancel(ids=(other,), instance=0, reason="not needed"))
     assert [type(item) for item in said()] == [ev.MoveFailed, ev.SampleCancelled]
-    worker.resume(observed(in_flight, np.array([9, 9])), 2)
+    worker.execute(ev.Resume(ids=(id,), instance=0, version=0, attempt=2), observed(in_flight, np.array([9, 9])))
     resumed, partial, waiting = said()
     assert (first[0].attempt, first[3].attempt, resumed.attempt, waiting.attempt) == (1, 1, 2, 2)
     assert isinstance(resumed, ev.SampleResumed) and (partial.start, len(partial.out_ids)) == (7, 5)
@@ -187,18 +192,11 @@ class Keeper:
     def __init__(self, instance):
         self.instance, self.asked = instance, []
 
-    def post(self, call, *args):
-        call(*args)
-
-    def resume(self, in_flight, attempt):
-        self.asked.append(("resume", in_flight.id))
-
-    def forward(self, in_flight, dst, attempt):
-        self.asked.append(("forward", in_flight.id))
-        dst.resume(in_flight, attempt)
-
-    def forget(self, sample):
-        self.asked.append(("forget", sample))
+    def send(self, message, payload=None, dst=None):
+        id = message.id if payload is None else payload.id
+        self.asked.append((type(message), id) if dst is None else ("forward", id))
+        if dst is not None:
+            dst.send(message, payload)
 
 
 def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
@@ -206,15 +204,17 @@ def test_an_episode_goes_on_with_the_kv_that_an_instance_keeps():
     kept = KeptKV(dict(enumerate(keepers)))
     held = [dataclasses.replace(REQUEST, id=SampleId(i % 2, i)) for i in range(6)]
     assert all(kept.keep(each, 0) for each in held)
-    kept.resume(held[0], keepers[0], 1)
-    kept.resume(held[1], keepers[1], 1)
-    assert keepers[0].asked == [("resume", (0, 0)), ("forward", (1, 1))] and keepers[1].asked == [("resume", (1, 1))]
+    here, there = (ev.Resume(ids=(), instance=i, version=0, attempt=1) for i in (0, 1))
+    kept.resume(here, held[0])
+    kept.resume(there, held[1])
+    assert keepers[0].asked == [(ev.Resume, (0, 0)), ("forward", (1, 1))]
+    assert keepers[1].asked == [(ev.Resume, (1, 1))]
     keepers[0].asked.clear()
     kept.forget([held[0].id, held[2].id])
     kept.forget_group(1)
-    assert keepers[0].asked == [("forget", (0, 2)), ("forget", (1, 3)), ("forget", (1, 5))]
-    kept.resume(held[2], keepers[1], 1)
-    assert keepers[1].asked[-1] == ("resume", (0, 2)), "nothing is kept of it any more"
+    assert keepers[0].asked == [(ForgetSample, (0, 2)), (ForgetSample, (1, 3)), (ForgetSample, (1, 5))]
+    kept.resume(there, held[2])
+    assert keepers[1].asked[-1] == (ev.Resume, (0, 2)), "nothing is kept of it any more"
 
 
 class OneWorker(InstanceProxy):
@@ -231,22 +231,24 @@ class OneWorker(InstanceProxy):
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
     """With the KV where the incarnation that keeps it answers, else from its tokens; once either way."""
-    source, there = Keeper(0), Keeper(1)
-    source.incarnation, source.wait_s, later = 0, 0.0, []
-    source.forward = lambda in_flight, dst, attempt: later.append(
-        lambda: dst.resume(dataclasses.replace(in_flight, kv_len=7), attempt)
+    source, there, outbox, later, resumed = Keeper(0), Keeper(1), queue.SimpleQueue(), [], []
+    source.incarnation, source.wait_s = 0, 0.0
+    source.send = lambda message, payload, dst: later.append(
+        lambda: dst.send(message, dataclasses.replace(payload, kv_len=7))
     )
-    outbox, resumed = queue.SimpleQueue(), []
-    there.resume = lambda in_flight, attempt: resumed.append((in_flight, attempt))
-    proxy = OneWorker(ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4), outbox)
+    there.send = lambda message, payload: resumed.append((payload.kv_len, message.attempt))
+    up = ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4)
+    proxy, other = OneWorker(up, outbox), OneWorker(dataclasses.replace(up, instance=1), outbox)
+    resume = ev.Resume(ids=(REQUEST.id,), instance=1, version=0, attempt=5)
     proxy.begin(source)
-    proxy.forward(REQUEST, there, 5)
+    other.begin(there)
+    proxy.send(resume, REQUEST, other)
     if lost:
         proxy.lose(source)
     later[0]()
-    assert [(in_flight.kv_len, attempt) for in_flight, attempt in resumed] == [(0 if lost else 7, 5)]
+    assert resumed == [(0 if lost else 7, 5)]
     proxy.begin(None)
-    proxy.forward(REQUEST, there, 5)
+    proxy.send(resume, REQUEST, other)
     assert len(resumed) == 2
 
 
@@ -254,8 +256,8 @@ def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports()
     now, outbox = [100.0], queue.SimpleQueue()
     engine = OracleEngine(SECTION, length=lambda *_: 60)
     worker = EngineWorker(0, engine, Weights(), outbox, report_s=1.0, progress_s=progress_period_s(3000, 100))
-    worker.load(0, None)
-    worker.submit(SampleId(0, 0), Task().prompt_at(0), 0, 1)
+    worker.execute(LOAD)
+    worker.execute(start(SampleId(0, 0)), Task().prompt_at(0))
     with mock.patch.object(rollout_worker.time, "monotonic", lambda: now[0]):
         for _ in range(7):
             worker.work()

@@ -10,6 +10,7 @@ import pytest
 from dora_jax.bench import end_to_end
 from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import RolloutSection
+from dora_jax.orchestrate import events as ev
 from dora_jax.plan import presets
 from dora_jax.rollout.migrate import observed, without_pages
 from dora_jax.rollout.oracle import OracleEngine
@@ -161,21 +162,18 @@ def test_a_paused_worker_answers_calls_and_does_not_tick():
     inner.load(0, None)
     outbox = queue.SimpleQueue()
     worker = EngineWorker(0, inner, end_to_end.Weights(), outbox)
-    worker.post(worker.pause)
-    worker.post(
-        worker.submit,
-        SampleId(0, 0),
+    worker.send(ev.Pause(instance=0))
+    worker.send(
+        ev.Start(ids=(SampleId(0, 0),), instance=0, version=0, attempt=1),
         Prompt(group_id=0, task="", uid="", text="", answer=None, token_ids=np.zeros(1, np.int32), max_new_tokens=16),
-        0,
-        1,
     )
     worker.start()
     time.sleep(0.1)  # time enough for all its ticks
-    worker.post(worker.park, SampleId(0, 0))
+    worker.send(ev.Park(ids=(SampleId(0, 0),), instance=0))
     exported = outbox.get(timeout=10)
     assert exported.in_flight.out_ids.size == 0
-    worker.post(worker.unpause)
-    worker.post(worker.resume, exported.in_flight, 1)
+    worker.send(ev.Unpause(instance=0))
+    worker.send(ev.Resume(ids=(SampleId(0, 0),), instance=0, version=0, attempt=1), exported.in_flight)
     facts = []
     while "Finished" not in facts:
         facts.append(type(outbox.get(timeout=10)).__name__)

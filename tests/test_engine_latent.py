@@ -20,6 +20,7 @@ from dora_jax.models.logits import policy_logits
 from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention, latent_attention
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.orchestrate import events as ev
 from dora_jax.plan import presets
 from dora_jax.rollout import device_calls
 from dora_jax.rollout.engine import Engine
@@ -233,7 +234,7 @@ def test_a_sample_of_a_lost_instance_goes_on_from_the_journal_with_the_routes_th
     id, outbox, payloads = SampleId(3, 6), queue.SimpleQueue(), PayloadState()
     worker = EngineWorker(0, here, None, outbox, partial_s=1e-9)
     prompt = Prompt(group_id=3, task="", uid="", text="", token_ids=prompt_ids(3), answer=None, max_new_tokens=24)
-    worker.submit(id, prompt, 0, 1)
+    worker.execute(ev.Start(ids=(id,), instance=0, version=0, attempt=1), prompt)
     for _ in range(5):
         worker.work()
     here.cancel(id)  # the instance is lost: nothing is exported

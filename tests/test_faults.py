@@ -14,6 +14,7 @@ import pytest
 
 from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import CheckpointSection
+from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker
@@ -160,10 +161,10 @@ def test_log_probs_are_spoilt_from_the_pass_on(name):
     worker = EngineWorker(0, SlowEngine(SECTION, version_in=int), Weights(), outbox, 0.0, report_s=0.0)
     ids = np.arange(3, dtype=np.int32)
     with faults.wrap(name, faults.Pass(2)):
-        worker.load(0, None)
+        worker.execute(ev.LoadWeights(instance=0, version=0))
         for i in range(4):
             prompt = Prompt(group_id=i, task="", uid="", text="", token_ids=ids, answer=None, max_new_tokens=4 + 8 * i)
-            worker.submit(SampleId(i, 0), prompt, 0, 0)
+            worker.execute(ev.Start(ids=(SampleId(i, 0),), instance=0, version=0), prompt)
         while worker.busy:
             worker.work()
     ends = [item.sample for item in iter_of(outbox) if isinstance(item, Finished)]

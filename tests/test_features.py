@@ -29,7 +29,7 @@ FEATURES = {  # name -> (what names it, its own files, files that name it beside
         r"^(lends?|lent|lending|lendable|reclaim|Lend|Return)$|_lent$|^_?lent_|Lent[A-Z]|lends_|_lending|switch_s",
         ["orchestrate/lending.py", "runtime/instances/lent_instance.py", "runtime/cluster/lent_gang.py",
          "runtime/cluster/lent_role.py"],
-        25,
+        23,
     ),
     "LoRA": (r"(?<!kv_)(?<!q_)[Ll]o[Rr][Aa]", ["models/lora.py", "models/lora_config.py", "models/peft.py"], 20),
     "live sessions": (r"[Ll]ive_?[Ss]ession|SessionPrompts|serving\.train|of_users", ["runtime/live_sessions.py"], 7),

@@ -11,8 +11,10 @@ from dora_jax.runtime.common.worker import Crashed
 from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
 from dora_jax.runtime.instances.supervised_worker import RestartPolicy
 from tests.fakes import faults
-from tests.fakes.coordinator_adversary import UP, MovableState
+from tests.fakes.coordinator_adversary import UP, MovableState, kill
 from tests.fakes.coordinator_world import SECTION, SlowEngine, Weights
+
+LEND = ev.Lend(instance=1, version=0)
 
 
 class Rig:
@@ -34,7 +36,7 @@ class Rig:
         with self.came:
             self.said.append(item)
             if admit := getattr(item, "admit", None):
-                self.instance.post(admit)
+                admit()
             self.came.notify_all()
 
     def kinds(self):
@@ -54,10 +56,10 @@ def test_the_state_is_in_host_memory_from_lend_to_return():
         for name, passes in seen.items():
             points.enter_context(faults.wrap(name, lambda p=passes: p.append((rig.trainer.here, rig.kinds()))))
         for n in (1, 2):
-            rig.instance.lend(0)
+            rig.instance.send(LEND)
             rig.hears("InstanceReady", n)
             assert not rig.trainer.here
-            rig.instance.reclaim()
+            rig.instance.send(ev.Return(instance=1))
             rig.hears("InstanceDown", n)
             assert rig.trainer.here and rig.trainer.moves == n
         rig.instance.stop()
@@ -68,9 +70,9 @@ def test_the_state_is_in_host_memory_from_lend_to_return():
 
 def test_the_trainer_waits_for_its_state_where_the_instance_that_has_its_devices_dies():
     rig = Rig(MovableState())
-    rig.instance.lend(0)
+    rig.instance.send(LEND)
     rig.hears("InstanceReady")
-    rig.instance.lose("killed by the test")
+    kill(rig.instance)
     rig.hears("InstanceDown")
     begins = threading.Thread(target=rig.state.reload)
     begins.start()
@@ -115,10 +117,10 @@ class Full(MovableState):
 @pytest.mark.parametrize("full", ["host", "device"])
 def test_a_state_that_cannot_move_stays_where_it_is_and_one_that_cannot_come_back_ends_the_run(full):
     rig = Rig(Full(full))
-    rig.instance.lend(0)
+    rig.instance.send(LEND)
     if full == "device":
         rig.hears("InstanceReady")
-        rig.instance.reclaim()
+        rig.instance.send(ev.Return(instance=1))
         rig.hears("Crashed")
         with pytest.raises(MemoryError):
             rig.state.reload()

@@ -95,6 +95,29 @@ def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, s
     assert (per_micro[: max(filled.sum() - 1, 0)] == shape.rows // micro).all()
 
 
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 40), rows=st.integers(1, 12), tokens=st.integers(12, 40))
+@settings(max_examples=60, deadline=None)
+def test_each_sample_stands_in_the_first_row_with_room(seed, n, rows, tokens):
+    draw = np.random.default_rng(seed)
+    shared = draw.integers(0, 6, 5)
+    items = [layout.Item(bytes([p]), int(shared[p]), int(draw.integers(1, 7))) for p in draw.integers(0, 5, n)]
+    shape = layout.BatchShape(rows=rows, tokens=tokens, micro_batches=1, share_prompts=True)
+    free, holding, want = [tokens] * rows, {i.prompt: [] for i in items}, {}
+    total = {i.prompt: sum(j.length for j in items if j.prompt == i.prompt and j.shared) for i in items}
+    for i in sorted(range(n), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
+        prompt, own, length = items[i]
+        first = [r for r in holding[prompt] if free[r] >= length]
+        first += [r for r in range(rows) if free[r] >= own + length]
+        if not first:
+            with pytest.raises(ValueError, match="do not fit"):
+                layout.places_of(items, shape)
+            return
+        want[i] = first[0]
+        free[first[0]] -= length + (own if first[0] not in holding[prompt] else 0)
+        holding[prompt] += [first[0]] if own and first[0] not in holding[prompt] else []
+    assert [place.row for place in layout.places_of(items, shape)] == [want[i] for i in range(n)]
+
+
 def test_rows_of_a_micro_batch_are_dealt_over_the_shards():
     order = layout.BatchShape(rows=16, tokens=8, micro_batches=2, shards=4).row_order()
     assert sorted(order) == list(range(16))

@@ -23,7 +23,7 @@ CODE = {
     "aot": 368,
     "base": 1632,
     "bench": 3739,
-    "buffer": 319,
+    "buffer": 329,
     "cli": 473,
     "config": 826,
     "costs": 391,
@@ -33,14 +33,14 @@ CODE = {
     "plan": 1272,
     "report": 1161,
     "rollout": 3345,
-    "runtime": 12229,
+    "runtime": 12089,
     "serving": 2552,
     "sim": 1995,
     "tasks": 3637,
-    "trainer": 2258,
+    "trainer": 2269,
 }
-PIECES = {"functions": 88.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
-LOOSE = {"Any": 871, "Protocol": 35, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
+PIECES = {"functions": 87.9, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
+LOOSE = {"Any": 871, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 
 

@@ -9,7 +9,7 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime import draft_sources
 from dora_jax.runtime.cluster import messages
-from dora_jax.runtime.common.worker import Finished
+from dora_jax.runtime.common.worker import Finished, TokensElsewhere
 from dora_jax.runtime.draft_sources import DraftSources
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import ORACLE, SlowEngine, make, play
@@ -21,11 +21,8 @@ class Worker:
         self.incarnation, self.told = 1, []
         self.instance = instance
 
-    def post(self, call, *args):
-        call(*args)
-
-    def know(self, sample, tokens):
-        self.told.append((sample.index, len(tokens)))
+    def send(self, source):
+        self.told.append((source.id.index, len(source.tokens)))
 
 
 class Registry:
@@ -127,13 +124,13 @@ def test_a_run_tells_its_instances_what_siblings_elsewhere_sampled():
 def test_a_gang_is_reported_over_the_wire():
     remotes, gangs, _ = new_pair()
     tokens = np.arange(5, dtype=np.int32)
-    remotes[1].know(A, tokens)
+    remotes[1].send(TokensElsewhere(id=A, tokens=tokens))
     (said,) = gangs[1].posts
     batch = messages.CODEC.decode(messages.CODEC.encode(messages.TickCommands(posts=(said,))))
-    assert batch.posts[0].id == A
-    np.testing.assert_array_equal(batch.posts[0].tokens, tokens)
+    assert batch.posts[0].what.id == A
+    np.testing.assert_array_equal(batch.posts[0].what.tokens, tokens)
     remotes.tell(1, "down", gangs[1])
-    remotes[1].know(A, tokens)  # reaches nothing
+    remotes[1].send(TokensElsewhere(id=A, tokens=tokens))  # reaches nothing
     assert len(gangs[1].posts) == 1
 
 

@@ -139,9 +139,9 @@ def test_an_instance_reports_what_ticks_took_that_only_decoded(monkeypatch):
             return super().tick()
 
     worker = EngineWorker(0, Engine(SECTION, length=lambda *_: 60), Weights(), outbox, report_s=1.9)
-    worker.load(0, None)
-    for i in range(2):
-        worker.submit(SampleId(0, i), Task().prompt_at(0), 0, 1)
+    worker.execute(ev.LoadWeights(instance=0, version=0))
+    ids = tuple(SampleId(0, i) for i in range(2))
+    worker.execute(ev.Start(ids=ids, instance=0, version=0, attempt=1), Task().prompt_at(0))
     for _ in range(4):
         worker.work()
     said = [outbox.get() for _ in range(outbox.qsize())]
@@ -168,9 +168,9 @@ def test_an_instance_reports_ticks_with_drafts_apart(monkeypatch):
             )
 
     worker = EngineWorker(0, Engine(SECTION, length=lambda *_: 60), Weights(), outbox, report_s=1.9)
-    worker.load(0, None)
-    for i in range(2):
-        worker.submit(SampleId(0, i), Task().prompt_at(0), 0, 1)
+    worker.execute(ev.LoadWeights(instance=0, version=0))
+    ids = tuple(SampleId(0, i) for i in range(2))
+    worker.execute(ev.Start(ids=ids, instance=0, version=0, attempt=1), Task().prompt_at(0))
     for _ in range(8):
         worker.work()
     said = [outbox.get() for _ in range(outbox.qsize())]

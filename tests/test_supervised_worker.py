@@ -25,6 +25,7 @@ from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.training.agreement import Agreement
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.types import SampleId
+from tests.fakes.coordinator_adversary import kill
 from tests.fakes.coordinator_world import (
     SECTION,
     STEPS,
@@ -286,7 +287,7 @@ def play_with_deaths(draw):
             job.moved.add(event.id)
         due[0] -= 1
         if due[0] == 0:
-            job.pool[draw.randrange(3)].lose("killed by the test")
+            kill(job.pool[draw.randrange(3)])
             due[0] = draw.randrange(20, 90)
 
     assert job.play(watch).ok
@@ -326,15 +327,17 @@ def test_samples_go_on_while_weights_come():
     )
     peers[0] = instance
     instance.start()
-    instance.load(0, None)
+    instance.send(ev.LoadWeights(instance=0, version=0))
     for index in range(8):
-        instance.submit(SampleId(0, index), Task().prompt_at(0), 0, 1)
-    instance.load(1, None)
+        instance.send(ev.Start(ids=(SampleId(0, index),), instance=0, version=0, attempt=1), Task().prompt_at(0))
+    instance.send(ev.LoadWeights(instance=0, version=1))
     received = []
     while not any(isinstance(item, ev.WeightsLoaded) and item.version == 1 for item in received):
         received.append(outbox.get(timeout=20))
     assert engine.versions == (0, 1)
-    instance.load(2, 1)  # it ends this incarnation, as on the worker's own thread
+    instance.send(
+        ev.LoadWeights(instance=0, version=2, drop=1)
+    )  # it ends this incarnation, as on the worker's own thread
     while not isinstance(received[-1], ev.InstanceDown):
         received.append(outbox.get(timeout=20))
     assert "Dies: no such weights" in received[-1].reason

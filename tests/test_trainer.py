@@ -12,6 +12,7 @@ from dora_jax.models import decoder, sharding
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import optim, step
 from dora_jax.trainer.advantage import Prepare
+from dora_jax.trainer.micro_batch import by_micro_batch
 from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
@@ -323,3 +324,14 @@ def test_prepare_passes_kl_in_the_reward():
     )
     got = Prepare(section, 12).estimate(sequences).advantages
     np.testing.assert_allclose(got, [-0.1, 0.1], atol=1e-6)
+
+
+def test_scores_are_computed_in_micro_batches_that_hold_tokens():
+    segments = np.zeros((8, 3), np.int32)
+    segments[[0, 1, 4]] = 1  # row r is of micro-batch r % 4: two hold tokens
+    scored = by_micro_batch(lambda params, part: params + part["positions"], 4, 1.0, {
+        "segment_ids": jnp.asarray(segments), "positions": jnp.arange(24.0).reshape(8, 3)
+    })  # fmt: skip
+    want = 1.0 + np.arange(24.0).reshape(8, 3)
+    want[[2, 3, 6, 7]] = 0.0
+    np.testing.assert_array_equal(scored, want)

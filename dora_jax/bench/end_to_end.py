@@ -44,7 +44,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -61,8 +61,8 @@ from dora_jax.plan import presets
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended, observed
 from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.common.seams import Outbox, WeightStore
-from dora_jax.runtime.common.worker import HandedOver
+from dora_jax.runtime.common.seams import Recipient, WeightStore
+from dora_jax.runtime.common.worker import HandedOver, Message, Outbox
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
@@ -78,7 +78,6 @@ from dora_jax.sim.workload import Turn, Workload
 from dora_jax.types import (
     EpisodeEnded,
     EpisodeSoFar,
-    InstanceId,
     Observed,
     Prompt,
     Sample,
@@ -194,15 +193,14 @@ class PacedWorker(EngineWorker):
         since = self._stands_since
         return self._stood_s + (time.monotonic() - since if since is not None else 0.0)
 
-    def pause(self) -> None:
-        super().pause()
-        self._stands_since = time.monotonic()
-
-    def unpause(self) -> None:
-        self._stood_s, self._stands_since = self.paused_s, None
-        engine: Any = self.engine  # a PacedEngine
-        engine.rest()
-        super().unpause()
+    def execute(self, message: Message, payload: Any = None, dst: Recipient | None = None) -> None:
+        match message:
+            case ev.Pause():
+                self._stands_since = time.monotonic()
+            case ev.Unpause():
+                self._stood_s, self._stands_since = self.paused_s, None
+                cast(PacedEngine, self.engine).rest()
+        super().execute(message, payload, dst)
 
 
 class TurnsOf:
@@ -347,31 +345,29 @@ class LentPacedWorker(PacedWorker):
         self._up, self._costs, self._pace = up, costs, pace
         self._lent = False
 
-    def lend(self, version: Version) -> None:
-        time.sleep(self._pace * self._costs.lend_s())
-        self.engine.load(version, version)
-        self._paced.rest()
-        self.incarnation, self._lent = self.incarnation + 1, True
-        self.outbox.put(dataclasses.replace(self._up, versions=(version,), incarnation=self.incarnation))
-
-    def reclaim(self) -> None:
-        began = time.monotonic()
-        with self._paced.all_at_once() as handed_over:
-            self.hand_over()
-        for version in self.engine.versions:
-            self.engine.drop(version)
-        seconds = self._pace * self._costs.return_s(sum(handed_over))
-        time.sleep(max(0.0, began + seconds - time.monotonic()))
-        self._lent = False
-        self.outbox.put(ev.InstanceDown(instance=self.instance, reason="returned", incarnation=self.incarnation))
-
-    def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None:
-        """What comes after the chips were returned is recorded."""
-        if self._lent:
-            super().receive(in_flight, src, attempt)
-            return
-        self.outbox.put(HandedOver(in_flight=in_flight))
-        self.outbox.put(ev.SampleMoved(id=in_flight.id, src=src, dst=self.instance, attempt=attempt))
+    def execute(self, message: Message, payload: Any = None, dst: Recipient | None = None) -> None:
+        match message:
+            case ev.Lend(version=version):
+                time.sleep(self._pace * self._costs.lend_s())
+                self.engine.load(version, version)
+                self._paced.rest()
+                self.incarnation, self._lent = self.incarnation + 1, True
+                self.outbox.put(dataclasses.replace(self._up, versions=(version,), incarnation=self.incarnation))
+            case ev.Return():
+                began = time.monotonic()
+                with self._paced.all_at_once() as handed_over:
+                    self.hand_over()
+                for version in self.engine.versions:
+                    self.engine.drop(version)
+                time.sleep(max(0.0, began - time.monotonic() + self._pace * self._costs.return_s(sum(handed_over))))
+                self._lent = False
+                self.outbox.put(ev.InstanceDown(instance=message.instance, reason="", incarnation=self.incarnation))
+            case ev.Move(src=src, attempt=attempt) if dst is None and not self._lent:
+                # what comes after the chips were returned is recorded
+                self.outbox.put(HandedOver(in_flight=payload))
+                self.outbox.put(ev.SampleMoved(id=payload.id, src=src, dst=self.instance, attempt=attempt))
+            case _:
+                super().execute(message, payload, dst)
 
 
 OBSERVED_TOKENS = 1 << 10  # of an episode: room for them beside what is sampled

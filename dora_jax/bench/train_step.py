@@ -82,6 +82,7 @@ from dora_jax.costs import update as update_costs
 from dora_jax.models import decoder, hf, logits
 from dora_jax.models.families.config import Experts, ModelConfig
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.orchestrate import events as ev
 from dora_jax.plan import devices, presets
 from dora_jax.publish import placed
 from dora_jax.rollout.engine import Engine
@@ -402,7 +403,7 @@ def new_worker(
         sample = InFlightSample(id=SampleId(i // SAMPLES, i % SAMPLES), version=0, out_ids=np.full(n, TOKEN, np.int32),
                                 prompt_ids=prompt, logprobs=np.full(n, -1, np.float32),
                                 max_new_tokens=longest)  # fmt: skip
-        worker.receive(sample, 1, NOTHING)
+        worker.execute(ev.Resume(ids=(sample.id,), instance=instance, version=0), sample)
     while len(engine.tick().progress) < rows:
         pass
     return worker

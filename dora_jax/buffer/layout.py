@@ -103,47 +103,60 @@ class Place:
     prompt_segment: int = 0
 
 
-class _Bin:
-    """A row that is being filled from the left."""
+class _Rows:
+    """Rows that are being filled from the left; how much is free stands in a tree of maxima, so that the first row with
+    room is found in O(log rows)."""
 
-    def __init__(self, row: Row, tokens: int):
-        self.free = tokens
-        self._row, self._tokens, self._segments = row, tokens, 0
-        self._prompts: dict[bytes, tuple[int, int]] = {}  # start and segment
+    def __init__(self, order: np.ndarray, tokens: int):
+        self._order, self._tokens = order.tolist(), tokens
+        self._leaves = 1 << (len(order) - 1).bit_length()
+        self._free = [0] * (2 * self._leaves)  # of row k: at _leaves + k; above it the larger one of each two
+        self._free[self._leaves : self._leaves + len(order)] = [tokens] * len(order)
+        for node in range(self._leaves - 1, 0, -1):
+            self._free[node] = max(self._free[2 * node], self._free[2 * node + 1])
+        self._segments = [0] * len(order)
+        self._prompts: dict[bytes, dict[int, tuple[int, int]]] = collections.defaultdict(dict)  # row -> start, segment
 
-    def place(self, item: Item) -> Place:
-        if item.shared and item.prompt not in self._prompts:
-            self._prompts[item.prompt] = self._take(item.shared)
-        return Place(self._row, *self._take(item.length), item.shared, *self._prompts.get(item.prompt, (0, 0)))
+    def place(self, item: Item) -> Place | None:
+        """First into a row that holds the item's prompt, else into the first one; None: no row has room."""
+        holding = self._prompts[item.prompt] if item.shared else {}
+        k = next((k for k in holding if self._free[self._leaves + k] >= item.length), None)
+        if k is None:
+            if self._free[1] < item.shared + item.length:
+                return None
+            node = 1
+            while node < self._leaves:
+                node = 2 * node + (self._free[2 * node] < item.shared + item.length)
+            k = node - self._leaves
+            if item.shared:
+                holding[k] = self._take(k, item.shared)
+        return Place(self._order[k], *self._take(k, item.length), item.shared, *holding.get(k, (0, 0)))
 
-    def _take(self, tokens: int) -> tuple[int, int]:
-        start, self.free, self._segments = self._tokens - self.free, self.free - tokens, self._segments + 1
-        return start, self._segments
+    def _take(self, k: int, tokens: int) -> tuple[int, int]:
+        """Start and segment of the tokens that are now taken."""
+        node = self._leaves + k
+        start, self._segments[k] = self._tokens - self._free[node], self._segments[k] + 1
+        self._free[node] -= tokens
+        while node > 1:
+            node //= 2
+            self._free[node] = max(self._free[2 * node], self._free[2 * node + 1])
+        return start, self._segments[k]
 
 
 def places_of(items: Sequence[Item], shape: BatchShape) -> list[Place]:
     """First fit by falling length, samples that share a prompt one after another and first into rows that hold it.
 
     Ties by index, so the same samples always land in the same place."""
-    bins: list[_Bin] = []
-    rows = shape.row_order()
+    rows = _Rows(shape.row_order(), shape.tokens)
     places: dict[int, Place] = {}
-    holding: dict[bytes, list[_Bin]] = collections.defaultdict(list)
     total: collections.Counter[bytes] = collections.Counter()
     for item in items:
         total[item.prompt] += item.length if item.shared else 0
     for i in sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
-        item, whole = items[i], items[i].shared + items[i].length
-        found = next((b for b in holding[item.prompt] if b.free >= item.length), None)
-        if found is None:
-            found = next((b for b in bins if b.free >= whole), None)
-            if found is None:
-                if len(bins) == shape.rows or whole > shape.tokens:
-                    raise ValueError(
-                        f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
-                        f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
-                    )
-                bins.append(found := _Bin(int(rows[len(bins)]), shape.tokens))
-            holding[item.prompt] += [found] if item.shared else []
-        places[i] = found.place(item)
+        if (place := rows.place(items[i])) is None:
+            raise ValueError(
+                f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
+                f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
+            )
+        places[i] = place
     return [places[i] for i in range(len(items))]

@@ -1,7 +1,7 @@
 """The two alphabets of the orchestrator: events are facts (past tense), commands are requests (imperative).
 
 Only ids and counts travel here; payload (tokens, log-probs, rewards, weights) goes from stage to stage.
-A command reserves, the event that answers it commits.
+A command reserves, the event that answers it commits. A command to an instance is the message that travels to it.
 
 Events of an instance carry its incarnation: a number that rises each time the instance comes up. Those of a sample name
 the attempt that placed it, a Start, Resume or Move (None: a journal of an older format did not); an answer names its
@@ -369,5 +369,5 @@ class Halt:
 
 
 SampleCommand = Start | Move | Park | Resume | Cancel
-InstanceCommand = LoadWeights | Pause | Unpause | Lend | Return | Quarantine
-Command = SampleCommand | InstanceCommand | Discard | Train | Retire | Halt
+InstanceCommand = LoadWeights | Pause | Unpause | Lend | Return
+Command = SampleCommand | InstanceCommand | Quarantine | Discard | Train | Retire | Halt

@@ -32,7 +32,8 @@ from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, part
 from dora_jax.runtime.cluster.run_registry import RunRegistry, build_of
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.common.seams import StageWorker, TrainerSide
+from dora_jax.runtime.common.seams import TrainerSide
+from dora_jax.runtime.common.worker import Worker
 from dora_jax.runtime.journal import recovery, workdir_mirror
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journal_audit import reading
@@ -120,7 +121,7 @@ class ClusterBackend:
     def instances(self) -> list[RemoteInstance]:
         return list(self._instances.values())
 
-    def ready(self, instances: Sequence[RemoteInstance], worker: StageWorker | None) -> list[InstanceUp]:
+    def ready(self, instances: Sequence[RemoteInstance], worker: Worker | None) -> list[InstanceUp]:
         """Waits for no instance: each reports itself when it is up."""
         self.weights.settle()
         if worker is not None:

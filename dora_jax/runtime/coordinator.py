@@ -7,8 +7,8 @@ Every loop of a run, by the queue that it reads:
 
     queue             reader          consumes                  waits for                  is unblocked by
     outbox            coordinator     events, payload records   TIME_PERIOD_S at most      any worker's item
-    instance's inbox  EngineWorker    Start, Cancel, Move,      a command, while its       a command; a sample that
-                                      Park, LoadWeights, ...    engine is idle             moves here
+    instance's inbox  EngineWorker    messages: Start, Cancel,  a message, while its       a command; a sample that
+                                      Move, Park, ...           engine is idle             moves here
     trainer's inbox   TrainerWorker   Train                     the groups of a step       GroupScored: enough groups
                                                                                            are ready within the lag
     environments      environment     the end of an episode's   the environment's answer  Waiting; SampleReady goes
@@ -62,7 +62,7 @@ from dora_jax.runtime.sample_registry import KeptKV, OpenGroup, SampleRegistry
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, Version, is_eval, is_served, is_training
+from dora_jax.types import GroupId, Sample, SampleId, ScoredGroup, is_eval, is_served, is_training
 
 TIME_PERIOD_S = 0.05  # how often the orchestrator learns the time; also the longest wait for an event
 SMALL_FLEET = 100  # instances whose facts are few enough to be decided on one by one
@@ -196,67 +196,51 @@ class Coordinator:
             yield ev.TimePassed(now_s=now)
 
     def execute(self, command: ev.Command) -> None:
+        """A command to an instance is sent as it is, but for those that need what is kept here: a Start the prompt, a
+        Resume the sample, each of one sample then."""
         match command:
-            case ev.Start(ids=ids, instance=instance, version=version, attempt=attempt):
-                for sample in ids:
-                    self._submit(sample, self._instances[instance], version, attempt)
-            case ev.LoadWeights(instance=instance, version=version, drop=drop):
-                worker = self._instances[instance]
-                worker.post(worker.load, version, drop)
-            case ev.Move(ids=ids, src=src, dst=dst, attempt=attempt):
-                source = self._instances[src]
-                for sample in ids:
-                    source.post(source.move, sample, self._instances[dst], attempt)
+            case ev.Start(ids=ids):
+                for id in ids:
+                    self._start(dataclasses.replace(command, ids=(id,)), id)
+            case ev.Resume(ids=ids):
+                for id in ids:
+                    self._resume(dataclasses.replace(command, ids=(id,)), id)
+            case ev.Cancel(ids=ids, instance=instance, reason=reason):
+                self._forget(ids)
+                if instance is not None:
+                    self._instances[instance].send(command)
+                else:
+                    for id in ids:
+                        self._outbox.put(ev.SampleCancelled(id=id, reason=reason))
+            case ev.Move(src=src, dst=dst):
+                self._instances[src].send(command, dst=self._instances[dst])
             case ev.Train(group_ids=group_ids, base_version=base):
                 for group_id in group_ids:
                     del self.samples.groups[group_id]
                 if (trainer := self._trainer) is None:
                     raise RuntimeError("a run without a trainer got Train")
                 trainer.post(trainer.train, group_ids, base)
-            case ev.Cancel(ids=ids, instance=instance, reason=reason):
-                # forgets their groups. Instance None: the answer is given here
-                self._forget(ids)
-                for sample in ids:
-                    if instance is not None:
-                        worker = self._instances[instance]
-                        worker.post(worker.cancel, sample, reason)
-                    else:
-                        self._outbox.put(ev.SampleCancelled(id=sample, reason=reason))
             case ev.Discard(group_id=group_id):
                 self._forget([SampleId(group_id, i) for i in range(self._size(group_id))])
                 self._groups.discard(group_id)
                 self._refused.discard(group_id)
-            case ev.Park(ids=ids, instance=instance):
-                worker = self._instances[instance]
-                for sample in ids:
-                    worker.post(worker.park, sample)
-            case ev.Resume(ids=ids, instance=instance, version=version, attempt=attempt):
-                for sample in ids:
-                    self._resume(sample, self._instances[instance], version, attempt)
             case ev.Quarantine():  # the incarnation in question is over already
                 self._tell(command)
             case ev.Retire(version=version):
                 self._weights.drop(version)
-            case ev.Pause(instance=instance) | ev.Unpause(instance=instance):
-                worker = self._instances[instance]
-                worker.post(worker.pause if isinstance(command, ev.Pause) else worker.unpause)
-            case ev.Lend(instance=instance, version=version):
-                worker = self._instances[instance]
-                worker.post(worker.lend, version)
-            case ev.Return(instance=instance):
-                worker = self._instances[instance]
-                worker.post(worker.reclaim)
+            case ev.Halt():
+                raise NotImplementedError("the coordinator has no Halt")
             case _:
-                raise NotImplementedError(f"the coordinator has no {type(command).__name__}")
+                self._instances[command.instance].send(command)
 
     # ------------------------------------------------------------ private
 
-    def _submit(self, sample: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> None:
-        group_id = sample.group_id
+    def _start(self, command: ev.Start, id: SampleId) -> None:
+        group_id = id.group_id
         if group_id in self._refused:
             return
-        self.samples.forget(sample)
-        self._kept.forget((sample,))
+        self.samples.forget(id)
+        self._kept.forget((id,))
         self._groups.discard(group_id)
         try:
             group = self.samples.opened(group_id)
@@ -265,11 +249,12 @@ class Coordinator:
             self._tell(error)
             self._outbox.put(ev.GroupFailed(group_id=group_id, reason=str(error)))
             return
+        worker = self._instances[command.instance]
         if self._episodes and not is_served(group_id):
-            for event in self._episodes.start(sample, group.prompt, worker, version, attempt):
+            for event in self._episodes.start(id, group.prompt, worker, command):
                 self._outbox.put(event)
         else:
-            worker.post(worker.submit, sample, group.prompt, version, attempt)
+            worker.send(command, group.prompt)
 
     def _forget(self, ids: Sequence[SampleId]) -> None:
         self._kept.forget(ids)
@@ -277,19 +262,19 @@ class Coordinator:
             self._episodes.cancel(ids)
         self.samples.cancel(ids)
 
-    def _resume(self, sample: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> None:
-        recorded = self.samples.waiting(sample) is None
-        held = self.samples.resume(sample, version)
+    def _resume(self, command: ev.Resume, id: SampleId) -> None:
+        worker = self._instances[command.instance]
+        recorded = self.samples.waiting(id) is None
+        held = self.samples.resume(id, command.version)
         if isinstance(held, Sample):
-            self._outbox.put(
-                ev.SampleResumed(id=sample, instance=worker.instance, incarnation=worker.incarnation, attempt=attempt)
-            )
-            self._outbox.put(Finished(sample=held, instance=worker.instance, incarnation=worker.incarnation))
-        elif self._episodes and recorded and not len(held.out_ids) and not is_served(sample.group_id):
-            for event in self._episodes.reopen(sample, worker, held.version, attempt):
+            way = {"instance": worker.instance, "incarnation": worker.incarnation}
+            self._outbox.put(ev.SampleResumed(id=id, attempt=command.attempt, **way))
+            self._outbox.put(Finished(sample=held, **way))
+        elif self._episodes and recorded and not len(held.out_ids) and not is_served(id.group_id):
+            for event in self._episodes.reopen(id, worker, held.version, command.attempt):
                 self._outbox.put(event)
         else:
-            self._kept.resume(held, worker, attempt)
+            self._kept.resume(command, held)
 
     def _to_events(self, item: Any) -> Iterator[ev.Event]:
         match item:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import RolloutWorker, RunPlugin
-from dora_jax.runtime.common.worker import Finished
+from dora_jax.runtime.common.worker import Finished, TokensElsewhere
 from dora_jax.runtime.sample_registry import SampleRegistry
 from dora_jax.types import GroupId, InstanceId, SampleId
 
@@ -71,4 +71,4 @@ class DraftSources(RunPlugin):
         instance, incarnation = place
         worker = self._instances[instance]
         if len(tokens) and worker.incarnation == incarnation:
-            worker.post(worker.know, id, tokens[:MOST_TOKENS])
+            worker.send(TokensElsewhere(id=id, tokens=tokens[:MOST_TOKENS]))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -66,19 +67,17 @@ class Episodes:
         self._record = record
         self._of_users = of_users
         self._opening: dict[
-            SampleId, tuple[RolloutWorker, Version, int] | int
-        ] = {}  # with the attempt of its Start; a number: it waits with so many tokens
+            SampleId, tuple[RolloutWorker, ev.Start] | int
+        ] = {}  # a number: it waits with so many tokens
         self._attempts: dict[SampleId, int] = {}  # that had placed the samples that wait; 0: under an earlier process
 
-    def start(
-        self, id: SampleId, prompt: Prompt, worker: RolloutWorker, version: Version, attempt: int
-    ) -> Iterator[ev.Event]:
-        """Its slot is reserved meanwhile, but for a user."""
+    def start(self, id: SampleId, prompt: Prompt, worker: RolloutWorker, command: ev.Start) -> Iterator[ev.Event]:
+        """command: of this sample. Its slot is reserved meanwhile, but for a user."""
         if self._of_users:
-            yield from self._started(id, worker, version, attempt)
-            self._begin_again(id, version, 0)
+            yield from self._started(id, worker, command)
+            self._begin_again(id, command.version, 0)
             return
-        self._opening[id] = worker, version, attempt
+        self._opening[id] = worker, command
         self._environments.open(id, prompt)
 
     def comes_up(self, instance: InstanceId) -> None:
@@ -147,12 +146,11 @@ class Episodes:
 
     # ------------------------------------------------------------ private
 
-    def _started(self, id: SampleId, worker: RolloutWorker, version: Version, attempt: int) -> Iterator[ev.Event]:
+    def _started(self, id: SampleId, worker: RolloutWorker, command: ev.Start) -> Iterator[ev.Event]:
         """It waits for what its environment says first, without a slot."""
-        yield ev.SampleStarted(
-            id=id, instance=worker.instance, version=version, incarnation=worker.incarnation, attempt=attempt
-        )
-        yield self._waiting(id, worker.instance, worker.incarnation, attempt)
+        way: dict[str, Any] = {"instance": worker.instance, "incarnation": worker.incarnation}
+        yield ev.SampleStarted(id=id, version=command.version, attempt=command.attempt, **way)
+        yield self._waiting(id, attempt=command.attempt, **way)
 
     def _waiting(
         self, id: SampleId, instance: InstanceId, incarnation: int, attempt: int, tokens: int = 0, kept: bool = False
@@ -182,7 +180,7 @@ class Episodes:
         self._opening[id] = tokens
         self._environments.open(id, self._samples.groups[id.group_id].prompt)
 
-    def _opened(self, answer: Answer, waits: tuple[RolloutWorker, Version, int] | int) -> Iterator[Item]:
+    def _opened(self, answer: Answer, waits: tuple[RolloutWorker, ev.Start] | int) -> Iterator[Item]:
         id = answer.id
         if id.group_id not in self._samples.groups:
             return  # it was cancelled
@@ -196,12 +194,12 @@ class Episodes:
             yield from self._failed(EpisodeFailed(id=id, reason=reason, kind="limit"))
             return
         if not isinstance(waits, int):
-            worker, version, attempt = waits
+            worker, command = waits
             if not len(answer.token_ids):
-                worker.post(worker.submit, id, prompt, version, attempt)
+                worker.send(command, prompt)
                 return
-            self._samples.begin_again(id, version)
-            yield from self._started(id, worker, version, attempt)
+            self._samples.begin_again(id, command.version)
+            yield from self._started(id, worker, command)
             waits = 0
         if len(answer.token_ids):
             yield from self._observed(answer, waits)

@@ -45,17 +45,16 @@ from dora_jax.runtime.common.seams import (
     Environments,
     GroupStore,
     Notify,
-    Outbox,
     Prompts,
     PublishedWeights,
     RolloutEngine,
     RolloutWorker,
     Scorer,
-    StageWorker,
     TrainerSide,
     Tree,
     WeightStore,
 )
+from dora_jax.runtime.common.worker import Outbox, Worker
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
 from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
@@ -281,7 +280,7 @@ class LocalBackend:
             workers.append(worker)
         return workers
 
-    def ready(self, instances: Sequence[LocalInstance], trainer: StageWorker | None) -> list[InstanceUp]:
+    def ready(self, instances: Sequence[LocalInstance], trainer: Worker | None) -> list[InstanceUp]:
         """Compiles; all instances are up on return."""
         config = self._parts.config
         lent = [worker for worker in instances if isinstance(worker, LentInstance) and self._lent_memory]

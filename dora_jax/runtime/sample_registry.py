@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Outstanding
 from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
 from dora_jax.runtime.common.seams import Prompts, RolloutWorker
-from dora_jax.runtime.common.worker import FinishedUnheard, HandedOver
+from dora_jax.runtime.common.worker import FinishedUnheard, ForgetSample, HandedOver
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
@@ -245,20 +246,16 @@ class KeptKV:
             self._keeper[held.id] = instance
         return not held.n_pages
 
-    def resume(self, held: InFlightSample, worker: RolloutWorker, attempt: int) -> None:
-        """The sample goes on at this instance."""
-        keeper = self._keeper.pop(held.id, worker.instance)
-        if keeper == worker.instance:
-            worker.post(worker.resume, held, attempt)
-        else:
-            source = self._instances[keeper]
-            source.post(source.forward, held, worker, attempt)
+    def resume(self, command: ev.Resume, held: InFlightSample) -> None:
+        """The sample goes on; by way of the instance that keeps its KV."""
+        keeper = self._keeper.pop(held.id, command.instance)
+        dst = self._instances[command.instance] if keeper != command.instance else None
+        self._instances[keeper].send(command, held, dst)
 
     def forget(self, ids: Iterable[SampleId]) -> None:
         for id in ids:
             if (keeper := self._keeper.pop(id, None)) is not None:
-                worker = self._instances[keeper]
-                worker.post(worker.forget, id)
+                self._instances[keeper].send(ForgetSample(id=id))
 
     def retained(self) -> set[GroupId]:
         """Groups of whose episodes an instance keeps KV."""

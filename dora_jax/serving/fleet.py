@@ -85,19 +85,19 @@ class LocalFleet:
     def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None:
         at = zlib.crc32(session.encode()) % len(self.workers) if session else int(np.argmin(self._load))
         worker = self._place(id, at)
-        worker.post(worker.submit, id, prompt, version, 0)
+        worker.send(ev.Start(ids=(id,), instance=worker.instance, version=version), prompt)
 
     def cancel(self, id: SampleId) -> None:
         worker = self._home.get(id) or self.workers[0]  # one that is parked is nowhere: any engine says so
-        worker.post(worker.cancel, id, "its client left, or has enough")
+        worker.send(ev.Cancel(ids=(id,), instance=worker.instance, reason="its client left, or has enough"))
 
     def park(self, id: SampleId) -> None:
         if worker := self._home.get(id):
-            worker.post(worker.park, id)
+            worker.send(ev.Park(ids=(id,), instance=worker.instance))
 
     def resume(self, in_flight: InFlightSample) -> None:
         worker = self._place(in_flight.id, int(np.argmin(self._load)))
-        worker.post(worker.resume, in_flight, 0)
+        worker.send(ev.Resume(ids=(in_flight.id,), instance=worker.instance, version=in_flight.version), in_flight)
 
     # ------------------------------------------------------------ versions
 
@@ -141,7 +141,7 @@ class LocalFleet:
         self._store.put(version, self._source.read(version))
         for worker in self.workers:
             weights = self._store.get(version, worker.engine.param_shardings)
-            worker.post(worker.take_into_use, version, weights)
+            worker.send(ev.LoadWeights(instance=worker.instance, version=version), weights)
         self._store.drop(version)  # the engines hold what they need of it
 
     # -------------------------------------------------------- as an outbox

@@ -26,11 +26,9 @@ def accumulate(
         grads, sums = grad_fn(params, arrays)
         return optax.tree.cast(grads, jnp.float32), sums
     split = split_rows(arrays, micro_batches)
-    used = jnp.max(jnp.where((split["segment_ids"] > 0).any((0, 2)), jnp.arange(1, micro_batches + 1), 1))
 
     def body(i, carry):
-        part = {name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for name, x in split.items()}
-        grads, sums = grad_fn(params, part)
+        grads, sums = grad_fn(params, _part(split, i))
         grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, carry[0], grads), specs)
         joined = {
             name: jnp.maximum(x, sums[name]) if name.endswith("_max") else x + sums[name]
@@ -41,7 +39,9 @@ def accumulate(
     shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     zeros = jax.lax.with_sharding_constraint(zeros, specs)
-    return jax.lax.fori_loop(0, used, body, (zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)))
+    return jax.lax.fori_loop(
+        0, _used(split), body, (zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+    )
 
 
 def split_rows(arrays: Arrays, micro_batches: int) -> dict[str, jax.Array]:
@@ -50,12 +50,18 @@ def split_rows(arrays: Arrays, micro_batches: int) -> dict[str, jax.Array]:
 
 
 def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays) -> jax.Array:
-    """fn(params, arrays) -> [B, L], one micro-batch at a time."""
+    """fn(params, arrays) -> [B, L], one micro-batch at a time; 0 in those that hold no token."""
     if micro_batches == 1:
         return fn(params, arrays)
-    parts = {name: jnp.moveaxis(x, 1, 0) for name, x in split_rows(arrays, micro_batches).items()}
-    out_MxBxL = jax.lax.map(lambda part: fn(params, part), parts)
-    return jnp.moveaxis(out_MxBxL, 0, 1).reshape(-1, out_MxBxL.shape[-1])
+    split = split_rows(arrays, micro_batches)
+    like = jax.eval_shape(fn, params, {name: x[:, 0] for name, x in split.items()})
+    out_BxMxL = jax.lax.fori_loop(
+        0,
+        _used(split),
+        lambda i, out: jax.lax.dynamic_update_index_in_dim(out, fn(params, _part(split, i)), i, axis=1),
+        jnp.zeros((like.shape[0], micro_batches, like.shape[1]), like.dtype),
+    )
+    return out_BxMxL.reshape(-1, like.shape[1])
 
 
 def micro_loss(
@@ -137,3 +143,14 @@ def _valued(values: jax.Array, computed: jax.Array) -> jax.Array:
 @_valued.defjvp
 def _valued_jvp(primals, tangents):
     return primals[0], tangents[1]
+
+
+def _used(split: dict[str, jax.Array]) -> jax.Array:
+    """How many micro-batches hold tokens, at least one: they come first."""
+    micro_batches = split["segment_ids"].shape[1]
+    return jnp.max(jnp.where((split["segment_ids"] > 0).any((0, 2)), jnp.arange(1, micro_batches + 1), 1))
+
+
+def _part(split: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
+    """One micro-batch, [B/M, L]."""
+    return {name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for name, x in split.items()}

@@ -329,21 +329,20 @@ class OnePorter:
 
     def release(self, number):
         self._all.offered.pop((number, self._host), None)
+        self.here.pop(number, None)
 
-    def fetch(self, carry):
-        in_flight = self.here[carry.number] = self._all.fetch(carry.number, self._host)
-        return messages.KVStaged(number=carry.number, host=self._host, fault="" if in_flight else "it did not come")
-
-    def keep(self, bring):
-        self.here[bring.number] = bring.in_flight
-        return messages.KVStaged(number=bring.number, host=self._host, fault="")
+    def stage(self, item):
+        if item.offered.manifest is None:
+            in_flight = item.offered.in_flight
+        else:
+            in_flight = self._all.fetch(item.number, self._host)
+        if in_flight:
+            self.here[item.number] = in_flight
+        return messages.KVStaged(number=item.number, host=self._host, fault="" if in_flight else "it did not come")
 
     def take(self, number):
         self._all.taken += 1
         return self.here.pop(number)
-
-    def leave(self, number):
-        del self.here[number]
 
 
 OFFER = Manifest(

@@ -279,7 +279,7 @@ class Game:
             assert self.moves < MAX_MOVES, f"nothing ends: {process.brain.summary()}"
             if not self.calm:
                 if self.draw.random() < DEATH:
-                    process.pool[self.draw.randrange(self.instances)].lose("killed by the test")
+                    kill(process.pool[self.draw.randrange(self.instances)])
                 if self.draw.random() < SUSPICION:
                     says_nan(process.pool[self.draw.randrange(self.instances)])
                 worker = process.pool[self.draw.randrange(self.instances)]
@@ -329,6 +329,11 @@ class Game:
                 assert len(group.samples) == self.config.group_size
                 for sample in group.samples:
                     np.testing.assert_array_equal(sample.out_ids[sample.mask], expected(sample)[sample.mask])
+
+
+def kill(instance: LocalInstance) -> None:
+    if (incarnation := instance.worker) is not None:
+        instance.lose(incarnation, "killed by the test")
 
 
 def says_nan(instance: LocalInstance) -> None:

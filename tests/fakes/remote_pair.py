@@ -92,6 +92,7 @@ def drained(outbox):
 
 
 A = SampleId(3, 1)
+MOVE = ev.Move(ids=(A,), src=0, dst=1, attempt=1)
 
 
 REQUEST = InFlightSample(
@@ -106,4 +107,4 @@ REQUEST = InFlightSample(
 
 def moving(number=1, host=0, hosts=1, manifest=None):
     offered = KVOffer(in_flight=REQUEST, kv_len=0, page_size=0, manifest=manifest)
-    return messages.MoveStarted(offered=offered, src=0, dst=1, attempt=1, number=number, host=host, hosts=hosts)
+    return messages.MoveStarted(offered=offered, number=number, host=host, hosts=hosts)

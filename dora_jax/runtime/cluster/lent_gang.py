@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from dora_jax.config import RunError
@@ -24,8 +24,6 @@ from dora_jax.runtime.cluster.gang import Gang, GangDied
 from dora_jax.runtime.cluster.gang_supervisor import LOOK_S, GangSupervisor
 from dora_jax.runtime.cluster.launch_process import Launcher, StartedGang, Ticket
 from dora_jax.runtime.cluster.remote_rollout import GangWorker, RemoteInstance
-from dora_jax.runtime.common.idle_time import IdleTimer
-from dora_jax.runtime.common.worker import HandedOver
 from dora_jax.runtime.instances.lent_instance import RETURNED
 from dora_jax.types import InstanceId, Version
 
@@ -121,27 +119,20 @@ class LentSupervisor(GangSupervisor):
 
 
 class LentRemoteInstance(RemoteInstance):
+    on_demand = True
     supervisor: LentSupervisor
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._version: Version = 0  # that the next incarnation begins with
         self._coming: GangWorker | None = None  # the incarnation that loads it
-        self._home = IdleTimer()
-        self._home.__enter__()
-
-    @property
-    def wait_s(self) -> float:
-        """An instance whose devices are the trainer's has nothing to do."""
-        return super().wait_s + self._home.total_s
 
     def lend(self, version: Version) -> None:
         self._version = version
         self.supervisor.asked.put(None)
 
-    def reclaim(self) -> None:
-        if worker := self._worker:
-            worker.gang.leave(RETURNED)
+    def reclaim(self, worker: GangWorker) -> None:
+        worker.gang.leave(RETURNED)
 
     # ------------------------------------------------------------ private
 
@@ -150,7 +141,8 @@ class LentRemoteInstance(RemoteInstance):
         self._publisher.up(gang)
         worker, version = GangWorker(self, gang, self._publisher, self._notify), self._version
         self._coming, self._event = worker, dataclasses.replace(self._event, versions=(version,))
-        self._publisher.want(gang, version, lambda: gang.post(messages.UseWeights(version=version, drop=None)))
+        load = messages.Command(what=ev.LoadWeights(instance=self.instance, version=version))
+        self._publisher.want(gang, version, lambda: gang.post(load))
 
     def _on_message(self, item: Any) -> None:
         if (
@@ -162,19 +154,6 @@ class LentRemoteInstance(RemoteInstance):
             return self.incarnation_ready(worker, lambda: self._admit(worker))
         super()._on_message(item)
 
-    def _admit(self, worker: GangWorker) -> Sequence[Any]:
-        found = super()._admit(worker)
-        if self._worker is worker:
-            self._home.__exit__()
-        return found
-
     def gang_down(self, gang: Gang) -> None:
         self._coming = None
         super().gang_down(gang)
-
-    def incarnation_down(
-        self, worker: GangWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
-    ) -> None:
-        if worker is not None:
-            self._home.__enter__()
-        super().incarnation_down(worker, number, reason, last)

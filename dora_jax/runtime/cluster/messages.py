@@ -4,9 +4,9 @@ Hello -> Begin -> Ready              a process joins its gang, and the gang its 
 Hello -> Rejoin -> Ready             a gang that has outlived its controller joins the next one
 Call -> Answer                       to the trainer's first process, which shares it as TickCommands; each answers
 weight_messages.py                   between the controller and every process: how a version travels
-StartSample, UseWeights, ...         to the first process of a rollout gang, which shares them as TickCommands
+Command                              to the first process of a rollout gang, which shares it as TickCommands
 events, Finished, ...                back from the first process of a rollout gang
-MoveStarted, FetchKV, ...            between the controller and every process: how the KV of a sample travels
+MoveStarted, StageKV, ...            between the controller and every process: how the KV of a sample travels
 Heartbeat                            from every process: it is alive, and how far it is
 """
 
@@ -16,17 +16,25 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.common.sample_gaps import SampleGap
 from dora_jax.runtime.common.sample_log import TokenView
-from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Parked, TopTokens, Waiting
+from dora_jax.runtime.common.worker import (
+    Finished,
+    FinishedUnheard,
+    ForgetSample,
+    HandedOver,
+    Message,
+    Parked,
+    TokensElsewhere,
+    TopTokens,
+    Waiting,
+)
 from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import KVOffer
-from dora_jax.types import InstanceId, Prompt, SampleId, ScoredGroup, Version
+from dora_jax.types import InstanceId, Prompt, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining
 
@@ -245,70 +253,15 @@ class DropWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UseWeights:
-    """Rollout: load weights that every process of the gang holds, and drop another version."""
+class Command:
+    """Rollout: what an instance is sent. LoadWeights follows once every process of the gang holds the weights."""
 
-    version: Version
-    drop: Version | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartSample:
-    id: SampleId
-    prompt: Prompt
-    version: Version
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelSample:
-    id: SampleId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveSample:
-    id: SampleId
-    dst: InstanceId
-    epoch: int  # of dst
-    number: int  # of this move, higher than that of any before
-    attempt: int  # the orchestrator's number of it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishMove:
-    in_flight: InFlightSample  # with the KV that every process has fetched under `number`
-    src: InstanceId
-    attempt: int
-    number: int  # 0: with what it has here
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParkSample:
-    id: SampleId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeSample:
-    in_flight: InFlightSample
-    number: int  # of the KV that every process has here; 0: with what it kept when the sample left
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetKept:
-    """Rollout: drop the KV that is kept of an episode that waited. There is no answer."""
-
-    id: SampleId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnowSibling:
-    """Rollout: the response, so far, of a sample elsewhere, of which drafts for its siblings are made. There is no
-    answer."""
-
-    id: SampleId
-    tokens: np.ndarray  # i32[U]
+    what: Message
+    payload: Prompt | InFlightSample | None = None  # of a Start; of a Resume, or of a Move where it arrives
+    # of a Move where it leaves: higher than that of any before; else of the KV that every process has here, 0: the
+    # sample goes on with what it has, and with what it kept here when it left
+    number: int = 0
+    epoch: int = 0  # of a Move's destination
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,20 +269,7 @@ class HandOver:
     """Hand all samples over, then stop."""
 
 
-GangCommand = (
-    UseWeights
-    | StartSample
-    | CancelSample
-    | MoveSample
-    | FinishMove
-    | ParkSample
-    | ResumeSample
-    | ForgetKept
-    | KnowSibling
-    | HandOver
-    | Rejoin
-    | Call
-)
+GangCommand = Command | HandOver | Rejoin | Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,9 +287,6 @@ class MoveStarted:
     """A sample has left its engine for another one. Where its KV is offered, every process says so of its own shard."""
 
     offered: KVOffer
-    src: InstanceId
-    dst: InstanceId
-    attempt: int
     number: int
     host: int
     hosts: int  # that say it
@@ -376,12 +313,13 @@ class HandOverDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchKV:
-    """Rollout, every process: fetch the KV shard of the process of the same rank."""
+class StageKV:
+    """Rollout, each process its own shard: fetch what the process of the same rank offers, or keep what the controller
+    has put into it (no manifest). KVStaged answers it."""
 
     number: int
-    epoch: int  # of the gang that fetches
-    offered: tuple[KVOffer, ...]
+    epoch: int  # of the gang that takes it
+    offered: KVOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,23 +330,8 @@ class KVStaged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageKV:
-    """Rollout, every process: the process's shard of the pages of a sample that resumes here. KVStaged answers it."""
-
-    number: int
-    in_flight: InFlightSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropStagedKV:
-    """Drop the KV that was staged under this number: another process could not fetch its shard."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseKV:
-    """Release the KV that was offered under this number."""
+    """Drop the KV that was offered here under this number, or staged: another process could not fetch its shard."""
 
     number: int
 
@@ -418,8 +341,18 @@ CODEC = Codec(
     *typing.get_args(CallResult),
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, CallAnswer, TickCommands),
-    *(Finished, Waiting, Parked, HandedOver, HandedOverShard, HandOverDone, FinishedUnheard, Partial, InFlightSample),
-    TopTokens,
-    *(SampleGap, TokenView, MoveStarted, KVOffer, FetchKV, KVStaged, StageKV, DropStagedKV, ReleaseKV, DropWeights),
+    *(
+        TokensElsewhere,
+        ForgetSample,
+        Finished,
+        Waiting,
+        Parked,
+        HandedOver,
+        HandedOverShard,
+        HandOverDone,
+        FinishedUnheard,
+    ),
+    *(Partial, InFlightSample, TopTokens),
+    *(SampleGap, TokenView, MoveStarted, KVOffer, StageKV, KVStaged, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

@@ -1,8 +1,8 @@
 """A rollout gang as the coordinator sees it: an instance worker whose work is done elsewhere.
 
 `RemoteInstance` is an InstanceProxy whose incarnations are gangs; `GangWorker` is the worker of one incarnation: it
-turns commands into
-messages to the gang, and the messages of the gang's processes into outbox items. Laws: commands reach a gang only after
+hands commands to the gang, behind the weights and the KV that they need, and the messages of the gang's processes to
+the outbox. Laws: commands reach a gang only after
 the orchestrator knows that it is there, so none meant for an earlier epoch does; weights are used only once every
 process of the gang holds them, as is the KV of a sample that comes: where one process cannot fetch its shard, all of
 them make it again from the tokens.
@@ -10,14 +10,13 @@ them make it again from the tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
@@ -26,11 +25,12 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.common.seams import Notify, Outbox
-from dora_jax.runtime.common.worker import CalledHere, Crashed, FinishedUnheard, HandedOver
-from dora_jax.runtime.instances.instance_proxy import Destination, ForwardTarget, InstanceProxy, garbage_in
+from dora_jax.runtime.common.seams import Notify
+from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, ForgetSample, HandedOver, Message, Outbox
+from dora_jax.runtime.instances.instance_proxy import Destination, InstanceProxy
+from dora_jax.runtime.transfer.transfer_manifest import KVOffer
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Dropped, Offered, Staged, TransferFailed
-from dora_jax.types import InstanceId, Prompt, SampleId, Version
+from dora_jax.types import SampleId
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
 
@@ -45,13 +45,6 @@ class Departed:
     source: Gang
     by_wire: bool  # the processes of the two gangs transfer its KV; else it is in the message, or made again
 
-    def finish(self, number: int) -> messages.FinishMove:
-        """number: of the KV that the destination has fetched; 0: the sample goes on with what is in the message."""
-        first = self.shards[0]
-        return messages.FinishMove(
-            in_flight=first.offered.in_flight, src=first.src, attempt=first.attempt, number=number
-        )
-
     def release(self) -> None:
         if self.by_wire:
             self.source.tell_all(messages.ReleaseKV(number=self.number))
@@ -62,20 +55,20 @@ class _Staging:
     """KV on its way to every process of this gang."""
 
     id: SampleId
-    take_in: Callable[[int], messages.FinishMove | messages.ResumeSample]  # by the number of the KV, or 0: without it
+    command: messages.Command  # that takes the sample in
     departed: Departed | None = None  # None: the controller offers the KV
     answers: dict[int, str] = field(default_factory=dict)  # by process: what went wrong; empty: nothing
-    later: list[messages.CancelSample] = field(default_factory=list)  # what the gang receives once the sample is in
+    later: list[messages.Command] = field(default_factory=list)  # what the gang receives once the sample is in
 
 
-class GangWorker(CalledHere):
-    """The worker of one gang. The main thread calls the commands, the gang's connections call `on_message`."""
+class GangWorker:
+    """The worker of one gang. The main thread calls `send`, the gang's connections call `on_message`."""
 
     def __init__(self, owner: RemoteInstance, gang: Gang, publisher: WeightPublisher, notify: Notify):
         self.incarnation = gang.epoch
         self.gang = gang
         self._owner, self._publisher, self._notify = owner, publisher, notify
-        self._moves: dict[SampleId, Destination[GangWorker]] = {}  # asked for and not under way
+        self._moves: dict[SampleId, tuple[ev.Move, Destination[GangWorker]]] = {}  # asked for and not under way
         self._shards: dict[int, dict[int, messages.MoveStarted]] = {}  # by move: of those that not all have spoken of
         self._stagings: dict[int, _Staging] = {}
         self._remade = 0  # episodes that went on at another gang without the KV that is here
@@ -90,79 +83,68 @@ class GangWorker(CalledHere):
     def state(self) -> str:
         return f"{self._owner.role} is up (epoch {self.incarnation})"
 
-    # -------------------------------------------------------------- commands
+    def send(self, message: Message, payload: Any = None, dst: Destination[GangWorker] | None = None) -> None:
+        """payload of a Move that arrives: Departed. What it needs beside a prompt goes ahead of a command, to every
+        process: weights, and KV."""
+        command = messages.Command(what=message, payload=None if isinstance(payload, Departed) else payload)
+        match message:
+            case ev.LoadWeights(version=version, drop=drop):
 
-    def load(self, version: Version, drop: Version | None) -> None:
-        def use() -> None:
-            """Every process of the gang holds the version."""
-            self.gang.post(messages.UseWeights(version=version, drop=drop))
-            if drop is not None:
-                self._publisher.tell(Dropped(world=self.gang.name, version=drop))
+                def use() -> None:
+                    """Every process of the gang holds the version."""
+                    self.gang.post(command)
+                    if drop is not None:
+                        self._publisher.tell(Dropped(world=self.gang.name, version=drop))
 
-        self._publisher.want(self.gang, version, use)
+                self._publisher.want(self.gang, version, use)
+            case ev.Move(ids=ids) if dst is not None:
+                epoch = dst.worker.incarnation if dst.worker else 0
+                with self._lock:
+                    self._moves |= {id: (message, dst) for id in ids}
+                for id in ids:
+                    one = dataclasses.replace(message, ids=(id,))
+                    self.gang.post(messages.Command(what=one, number=next(NUMBERS), epoch=epoch))
+            case ev.Move():
+                offered = [shard.offered for shard in payload.shards]
+                command = dataclasses.replace(command, payload=offered[0].in_flight)
+                if payload.by_wire:
+                    self._stage(command, payload.number, offered, payload)
+                else:
+                    self.gang.post(command)
+            case ev.Resume() if dst is not None:
+                # KV that a gang has kept does not leave it: the other one makes it again
+                self.send(ForgetSample(id=payload.id))
+                dst.send(message, payload)
+                self._remade += 1
+                if is_power_of_ten(self._remade):
+                    self._notify(
+                        f"sample {tuple(payload.id)} leaves {self._owner.role}, which kept its KV, and is prefilled "
+                        f"again ({self._remade} samples so far)"
+                    )
+            case ev.Resume() if self.gang.hosts > 1 and payload.n_pages:
+                command = dataclasses.replace(command, payload=without_pages(payload))
+                offered = [
+                    KVOffer(in_flight=shard, kv_len=shard.kv_len, page_size=shard.page_size, manifest=None)
+                    for shard in parted(payload, self.gang.hosts)
+                ]
+                self._stage(command, next(NUMBERS), offered)
+            case ev.Cancel(ids=ids):
+                with self._lock:
+                    stagings = {staging.id: staging for staging in self._stagings.values()}
+                    for id in ids:
+                        cancel = messages.Command(what=dataclasses.replace(message, ids=(id,)))
+                        (stagings[id].later.append if id in stagings else self.gang.post)(cancel)
+            case _:
+                self.gang.post(command)
 
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
-        self.gang.post(messages.StartSample(id=sample, prompt=prompt, version=version, attempt=attempt))
-
-    def cancel(self, sample: SampleId, reason: str) -> None:
-        message = messages.CancelSample(id=sample, reason=reason)
+    def _stage(
+        self, command: messages.Command, number: int, offered: Sequence[KVOffer], departed: Departed | None = None
+    ) -> None:
+        """Sends each process its shard of the KV; the command follows once all have it."""
         with self._lock:
-            for staging in self._stagings.values():
-                if staging.id == sample:
-                    return staging.later.append(message)
-        self.gang.post(message)
-
-    def park(self, sample: SampleId) -> None:
-        self.gang.post(messages.ParkSample(id=sample))
-
-    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
-        if self.gang.hosts == 1 or not in_flight.n_pages:
-            return self.gang.post(messages.ResumeSample(in_flight=in_flight, number=0, attempt=attempt))
-        number, tokens = next(NUMBERS), without_pages(in_flight)
-        shards = [messages.StageKV(number=number, in_flight=shard) for shard in parted(in_flight, self.gang.hosts)]
-        with self._lock:
-            self._stagings[number] = _Staging(
-                in_flight.id, lambda number: messages.ResumeSample(in_flight=tokens, number=number, attempt=attempt)
-            )
-            self.gang.tell_each(shards)
-
-    def forward(self, in_flight: InFlightSample, dst: ForwardTarget[GangWorker], attempt: int) -> None:
-        """KV that a gang has kept does not leave it: the other one makes it again."""
-        self.forget(in_flight.id)
-        dst.resume(in_flight, attempt)
-        self._remade += 1
-        if is_power_of_ten(self._remade):
-            self._notify(
-                f"sample {tuple(in_flight.id)} leaves {self._owner.role}, which kept its KV, and is prefilled again "
-                f"({self._remade} samples so far)"
-            )
-
-    def forget(self, sample: SampleId) -> None:
-        self.gang.post(messages.ForgetKept(id=sample))
-
-    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
-        self.gang.post(messages.KnowSibling(id=sample, tokens=tokens))
-
-    def move(self, sample: SampleId, dst: Destination[GangWorker], attempt: int) -> None:
-        epoch = dst.worker.incarnation if dst.worker else 0
-        with self._lock:
-            self._moves[sample] = dst
-        self.gang.post(
-            messages.MoveSample(id=sample, dst=dst.instance, epoch=epoch, number=next(NUMBERS), attempt=attempt)
-        )
-
-    def receive(self, departed: Departed, src: InstanceId, attempt: int) -> None:
-        if not departed.by_wire:
-            return self.gang.post(departed.finish(0))
-        with self._lock:
-            self._stagings[departed.number] = _Staging(departed.id, departed.finish, departed)
-            offered = tuple(shard.offered for shard in departed.shards)
-            self.gang.tell_all(messages.FetchKV(number=departed.number, epoch=self.incarnation, offered=offered))
-
-    def pause(self) -> None:
-        raise NotImplementedError("colocated roles are for a run in one process")
-
-    unpause = pause
+            self._stagings[number] = _Staging(offered[0].in_flight.id, command, departed)
+            epoch = self.incarnation
+            self.gang.tell_each([messages.StageKV(number=number, epoch=epoch, offered=each) for each in offered])
 
     # ------------------------------------------------------ what the gang says
 
@@ -177,7 +159,7 @@ class GangWorker(CalledHere):
                         return
                     del self._shards[item.number]
                     id = item.offered.in_flight.id
-                    dst = self._moves.pop(id)
+                    move, dst = self._moves.pop(id)
                 departed = Departed(
                     id=id,
                     number=item.number,
@@ -185,7 +167,7 @@ class GangWorker(CalledHere):
                     source=self.gang,
                     by_wire=all(shard.offered.manifest is not None for shard in shards.values()),
                 )
-                if not dst.deliver(id, departed, item.src, item.attempt):
+                if not dst.send(move, departed):
                     departed.release()
             case messages.KVStaged():
                 with self._lock:
@@ -197,10 +179,11 @@ class GangWorker(CalledHere):
                         return
                     del self._stagings[item.number]
                     fault = next(filter(None, staging.answers.values()), "")
-                    for message in (staging.take_in(0 if fault else item.number), *staging.later):
-                        self.gang.post(message)
+                    command = dataclasses.replace(staging.command, number=0 if fault else item.number)
+                    for each in (command, *staging.later):
+                        self.gang.post(each)
                     if fault:
-                        self.gang.tell_all(messages.DropStagedKV(number=item.number))
+                        self.gang.tell_all(messages.ReleaseKV(number=item.number))
                 if staging.departed is not None:
                     staging.departed.release()
                 if fault:
@@ -258,12 +241,6 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def start(self) -> None:
         """The gang has been on its way since the cluster was opened."""
 
-    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
-        if (present := self._worker) is not None and present.incarnation == incarnation:
-            self._unhealthy(present, reason)
-        else:  # what it has left is not believed either
-            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=incarnation))
-
     def stop(self, timeout_s: float = 0.0) -> None:
         """Ends the gang, without waiting for what it does."""
         self.supervisor.close()
@@ -277,23 +254,11 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             case HandedOver() | FinishedUnheard() if self._worker is None:
                 self._found.append(item)
             case _:
-                if (worker := self._worker) is None:
-                    return
-                if fault := garbage_in(item):
-                    self._unhealthy(worker, f"it returned garbage: {fault}")
-                else:
+                if worker := self._worker:
                     worker.on_message(item)
 
-    def _unhealthy(self, worker: GangWorker, reason: str) -> None:
-        """Nothing of this incarnation is accepted from now on."""
-        with self._lock:
-            self._outbox.put(
-                ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)
-            )
-            if self._worker is not worker:
-                return
-            worker.end()
-            self.incarnation_down(worker, worker.incarnation, reason)
+    def lost(self, worker: GangWorker, reason: str, error: BaseException, unhealthy: bool) -> None:
+        worker.end()
         worker.gang.die(reason)
 
     def _up(self, gang: Gang) -> None:
@@ -307,7 +272,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             found, self._found = self._found, []
             if worker.gang.dead.is_set():
                 return ()
-            self._worker = worker
+            self.admit(worker)
         return found if trusted else ()
 
     def gang_down(self, gang: Gang) -> None:

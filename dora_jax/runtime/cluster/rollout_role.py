@@ -17,14 +17,16 @@ import jax
 from dora_jax.config import Config, ConfigError
 from dora_jax.models import hf, sharding
 from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.orchestrate import events as ev
 from dora_jax.plan import devices
 from dora_jax.publish import HostWeights
-from dora_jax.rollout.migrate import HostKV, holders_alike
+from dora_jax.rollout.migrate import HostKV, InFlightSample, holders_alike
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import ControllerConnection, HeartbeatSender, Turns
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveDestination, ResultSender, TransferThreads
 from dora_jax.runtime.common.seams import RolloutEngine
+from dora_jax.runtime.common.worker import ForgetSample
 from dora_jax.runtime.instances.rollout_worker import REPORT_PERIOD_S, EngineWorker, progress_period_s, report_period_s
 from dora_jax.runtime.transfer.device_transfer import Wire
 from dora_jax.runtime.transfer.kv_transfer import layout_of
@@ -154,31 +156,20 @@ class RolloutRole:
                     return
                 worker = self._worker
                 match post:
-                    case messages.UseWeights(version=version, drop=drop):
-                        worker.load(version, drop)
-                        if drop is not None:
-                            self._weights.weights.drop(drop)
-                            for id in [id for id, left in self._sender.pages.items() if left.version == drop]:
-                                del self._sender.pages[id]
-                    case messages.StartSample(id=id, prompt=prompt, version=version, attempt=attempt):
-                        worker.submit(id, prompt, version, attempt)
-                    case messages.CancelSample(id=id, reason=reason):
-                        worker.cancel(id, reason)
-                    case messages.MoveSample(id=id, attempt=attempt):
-                        worker.move(id, MoveDestination(post, self._sender, self._kv), attempt)
-                    case messages.FinishMove(in_flight=in_flight, src=src, attempt=attempt, number=number):
-                        worker.receive(self._kv.take(number) if number else in_flight, src, attempt)
-                    case messages.ParkSample(id=id):
-                        worker.park(id)
-                    case messages.ResumeSample(in_flight=in_flight, number=number, attempt=attempt):
-                        worker.resume(
-                            self._kv.take(number) if number else self._sender.with_own_pages(in_flight), attempt
-                        )
-                    case messages.ForgetKept(id=id):
-                        worker.forget(id)
-                        self._sender.pages.pop(id, None)
-                    case messages.KnowSibling(id=id, tokens=tokens):
-                        worker.know(id, tokens)
+                    case messages.Command(what=what, payload=payload, number=number):
+                        dst = None
+                        if isinstance(payload, InFlightSample):
+                            payload = self._kv.take(number) if number else self._sender.with_own_pages(payload)
+                        elif number:
+                            dst = MoveDestination(post, self._sender, self._kv)
+                        worker.execute(what, payload, dst)
+                        match what:
+                            case ev.LoadWeights(drop=int() as drop):
+                                self._weights.weights.drop(drop)
+                                for id in [id for id, left in self._sender.pages.items() if left.version == drop]:
+                                    del self._sender.pages[id]
+                            case ForgetSample(id=id):
+                                self._sender.pages.pop(id, None)
                     case messages.Rejoin():
                         # another controller has come, and takes it for a new gang that has samples and weights from
                         # before

@@ -1,9 +1,7 @@
 """What leaves a rollout process, and the KV of running samples from one gang to another.
 
-    source       offer -> MoveStarted ........................... ReleaseKV -> it is forgotten
-    destination         FetchKV -> fetch -> KVStaged ... FinishMove -> take, in every process; or DropStagedKV in each
-                        StageKV -> keep  -> KVStaged ... ResumeSample ...: of a source that had to leave, by the
-                                         controller
+    source       offer -> MoveStarted ............................... ReleaseKV -> it is forgotten
+    destination         StageKV -> stage -> KVStaged ... Move or Resume -> take, in every process; or ReleaseKV in each
 
 `ResultSender` is the outbox of an EngineWorker: it sends facts to the controller, and keeps what only this process can
 give: its shard of the pages of samples that may come back, and samples that finished when nobody may have listened.
@@ -26,10 +24,11 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, with_kv_of, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
-from dora_jax.runtime.common.worker import CalledHere, Finished, FinishedUnheard, HandedOver, Parked, Waiting
+from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Message, Parked, Waiting
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
@@ -41,7 +40,7 @@ from dora_jax.types import InstanceId, Sample, SampleId, Version
 
 OWN = (  # what the threads do beside the role's: the last two of a trainer alone
     *typing.get_args(Command),
-    *(messages.StageKV, messages.ReleaseKV, messages.DropStagedKV, messages.DropWeights, messages.WriteWeights),
+    *(messages.ReleaseKV, messages.DropWeights, messages.WriteWeights),
 )
 GRACE_S = 5.0  # the KV of a sample that waits longer is sooner made again
 MAX_KV_BYTES = 3 * MAX_FRAME_BYTES // 4  # of one record: more would end the link, and with it all that still waits
@@ -118,30 +117,22 @@ class ResultSender:
         return without_pages(in_flight)
 
 
-class MoveDestination(CalledHere):
+class MoveDestination:
     """Where a sample goes, as its instance sees it. Its KV goes from process to process where `kv` offers it, and every
     process says so; else in the message of the first one, through the controller."""
 
-    def __init__(self, move: messages.MoveSample, sender: ResultSender, kv: KVEndpoint):
-        self.instance = move.dst
+    def __init__(self, move: messages.Command, sender: ResultSender, kv: KVEndpoint):
         self._move, self._sender, self._kv = move, sender, kv
 
-    def receive(self, in_flight: InFlightSample, src: int, attempt: int) -> None:
-        offers = self._kv.offers
+    def send(self, message: Message, payload: Any = None, dst: None = None) -> None:
+        sender, offers = self._sender, self._kv.offers
         if offers:
-            offered = self._kv.offer(in_flight, self._move)
+            offered = self._kv.offer(payload, self._move)
         else:
-            offered = KVOffer(in_flight=self._sender.fit(in_flight), kv_len=0, page_size=0, manifest=None)
-        started = messages.MoveStarted(
-            offered=offered,
-            src=src,
-            dst=self.instance,
-            attempt=attempt,
-            number=self._move.number,
-            host=self._sender.host if offers else 0,
-            hosts=self._sender.hosts if offers else 1,
-        )
-        (self._sender.link.send if offers else self._sender.put)(started)
+            offered = KVOffer(in_flight=sender.fit(payload), kv_len=0, page_size=0, manifest=None)
+        shards = sender.hosts if offers else 1
+        started = messages.MoveStarted(offered=offered, number=self._move.number, host=sender.host, hosts=shards)
+        (sender.link.send if offers else sender.put)(started)
 
 
 class KVEndpoint:
@@ -151,13 +142,14 @@ class KVEndpoint:
         self._instance, self._host, self._wire, self._layout = instance, host, wire, layout
         self.offers = wire is not None
         self._offered: dict[int, Key] = {}
-        self._fetched: dict[int, InFlightSample] = {}
+        self._staged: dict[int, InFlightSample] = {}
         self._lock = threading.Lock()
 
     # --------------------------------------------------------- as a source
 
-    def offer(self, in_flight: InFlightSample, move: messages.MoveSample) -> KVOffer:
-        key = self._key(move.dst, move.epoch, in_flight, move.number)
+    def offer(self, in_flight: InFlightSample, move: messages.Command) -> KVOffer:
+        assert isinstance(move.what, ev.Move)
+        key = self._key(move.what.dst, move.epoch, in_flight, move.number)
         offered = kv_transfer.offer(self._opened, key, in_flight)
         if offered.manifest is not None:
             with self._lock:
@@ -165,7 +157,9 @@ class KVEndpoint:
         return offered
 
     def release(self, number: int) -> None:
+        """Drop what was offered or staged under this number."""
         with self._lock:
+            self._staged.pop(number, None)
             key = self._offered.pop(number, None)
         if key is not None:
             self._opened.release(key)
@@ -175,36 +169,28 @@ class KVEndpoint:
         for number in tuple(self._offered):
             self.release(number)
         with self._lock:
-            self._fetched.clear()
+            self._staged.clear()
 
     # ----------------------------------------------------- as a destination
 
-    def fetch(self, carry: messages.FetchKV) -> messages.KVStaged:
-        """Takes its time; until `take` or `leave` the pages lie in host memory."""
-        offered = carry.offered[self._host]
-        key = self._key(self._instance, carry.epoch, offered.in_flight, carry.number)
-        size = sum(shard.bytes for shard in offered.manifest.shards) if offered.manifest else 0
-        try:
-            in_flight = kv_transfer.fetch(self._opened, offered, key, self._layout, deadline_s(size, GRACE_S))
-        except WireError as error:  # of this transfer, and of it alone
-            fault = f"process {self._host}: {' '.join(str(error).split())}"
-            return messages.KVStaged(number=carry.number, host=self._host, fault=fault)
-        with self._lock:
-            self._fetched[carry.number] = in_flight
-        return messages.KVStaged(number=carry.number, host=self._host, fault="")
-
-    def keep(self, bring: messages.StageKV) -> messages.KVStaged:
-        with self._lock:
-            self._fetched[bring.number] = bring.in_flight
-        return messages.KVStaged(number=bring.number, host=self._host, fault="")
+    def stage(self, item: messages.StageKV) -> messages.KVStaged:
+        """Takes its time; until `take` or `release` the pages lie in host memory."""
+        offered, in_flight, fault = item.offered, item.offered.in_flight, ""
+        if offered.manifest is not None:
+            key = self._key(self._instance, item.epoch, in_flight, item.number)
+            limit_s = deadline_s(sum(shard.bytes for shard in offered.manifest.shards), GRACE_S)
+            try:
+                in_flight = kv_transfer.fetch(self._opened, offered, key, self._layout, limit_s)
+            except WireError as error:  # of this transfer, and of it alone
+                fault = f"process {self._host}: {' '.join(str(error).split())}"
+        if not fault:
+            with self._lock:
+                self._staged[item.number] = in_flight
+        return messages.KVStaged(number=item.number, host=self._host, fault=fault)
 
     def take(self, number: int) -> InFlightSample:
         with self._lock:
-            return self._fetched.pop(number)
-
-    def leave(self, number: int) -> None:
-        with self._lock:
-            self._fetched.pop(number, None)
+            return self._staged.pop(number)
 
     # ------------------------------------------------------------ private
 
@@ -250,7 +236,7 @@ class TransferThreads:
     def _sort(self, inbox: queue.SimpleQueue, rest: queue.SimpleQueue) -> None:
         while (item := inbox.get()) is not None:
             what = item.what if isinstance(item, messages.Call) else item
-            if isinstance(what, Pull | Read | messages.FetchKV):
+            if isinstance(what, Pull | Read | messages.StageKV):
                 # they take their time, and an Abort may come meanwhile
                 threading.Thread(target=self._do, args=(item,), name="pull", daemon=True).start()
             elif isinstance(what, OWN):
@@ -282,15 +268,11 @@ class TransferThreads:
                     self._link.send(messages.CallAnswer(number=number, what=answer))
                 case messages.DropWeights(version=version):
                     self._weights.weights.drop(version)
-                case messages.FetchKV() if self._kv:
-                    self._link.send(self._kv.fetch(item))
                 case messages.StageKV() if self._kv:
-                    self._link.send(self._kv.keep(item))
+                    self._link.send(self._kv.stage(item))
                 case messages.ReleaseKV(number=number) if self._kv:
                     self._kv.release(number)
-                case messages.DropStagedKV(number=number) if self._kv:
-                    self._kv.leave(number)
-                case messages.FetchKV() | messages.StageKV() | messages.ReleaseKV() | messages.DropStagedKV():
+                case messages.StageKV() | messages.ReleaseKV():
                     pass  # a trainer has none
                 case _:
                     if (fact := self._weights.execute(item)) is not None:

@@ -6,8 +6,8 @@
 
 World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world (orchestrate/core.py)
 Backend         LocalBackend; cluster.backend.ClusterBackend
-RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, that may crash and restart; each start is a
-new incarnation RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
+RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, which may crash and restart
+RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
 PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around one
 CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dora_jax.rollout.ticks import TickResult
     from dora_jax.runtime.common.sample_gaps import SeenGaps
     from dora_jax.runtime.common.sample_log import SeenTokens
+    from dora_jax.runtime.common.worker import Message, Worker
     from dora_jax.tasks.environments import Answer
     from dora_jax.tasks.pool import GroupFailure
     from dora_jax.trainer.checkpoint import Digests, Restored
@@ -49,12 +50,6 @@ Pack = Callable[[Sequence[ScoredGroup], Version], Batches]  # (groups, base vers
 Digest = Callable[[Tree], int]  # a fingerprint of weights
 MakeProbe = Callable[[ScoredGroup, Version, Tree], "Probe"]  # (group, its version, that version's weights)
 Notify = Callable[[str], None]  # prints a sentence on the console of the run
-
-
-class Outbox(Protocol):
-    """Where a worker puts events and payload records (worker.py); a queue.SimpleQueue, or what stands for one."""
-
-    def put(self, item: Any) -> None: ...
 
 
 class WeightStore(Protocol):
@@ -243,15 +238,8 @@ class Environments(Closable, Protocol):
     def stats(self) -> Mapping[str, float]: ...
 
 
-class Posted(Protocol):
-    """What is called by posts."""
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        """Calls one of its methods on its own thread, in the order of the posts."""
-
-
-class PostedWorker(Posted, Protocol):
-    """A worker whose methods are called by posts."""
+class StageWorker(Protocol):
+    """A stage with a thread of its own, here or elsewhere."""
 
     @property
     def wait_s(self) -> float:
@@ -261,60 +249,27 @@ class PostedWorker(Posted, Protocol):
     def state(self) -> str:
         """A few words for a diagnosis."""
 
-
-class StageWorker(PostedWorker, Protocol):
-    """A stage with a thread of its own, here or elsewhere."""
-
     def start(self) -> None: ...
 
     def stop(self, timeout_s: float = ...) -> None: ...
 
 
-class SampleWorker(PostedWorker, Protocol):
-    """An instance, or one incarnation of it. A command of the orchestrator is one post; every one but `load` names one
-    sample."""
+class Recipient(Protocol):
+    """An instance, one incarnation of it, or what stands for one where a sample leaves another."""
 
-    incarnation: int  # the latest one of the instance
+    def send(self, message: Message, payload: Any = None, dst: Any = None) -> object:
+        """Carry out a command on the instance's own thread, in the order of the calls.
 
-    def load(self, version: Version, drop: Version | None) -> None: ...
-
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
-        """attempt: of the Start; all that is reported of the sample until it leaves carries it."""
-
-    def cancel(self, sample: SampleId, reason: str) -> None: ...
-
-    def park(self, sample: SampleId) -> None: ...
-
-    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
-
-    def forward(self, in_flight: InFlightSample, dst: Any, attempt: int) -> None:
-        """An episode that has waited goes on at `dst`, another worker of the same kind, with the KV that is here."""
-
-    def forget(self, sample: SampleId) -> None:
-        """An episode that waited has ended: KV that is here goes."""
-
-    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
-        """i32[U]: the response, so far, of a sample elsewhere whose siblings run here. There is no answer."""
-
-    def move(self, sample: SampleId, dst: Any, attempt: int) -> None:
-        """dst: another worker of the same kind."""
-
-    def pause(self) -> None: ...
-
-    def unpause(self) -> None: ...
+        payload: the Prompt of a Start; the InFlightSample of a Resume, or of a Move where it arrives; the weights of
+        LoadWeights (None: the instance fetches them). dst: the Recipient where the sample goes on, of a Move where it
+        leaves, or of a Resume whose episode has left its KV here."""
 
 
-class RolloutWorker(StageWorker, SampleWorker, Protocol):
-    """One instance."""
+class RolloutWorker(StageWorker, Recipient, Protocol):
+    """One instance: commands go in by `send`, and events come out through its outbox."""
 
     instance: InstanceId
-
-    def lend(self, version: Version) -> None:
-        """The trainer's devices are this instance now, and hold the version. The answer is InstanceUp, or
-        InstanceDown."""
-
-    def reclaim(self) -> None:
-        """The devices are the trainer's again: samples are handed over. The answer is InstanceDown."""
+    incarnation: int  # the latest one
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """What the instance sampled up to the end of this incarnation is not believed: it ends, unless it has, and the
@@ -363,5 +318,5 @@ class Backend(Closable, Protocol):
 
     def instances(self) -> Sequence[RolloutWorker]: ...
 
-    def ready(self, instances: Sequence[Any], trainer: StageWorker | None) -> Sequence[InstanceUp]:
+    def ready(self, instances: Sequence[Any], trainer: Worker | None) -> Sequence[InstanceUp]:
         """Compiles; the instances that are up on return. instances: what `instances` returned."""

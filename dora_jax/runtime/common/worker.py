@@ -1,4 +1,5 @@
-"""The thread that owns a stage, and the records that it puts into the outbox.
+"""The thread that owns a stage, what an instance is sent beside commands, and the records that a stage puts into the
+outbox.
 
 Other threads reach a stage only by posting calls to its worker's inbox. Results go to one outbox, as events or as the
 payload records below, which the coordinator turns into events. An exception in a worker reaches the main thread as
@@ -12,16 +13,33 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.idle_time import IdleTimer
-from dora_jax.runtime.common.seams import Outbox
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.types import InstanceId, Sample, SampleId, ScoredGroup, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensElsewhere:
+    """To an instance: the response, so far, of a sample of a group of which others run here. There is no answer."""
+
+    id: SampleId
+    tokens: np.ndarray  # i32[U]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetSample:
+    """To an instance: an episode that waited has ended, so its KV goes. There is no answer."""
+
+    id: SampleId
+
+
+Message = ev.SampleCommand | ev.InstanceCommand | TokensElsewhere | ForgetSample  # what an instance is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,23 +123,10 @@ class Crashed:
 Job = tuple[Callable[..., None], tuple]
 
 
-class OwnDevices:
-    """A rollout worker that has devices of its own, which nobody lends to it or takes back."""
+class Outbox(Protocol):
+    """Where a worker puts events and payload records; a queue.SimpleQueue, or what stands for one."""
 
-    role: str
-
-    def lend(self, version: Version) -> None:
-        raise NotImplementedError(f"{self.role} has devices of its own")
-
-    def reclaim(self) -> None:
-        raise NotImplementedError(f"{self.role} has devices of its own")
-
-
-class CalledHere:
-    """A worker whose methods run on the thread that posts."""
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        call(*args)
+    def put(self, item: Any) -> None: ...
 
 
 class Worker:

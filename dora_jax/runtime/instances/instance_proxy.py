@@ -24,43 +24,39 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.common.seams import Outbox, SampleWorker
-from dora_jax.runtime.common.worker import CalledHere, Finished, HandedOver, InstanceReady, OwnDevices, Parked, Waiting
+from dora_jax.runtime.common.idle_time import IdleTimer
+from dora_jax.runtime.common.seams import Recipient
+from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Message, Outbox, Parked, Waiting
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.types import InstanceId, SampleId
+from dora_jax.types import SampleId, Version
 
 LOST = "its instance is lost"
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
 NOT_FINITE = "its log-probs are not finite"
 
 
-class IncarnationWorker(SampleWorker, Protocol):
-    """The worker of one incarnation: an engine's thread here, or the messages to a gang. `move` takes the Destination
-    of the move, `forward` the ForwardTarget of the episode."""
+class IncarnationWorker(Recipient, Protocol):
+    """The worker of one incarnation: an engine's thread here, or the messages to a gang. The `dst` that it is sent is a
+    Destination; the sample that the Destination is given, the worker of `dst` understands."""
 
-    def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
-        """in_flight: what `move` of the source's incarnation gave to the Destination."""
+    incarnation: int
+
+    @property
+    def wait_s(self) -> float: ...
+
+    @property
+    def state(self) -> str: ...
 
 
 AnyWorker = TypeVar("AnyWorker", bound=IncarnationWorker)
 
 
-def _handed_on(name: str) -> Callable[..., None]:
-    """A command that the worker of the present incarnation executes. One to an incarnation that is over reaches
-    nothing: InstanceDown is on its way, and reports what was outstanding."""
-
-    def command(self: InstanceProxy, *args: Any) -> None:
-        if worker := self._worker:
-            worker.post(getattr(worker, name), *args)
-
-    return command
-
-
-class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
+class InstanceProxy(Generic[AnyWorker]):
     """Called by the main thread, but for `on_message`, which the threads of incarnations call too."""
 
-    def __init__(self, up: ev.InstanceUp, outbox: Outbox):
+    on_demand = False  # it is up only while the trainer's devices are lent to it
+
+    def __init__(self, up: ev.InstanceUp, outbox: Outbox, vocab_size: int | None = None):
         self.instance = up.instance
         self.role = f"rollout {up.instance}"
         self._event = up
@@ -68,54 +64,77 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
         self._lock = threading.Lock()
         self._worker: AnyWorker | None = None  # that the orchestrator knows of, or will
         self.incarnation = up.incarnation  # the latest
-        self._leaving: dict[SampleId, ev.MoveFailed] = {}  # asked to move, not out; the answer if it is lost first
+        self._leaving: dict[SampleId, Callable[[], object]] = {}  # on their way out; what is done if it is lost first
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over and not yet in; the answer then
-        self._forwarding: dict[SampleId, Callable[[], None]] = {}  # on their way out; how each goes on without its KV
         self._waited_s = 0.0  # of earlier incarnations
+        self._vocab_size = vocab_size
+        self._home = IdleTimer()  # the devices are the trainer's: then there is nothing to do
+        if self.on_demand:
+            self._home.__enter__()
 
     # ---------------------------------------------------------- as a worker
 
     @property
     def wait_s(self) -> float:
-        return self._waited_s + (worker.wait_s if (worker := self._worker) else 0.0)
+        return self._waited_s + self._home.total_s + (worker.wait_s if (worker := self._worker) else 0.0)
 
     @property
     def state(self) -> str:
         return worker.state if (worker := self._worker) else f"{self.role} is down"
 
-    load = _handed_on("load")
-    submit = _handed_on("submit")
-    cancel = _handed_on("cancel")
-    park = _handed_on("park")
-    resume = _handed_on("resume")
-    forget = _handed_on("forget")
-    know = _handed_on("know")
-    pause = _handed_on("pause")
-    unpause = _handed_on("unpause")
-
-    def forward(self, in_flight: InFlightSample, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
+    def send(self, message: Message, payload: Any = None, dst: InstanceProxy[AnyWorker] | None = None) -> None:
+        """One to an incarnation that is over reaches nothing: InstanceDown is on its way, and reports what was
+        outstanding."""
+        if dst is None:
+            worker = self._worker
+            match message:
+                case ev.Lend(version=version):
+                    self.lend(version)
+                case ev.Return() if worker:
+                    self.reclaim(worker)
+                case _ if worker:
+                    worker.send(message, payload)
+            return
+        lost: dict[SampleId, Callable[[], object]] = {}
+        match message:
+            case ev.Move(ids=ids, src=src, dst=to, attempt=attempt):
+                for id in ids:
+                    failed = ev.MoveFailed(id=id, src=src, dst=to, attempt=attempt, reason=LOST)
+                    lost[id] = functools.partial(self._outbox.put, failed)
+            case _:  # an episode goes on there without the KV that is kept here
+                lost[payload.id] = functools.partial(dst.send, message, payload)
         with self._lock:
             if (worker := self._worker) is not None:
-                self._forwarding[in_flight.id] = functools.partial(dst.resume, in_flight, attempt)
-        if worker is None:
-            dst.resume(in_flight, attempt)
-        else:  # a gang's answers before the call returns
-            worker.post(worker.forward, in_flight, ForwardTarget(self, dst), attempt)
+                self._leaving |= lost
+                target = Destination(self, worker, dst, dst._worker)
+        if worker is not None:  # a gang's answers before the call returns
+            worker.send(message, payload, target)
+            return
+        for answer in lost.values():
+            answer()
 
-    def move(self, sample: SampleId, dst: InstanceProxy[AnyWorker], attempt: int) -> None:
-        failed = ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=LOST)
-        with self._lock:
-            if (worker := self._worker) is not None:
-                target = Destination(self, worker, dst, dst._worker, dst.instance)
-                self._leaving[sample] = failed
-                worker.post(worker.move, sample, target, attempt)
-                return
-        self._outbox.put(failed)
+    def lend(self, version: Version) -> None:
+        """Begin an incarnation that holds the version. The answer is InstanceUp, or InstanceDown."""
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def reclaim(self, worker: AnyWorker) -> None:
+        """End this incarnation: its samples are handed over, and the devices are the trainer's. The answer is
+        InstanceDown."""
+        raise NotImplementedError(f"{self.role} has devices of its own")
+
+    def mark_unhealthy(self, incarnation: int, reason: str) -> None:
+        """See RolloutWorker."""
+        if (worker := self._worker) is not None and worker.incarnation == incarnation:
+            self.lose(worker, reason, unhealthy=True)
+        else:  # what it has left is not believed either
+            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=incarnation))
 
     # ----------------------------------------------- what incarnations send and do
 
     def on_message(self, worker: AnyWorker, item: Any) -> None:
         """An outbox item of this incarnation."""
+        if fault := garbage_in(item, self._vocab_size):
+            return self.lose(worker, f"it returned garbage: {fault}", unhealthy=True)
         with self._lock:
             if self._worker is not worker:
                 return
@@ -126,7 +145,28 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
                     self._arriving.pop(id, None)
             self._outbox.put(item)
 
+    def lose(self, worker: AnyWorker, reason: str, error: BaseException | None = None, unhealthy: bool = False) -> None:
+        """End an incarnation, whatever it does: nothing of it is accepted from now on. unhealthy: what it sampled is
+        not believed."""
+        with self._lock:
+            if unhealthy:
+                event = ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)
+                self._outbox.put(event)
+            if self._worker is not worker:
+                return
+            self.incarnation_down(worker, worker.incarnation, reason)
+        self.lost(worker, reason, error or RuntimeError(reason), unhealthy)
+
+    def lost(self, worker: AnyWorker, reason: str, error: BaseException, unhealthy: bool) -> None:
+        """The incarnation has been ended; see `lose`."""
+        raise NotImplementedError
+
     # -------------------------------------------------- for those that start incarnations
+
+    def admit(self, worker: AnyWorker) -> None:
+        """Commands reach this incarnation from now on. The lock is held."""
+        self._worker = worker
+        self._home.__exit__()
 
     def incarnation_ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
         """The next incarnation has begun; `admit` follows when the coordinator hears of it."""
@@ -142,53 +182,40 @@ class InstanceProxy(CalledHere, OwnDevices, Generic[AnyWorker]):
         samples."""
         if worker is not None:
             self._waited_s += worker.wait_s
+            if self.on_demand:
+                self._home.__enter__()
         self._worker = None
         down = ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number)
-        for item in (*last, down, *self._leaving.values(), *self._arriving.values()):
+        for item in (*last, down, *self._arriving.values()):
             self._outbox.put(item)
-        for resume in self._forwarding.values():
-            resume()
-        self._leaving, self._arriving, self._forwarding = {}, {}, {}
+        for answer in self._leaving.values():
+            answer()
+        self._leaving, self._arriving = {}, {}
 
 
 @dataclass
-class ForwardTarget(CalledHere, Generic[AnyWorker]):
-    """Where an episode goes on, as the incarnation that has its KV sees it."""
+class Destination(Generic[AnyWorker]):
+    """Where a sample goes on, as the incarnation that it leaves sees it."""
 
     src: InstanceProxy[AnyWorker]
+    source: AnyWorker  # the incarnation that it leaves
     dst: InstanceProxy[AnyWorker]
+    worker: AnyWorker | None  # the incarnation that a Move is meant for
 
-    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
-        """It is out of the source's engine, unless that incarnation was over before."""
+    def send(self, message: Message, payload: Any = None, dst: None = None) -> bool:
+        """payload: the sample, which has an id, is out of the source's engine. False: it does not arrive as it left,
+        for one of the two incarnations is over."""
         with self.src._lock:
-            if self.src._forwarding.pop(in_flight.id, None) is None:
-                return
-        self.dst.resume(in_flight, attempt)
-
-
-@dataclass
-class Destination(CalledHere, Generic[AnyWorker]):
-    """The destination of a move, as the incarnation that gives the sample away sees it."""
-
-    src: InstanceProxy[AnyWorker]
-    source: AnyWorker  # the incarnation that gives it away
-    dst: InstanceProxy[AnyWorker]
-    worker: AnyWorker | None  # the incarnation that it is meant for
-    instance: InstanceId
-
-    def receive(self, in_flight: Any, src: InstanceId, attempt: int) -> None:
-        self.deliver(in_flight.id, in_flight, src, attempt)
-
-    def deliver(self, id: SampleId, in_flight: Any, src: InstanceId, attempt: int) -> bool:
-        """False: the sample does not arrive as it left: one of the two incarnations is over."""
-        with self.src._lock:
-            if self.src._worker is not self.source or self.src._leaving.pop(id, None) is None:
-                return False  # the move has been answered
-        moved = ev.SampleMoved(id=id, src=src, dst=self.instance, attempt=attempt)
+            if self.src._worker is not self.source or self.src._leaving.pop(payload.id, None) is None:
+                return False  # the answer has been given
+        if not isinstance(message, ev.Move):
+            self.dst.send(message, payload)
+            return True
+        moved = ev.SampleMoved(id=payload.id, src=message.src, dst=message.dst, attempt=message.attempt)
         with self.dst._lock:
             if self.worker is not None and self.dst._worker is self.worker:
-                self.dst._arriving[id] = moved
-                self.worker.post(self.worker.receive, in_flight, src, attempt)
+                self.dst._arriving[payload.id] = moved
+                self.worker.send(message, payload)
                 return True
         self.dst._outbox.put(moved)  # the recorded tokens go on
         return False

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import RolloutEngine
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, HandedOver
@@ -89,6 +88,8 @@ class LentMemory:
 
 
 class LentInstance(LocalInstance):
+    on_demand = True
+
     def __init__(self, up: ev.InstanceUp, engine: RolloutEngine, *args: Any, memory: LentMemory | None = None):
         """memory: what moves where the devices have no room for both sides; None: they have."""
         super().__init__(up, engine, *args)
@@ -96,9 +97,6 @@ class LentInstance(LocalInstance):
         self._worker = None
         self._ended: LocalWorker | None = None  # the incarnation before
         self._spare: RolloutEngine | None = engine  # None: the engine of the incarnation that died is made again
-        self._making = threading.Lock()
-        self._home = IdleTimer()  # the devices are the trainer's
-        self._home.__enter__()
 
     @property
     def engine(self) -> RolloutEngine:
@@ -106,17 +104,11 @@ class LentInstance(LocalInstance):
             raise RuntimeError(f"{self.role} has no engine now")
         return self._spare
 
-    @property
-    def wait_s(self) -> float:
-        """An instance whose devices are the trainer's has nothing to do."""
-        return super().wait_s + self._home.total_s
-
     def lend(self, version: Version) -> None:
         self._run(self._begin, version)
 
-    def reclaim(self) -> None:
-        if worker := self._worker:
-            worker.post(self._return, worker)
+    def reclaim(self, worker: LocalWorker) -> None:
+        worker.post(self._return, worker)
 
     def free(self) -> None:
         """Gives the devices to the trainer: no incarnation uses them."""
@@ -170,39 +162,20 @@ class LentInstance(LocalInstance):
         self.free()
         with self._lock:
             if self._worker is worker:
-                self._tokens += worker.tokens
                 self._ended = worker
                 self.incarnation_down(worker, worker.incarnation, RETURNED)
-
-    def _admit(self, worker: LocalWorker) -> tuple[()]:
-        self._home.__exit__()
-        return super()._admit(worker)
 
     def incarnation_down(
         self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
     ) -> None:
-        self._home.__enter__()
+        if reason != RETURNED:
+            self._spare = None
         super().incarnation_down(worker, number, reason, last)
 
-    def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:
-        if self._worker is worker:
-            self._spare = None
-        super()._over(worker, reason, error, unhealthy)
-
-    def _begin_again(self, ended: LocalWorker, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
+    def _remade(self, engine: RolloutEngine) -> None:
         """Only the engine: the next Lend begins an incarnation."""
-        with self._making:
-            ended.stop()
-            del ended.engine
-            try:
-                engine = new_engine()
-                engine.warmup()
-            except Exception as error:
-                self._notify(f"{self.role} could not be made again ({error}); it stays away")
-                self._stay_away(error)
-                return
-            self._ended, self._spare = None, engine
-            self.free()
+        self._ended, self._spare = None, engine
+        self.free()
 
     def _stay_away(self, error: BaseException) -> None:
         self.free()

@@ -1,25 +1,35 @@
 """The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
 
-Consumes the calls that the coordinator posts; puts events and `Finished`, `Waiting`, `Parked`, `HandedOver`,
-`TopTokens` and `Partial` records into the outbox. Law: every call for a sample is answered by one event, whether or not
-the sample is still here.
+Consumes the messages that it is sent; puts events and `Finished`, `Waiting`, `Parked`, `HandedOver`, `TopTokens`
+and `Partial` records into the outbox. Law: every command for a sample is answered by one event, whether or not the
+sample is still here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Protocol
-
-import numpy as np
+from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, count_rows, sampled_from
 from dora_jax.rollout.ticks import TickResult
-from dora_jax.runtime.common.seams import Outbox, Posted, RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.common.worker import Crashed, Finished, HandedOver, OwnDevices, Parked, TopTokens, Waiting, Worker
+from dora_jax.runtime.common.seams import Recipient, RolloutEngine, WeightStore
+from dora_jax.runtime.common.worker import (
+    Crashed,
+    Finished,
+    ForgetSample,
+    HandedOver,
+    Message,
+    Outbox,
+    Parked,
+    TokensElsewhere,
+    TopTokens,
+    Waiting,
+    Worker,
+)
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.types import InstanceId, Prompt, SampleId, Version, is_served
+from dora_jax.types import InstanceId, SampleId, Version, is_served
 
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
 FLEET_SAMPLES_PER_S = 100_000  # of all instances: the samples that reports list
@@ -40,20 +50,6 @@ def progress_period_s(instances: int, slots: int) -> float:
     return instances * slots / FLEET_SAMPLES_PER_S
 
 
-class MoveTarget(Posted, Protocol):
-    """Where a sample moves to: another EngineWorker, or what stands for one."""
-
-    instance: InstanceId
-
-    def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None: ...
-
-
-class ResumeTarget(Posted, Protocol):
-    """Where an episode goes on: another instance."""
-
-    def resume(self, in_flight: InFlightSample, attempt: int) -> None: ...
-
-
 @dataclasses.dataclass
 class _Took:
     sampled: int = 0  # tokens
@@ -70,7 +66,7 @@ class _Took:
         self.held += result.held
 
 
-class EngineWorker(Worker, OwnDevices):
+class EngineWorker(Worker):
     """One incarnation of one engine: starts, ticks, moves and loads on its own thread.
 
     `partial_s`: how often the tokens of running samples are reported, so that they outlive this process; 0: never."""
@@ -109,69 +105,80 @@ class EngineWorker(Worker, OwnDevices):
         self._begun: dict[SampleId, None] = {}  # here and not ended
         self._took = (_Took(), _Took())  # by the ticks since the last report that only decoded: without drafts, with
 
-    def load(self, version: Version, drop: Version | None) -> None:
+    def send(self, message: Message, payload: Any = None, dst: Recipient | None = None) -> None:
+        self.post(self.execute, message, payload, dst)
+
+    def execute(self, message: Message, payload: Any = None, dst: Recipient | None = None) -> None:
+        """Carry out a command; see Recipient. Each sample that it names is answered by one event, whether or not the
+        sample is still here; a Cancel behind the sample's end, where it has ended."""
+        match message:
+            case ev.Start(ids=ids, version=version, attempt=attempt):
+                for id in ids:
+                    self._versions[id], self._attempts[id] = version, attempt
+                    self.engine.submit(
+                        id, payload.token_ids, version, payload.max_new_tokens, payload.turn_tokens, payload.sampling
+                    )
+            case ev.LoadWeights(version=version, drop=drop):
+                if payload is None:
+                    self.fetch(version, drop)
+                else:
+                    self.engine.load(version, payload)
+                    self.outbox.put(
+                        ev.WeightsLoaded(instance=self.instance, version=version, incarnation=self.incarnation)
+                    )
+            case ev.Move(ids=ids, src=src, dst=to, attempt=attempt) if dst is not None:
+                for id in ids:
+                    if self.engine.holds(id):
+                        dst.send(message, self._export(id))
+                    else:
+                        reason = "it has ended, or its turn has"
+                        self.outbox.put(ev.MoveFailed(id=id, src=src, dst=to, attempt=attempt, reason=reason))
+            case ev.Move(src=src, attempt=attempt):  # the sample arrives
+                self._import(payload, attempt)
+                self.outbox.put(ev.SampleMoved(id=payload.id, src=src, dst=self.instance, attempt=attempt))
+            case ev.Park(ids=ids):
+                for id in filter(self.engine.holds, ids):
+                    attempt = self._attempts.get(id, 0)
+                    in_flight = self._export(id)
+                    self.outbox.put(
+                        Parked(
+                            id=id,
+                            instance=self.instance,
+                            in_flight=in_flight,
+                            incarnation=self.incarnation,
+                            attempt=attempt,
+                        )
+                    )
+            case ev.Resume() if dst is not None:  # an episode whose KV is here goes on at another instance
+                dst.send(message, self.engine.with_kept(payload))
+            case ev.Resume(attempt=attempt):
+                self._import(payload, attempt)
+                self.outbox.put(
+                    ev.SampleResumed(
+                        id=payload.id, instance=self.instance, incarnation=self.incarnation, attempt=attempt
+                    )
+                )
+            case ev.Cancel(ids=ids, reason=reason):
+                for id in ids:
+                    self._forget(id)
+                    self._versions.pop(id, None)
+                    self.engine.cancel(id)
+                    self.outbox.put(ev.SampleCancelled(id=id, reason=reason))
+            case ev.Pause() | ev.Unpause():  # the trainer has the devices: no tick, but messages are answered meanwhile
+                self._paused = isinstance(message, ev.Pause)
+            case TokensElsewhere(id=id, tokens=tokens):
+                self.engine.know(id, tokens)
+            case ForgetSample(id=id):
+                self.engine.forget(id)
+            case _:
+                raise NotImplementedError(f"{self.role} cannot carry out {type(message).__name__}")
+
+    def fetch(self, version: Version, drop: Version | None) -> None:
+        """Take the version from the store into use, in the place of `drop`."""
         if drop is not None:
             self.engine.drop(drop)
-        self.take_into_use(version, self._weights.get(version, self.engine.param_shardings))
-
-    def take_into_use(self, version: Version, weights: Tree) -> None:
-        self.engine.load(version, weights)
-        self.outbox.put(ev.WeightsLoaded(instance=self.instance, version=version, incarnation=self.incarnation))
-
-    def submit(self, sample: SampleId, prompt: Prompt, version: Version, attempt: int) -> None:
-        self._versions[sample], self._attempts[sample] = version, attempt
-        self.engine.submit(
-            sample, prompt.token_ids, version, prompt.max_new_tokens, prompt.turn_tokens, prompt.sampling
-        )
-
-    def cancel(self, sample: SampleId, reason: str) -> None:
-        """Answers whether or not the sample is here; behind the sample's end, where it has ended."""
-        self._forget(sample)
-        self._versions.pop(sample, None)
-        self.engine.cancel(sample)
-        self.outbox.put(ev.SampleCancelled(id=sample, reason=reason))
-
-    def move(self, sample: SampleId, dst: MoveTarget, attempt: int) -> None:
-        if not self.engine.holds(sample):
-            reason = "it has ended, or its turn has"
-            self.outbox.put(
-                ev.MoveFailed(id=sample, src=self.instance, dst=dst.instance, attempt=attempt, reason=reason)
-            )
-            return
-        dst.post(dst.receive, self._export(sample), self.instance, attempt)
-
-    def receive(self, in_flight: InFlightSample, src: InstanceId, attempt: int) -> None:
-        self._import(in_flight, attempt)
-        self.outbox.put(ev.SampleMoved(id=in_flight.id, src=src, dst=self.instance, attempt=attempt))
-
-    def park(self, sample: SampleId) -> None:
-        if not self.engine.holds(sample):
-            return
-        attempt = self._attempts.get(sample, 0)
-        in_flight = self._export(sample)
-        self.outbox.put(
-            Parked(
-                id=sample, instance=self.instance, in_flight=in_flight, incarnation=self.incarnation, attempt=attempt
-            )
-        )
-
-    def resume(self, in_flight: InFlightSample, attempt: int) -> None:
-        self._import(in_flight, attempt)
-        self.outbox.put(
-            ev.SampleResumed(id=in_flight.id, instance=self.instance, incarnation=self.incarnation, attempt=attempt)
-        )
-
-    def forward(self, in_flight: InFlightSample, dst: ResumeTarget, attempt: int) -> None:
-        """An episode whose KV is here goes on at another instance."""
-        dst.post(dst.resume, self.engine.with_kept(in_flight), attempt)
-
-    def forget(self, sample: SampleId) -> None:
-        """An episode that waited has ended: its KV goes. There is no answer."""
-        self.engine.forget(sample)
-
-    def know(self, sample: SampleId, tokens: np.ndarray) -> None:
-        """The response, so far, of a sample elsewhere whose siblings run here. There is no answer."""
-        self.engine.know(sample, tokens)
+        message = ev.LoadWeights(instance=self.instance, version=version)
+        self.execute(message, self._weights.get(version, self.engine.param_shardings))
 
     def hand_over(self) -> None:
         """The instance leaves: samples that have begun go on elsewhere from their last token, the others start
@@ -185,13 +192,6 @@ class EngineWorker(Worker, OwnDevices):
                 self.outbox.put(HandedOver(in_flight=self._export(sample)))
         if not self.engine.idle:
             self.work()  # hands out what finished meanwhile
-
-    def pause(self) -> None:
-        """The trainer has the devices: no tick until `unpause`; calls are answered meanwhile."""
-        self._paused = True
-
-    def unpause(self) -> None:
-        self._paused = False
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """It has no other incarnation: the run ends."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.runtime.common.seams import Notify, Outbox, RolloutEngine, Tree, WeightStore
+from dora_jax.runtime.common.seams import Notify, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Finished, Waiting
-from dora_jax.runtime.instances.instance_proxy import InstanceProxy, garbage_in
+from dora_jax.runtime.common.worker import Crashed, Finished, Outbox, Waiting
+from dora_jax.runtime.instances.instance_proxy import InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.types import InstanceId, Version
 
@@ -50,7 +50,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         peers: Mapping[InstanceId, LocalInstance],
         notify: Notify,
     ):
-        super().__init__(up, outbox)
+        super().__init__(up, outbox, restart.vocab_size)
         self.gone = False  # for good
         self._restart = restart
         self._peers = peers
@@ -60,8 +60,8 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         self._partial_s = partial_s
         self._worker = self._new_worker(engine)
         self._losses = self._suspicions = 0
-        self._tokens = 0  # of earlier incarnations
         self._done = threading.Event()
+        self._making = threading.Lock()
         self._threads: list[threading.Thread] = []
 
     def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
@@ -94,55 +94,27 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         """The worker of the present incarnation; None: the instance is lost."""
         return self._worker
 
-    @property
-    def tokens(self) -> int:
-        return self._tokens + (worker.tokens if (worker := self._worker) else 0)
-
-    def lose(self, reason: str) -> None:
-        """Ends the present incarnation, whatever it does."""
-        if worker := self._worker:
-            self._over(worker, reason, RuntimeError(reason))
-
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """After MAX_LOSSES suspicions the instance stays away: it is not its weights alone."""
         self._suspicions += 1
-        if (present := self._worker) is not None and present.incarnation == incarnation:
-            self._over(present, reason, RuntimeError(reason), unhealthy=True)
-        else:  # what it has left is not believed either
-            self._outbox.put(ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=incarnation))
+        super().mark_unhealthy(incarnation, reason)
 
     def on_message(self, worker: LocalWorker, item: Any) -> None:
         if isinstance(item, Crashed):
-            self._over(worker, f"{type(item.error).__name__}: {item.error}", item.error)
-            return
-        fault = garbage_in(item, self._restart.vocab_size)
-        if fault:
-            self._over(worker, reason := f"it returned garbage: {fault}", RuntimeError(reason), unhealthy=True)
-            return
+            return self.lose(worker, f"{type(item.error).__name__}: {item.error}", item.error)
+        super().on_message(worker, item)
         if isinstance(item, Finished | Waiting) and self._worker is worker:
             self._losses = 0
-        super().on_message(worker, item)
 
     # ------------------------------------------------------------ private
 
     def _new_worker(self, engine: RolloutEngine) -> LocalWorker:
         return LocalWorker(self, self._wrap(engine), self._weights, self._partial_s, self.incarnation)
 
-    def _over(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool = False) -> None:
-        """The incarnation has ended, or is treated so; another one may begin. unhealthy: what it sampled is not
-        believed."""
-        with self._lock:
-            if unhealthy:
-                self._outbox.put(
-                    ev.InstanceUnhealthy(instance=self.instance, reason=reason, incarnation=worker.incarnation)
-                )
-            if self._worker is not worker:
-                return
-            self._tokens += worker.tokens
-            self._losses += 1
-            too_often = max(self._losses, self._suspicions) >= MAX_LOSSES
-            self.gone = worker.hung or self._restart.new_engine is None or too_often
-            self.incarnation_down(worker, worker.incarnation, reason)
+    def lost(self, worker: LocalWorker, reason: str, error: BaseException, unhealthy: bool) -> None:
+        self._losses += 1
+        too_often = max(self._losses, self._suspicions) >= MAX_LOSSES
+        self.gone = worker.hung or self._restart.new_engine is None or too_often
         self._notify(
             f"{self.role} is lost ({reason}); its samples {'begin again' if unhealthy else 'go on'} elsewhere"
             f"{', and it stays away' if self.gone else ', and it is made again'}"
@@ -150,27 +122,31 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         if self.gone or self._restart.new_engine is None:
             self._stay_away(error)
         else:
-            self._run(self._begin_again, worker, self.incarnation + 1, self._restart.new_engine)
+            self._run(self._begin_again, worker, self._restart.new_engine)
 
-    def _begin_again(self, ended: LocalWorker, number: int, new_engine: Callable[[], RolloutEngine]) -> None:
+    def _begin_again(self, ended: LocalWorker, new_engine: Callable[[], RolloutEngine]) -> None:
         """Frees the old engine, makes another."""
-        ended.stop()
-        del ended.engine
-        try:
-            engine = new_engine()
-            engine.warmup()
-        except Exception as error:  # whatever it is, the others go on, and the run ends where there are none
-            self._notify(f"{self.role} could not be made again ({error}); it stays away")
-            self._stay_away(error)
-            return
-        self.incarnation = number
+        with self._making:
+            ended.stop()
+            del ended.engine
+            try:
+                engine = new_engine()
+                engine.warmup()
+            except Exception as error:  # whatever it is, the others go on, and the run ends where there are none
+                self._notify(f"{self.role} could not be made again ({error}); it stays away")
+                self._stay_away(error)
+                return
+            self._remade(engine)
+
+    def _remade(self, engine: RolloutEngine) -> None:
+        self.incarnation += 1
         worker = self._new_worker(engine)
         worker.start()
         self.incarnation_ready(worker, functools.partial(self._admit, worker))
 
     def _admit(self, worker: LocalWorker) -> tuple[()]:
         with self._lock:
-            self._worker = worker
+            self.admit(worker)
         return ()
 
     def _run(self, call: Callable[..., None], *args: Any) -> None:
@@ -188,7 +164,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
             worker = self._worker
             if worker is not None and worker.call_s > self._restart.hung_s:
                 worker.hung = True
-                self._over(worker, f"it has been in one call for {worker.call_s:.0f} s", TimeoutError(self.role))
+                self.lose(worker, f"it has been in one call for {worker.call_s:.0f} s", TimeoutError(self.role))
 
 
 class LocalWorker(EngineWorker):
@@ -212,16 +188,16 @@ class LocalWorker(EngineWorker):
         began = [at for at in (self._called_s, self._fetched_s) if at is not None]
         return time.monotonic() - min(began) if began else 0.0
 
-    def load(self, version: Version, drop: Version | None) -> None:
+    def fetch(self, version: Version, drop: Version | None) -> None:
         """Samples go on while the weights come to the devices."""
         if self._fetching is not None and self._fetching.is_alive():
             self._fetching.join()
-            self.post(self.load, version, drop)  # behind what that fetch has posted
+            self.post(self.fetch, version, drop)  # behind what that fetch has sent
             return
         if drop is not None:
             self.engine.drop(drop)
         if self.engine.idle:
-            super().load(version, None)
+            super().fetch(version, None)
             return
         self._fetched_s = time.monotonic()
         args = version, self.engine.param_shardings
@@ -234,7 +210,7 @@ class LocalWorker(EngineWorker):
         except BaseException as error:  # raised on the worker's own thread
             self.post(self._fail, error)
         else:
-            self.post(self.take_into_use, version, weights)
+            self.send(ev.LoadWeights(instance=self.instance, version=version), weights)
         self._fetched_s = None
 
     def _fail(self, error: BaseException) -> None:

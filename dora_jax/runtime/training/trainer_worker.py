@@ -19,13 +19,12 @@ from dora_jax.runtime.common.seams import (
     Digest,
     GroupStore,
     MakeProbe,
-    Outbox,
     Pack,
     PolicyTrainer,
     PublishedWeights,
     Tree,
 )
-from dora_jax.runtime.common.worker import StepDone, Worker
+from dora_jax.runtime.common.worker import Outbox, StepDone, Worker
 from dora_jax.types import ScoredGroup, Version
 
 if TYPE_CHECKING:
