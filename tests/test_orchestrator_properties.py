@@ -65,8 +65,15 @@ def in_parts(config: OrchestratorConfig, parts: int) -> OrchestratorConfig:
     return dataclasses.replace(config, updates=math.gcd(config.groups_per_step, parts))
 
 
+def with_stride(config: OrchestratorConfig, stride: int) -> OrchestratorConfig:
+    """Rollouts take every version, every n-th one, or those that the measured steps say (0)."""
+    return dataclasses.replace(config, stride=min(stride, config.max_versions) if config.mode == "dora" else 1)
+
+
 worlds = st.tuples(
-    st.builds(in_parts, configs, st.sampled_from([1, 2, 3, 4, 5])),
+    st.builds(
+        with_stride, st.builds(in_parts, configs, st.sampled_from([1, 2, 3, 4, 5])), st.sampled_from([1, 0, 2, 4])
+    ),
     st.sampled_from([{}, {}, TASKS, TASKS | {"task_lead": 0.5}, TASKS | {"task_adaptive": True, "task_lead": 0.2}]),
     shapes,
     st.one_of(st.just({}), faulty),

@@ -123,6 +123,15 @@ class OrchestratorSection:
 
     mode: str = field("dora", "sync, one_step, partial, evict, dora_paper, dora, rollpacker, staleflow")
     max_versions: int = field(3, "the paper's K; max_lag = K - 1", ge=1)
+    stride: int = field(
+        1, "rollouts take every n-th version, up to K; 0: n follows what was measured", ge=0, change=LEARNS
+    )
+    max_mean_lag: float = field(
+        0.0,
+        "stride 0: mean lag of the last 10 steps' groups that it keeps to; 0: no more than K - 1",
+        ge=0,
+        change=LEARNS,
+    )
     groups_per_step: int = field(16, "P", ge=1)
     group_size: int = field(8, "G", ge=1)
     inflight: float = field(1.25, "groups outstanding beyond the batch in training, in units of P", ge=0, change=LEARNS)

@@ -128,7 +128,7 @@ def plan_partition(
         holders = sum(version in dict(view.samples) for view in views)
         for place in spare:
             # an older one by heads: it only shrinks
-            grows = not holders or version >= newest or holders < shares[version]
+            grows = not holders or version == newest or holders < shares[version]
             enough = place.view.capacity / 2 if holders else 0.0
             if grows and missing[version] > enough and _may_load(version, place, changes):
                 changes[place.view.id] = (version, place.leaving)
@@ -253,7 +253,9 @@ def rebalance(s: State) -> None:
         of_mean = s.decisions.kv_weight / max(1.0, s.fleet.measured.mean_tokens)
         weights = {version: samples + round(of_mean * tokens[version]) for version, samples in demand.items()}
     # An older version only shrinks: what it has is enough for its samples, and more would soon have to be released.
-    cap = {v: len(s.fleet.holders.get(v, ())) for v in demand if v < s.ledger.base}
+    # A younger one than the rollouts take is there for its evaluation alone.
+    taken = s.ledger.taken
+    cap = {v: len(s.fleet.holders.get(v, ())) if v < taken else need[v] for v in demand if v != taken}
     shares = plan_shares(len(instances), weights, need, cap, s.decisions.spread, resident_slots)
     views = []
     for instance in instances:
@@ -263,7 +265,7 @@ def rebalance(s: State) -> None:
         samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
         speed, free = speed_class(instance.speed), instance.residents - len(versions)
         views.append(InstanceView(instance.id, samples, free, instance.slots * speed, speed))
-    changes = plan_partition(views, shares, s.ledger.base)
+    changes = plan_partition(views, shares, taken)
     for instance in instances:
         if instance.phase != fl.LOADING:
             coming, leaving = changes.get(instance.id, (None, None))
@@ -443,16 +445,17 @@ def settle_emptied(s: State) -> None:
             drop = min((v for v in instance.versions if v not in instance.counts and v not in last), default=None)
             # The oldest version that has samples and no instance, or else the newest if anything will run on it
             without = [v for v in s.queue.unfinished if v not in s.fleet.holders and s.queue.wanting(v)]
-            base = s.ledger.base
+            taken = s.ledger.taken
             if without:
                 coming = min(without)
-            elif base in s.queue.unfinished or ledger.groups_to_issue(s.ledger, s.config.total_steps) > 0:
-                coming = base
+            elif taken in s.queue.unfinished or ledger.groups_to_issue(s.ledger, s.config.total_steps) > 0:
+                coming = taken
             else:
                 continue
         full = len(instance.versions) >= instance.residents
         if coming not in instance.versions and not (full and (drop is None or drop in instance.counts)):
             drop = drop if full else None
             s.fleet.begin_load(instance, coming, drop)
+            s.fleet.asked_s[id] = s.now_s
             s.reloads_total += 1
             s.out.append(ev.LoadWeights(instance=instance.id, version=coming, drop=drop))

@@ -161,6 +161,7 @@ class Orchestrator:
         batch = s.ledger.take()
         if batch:
             s.out.append(ev.Train(group_ids=batch, base_version=s.ledger.base))
+            s.strides.took_s, s.strides.took = s.now_s, len(batch)
             if s.paused:  # a whole batch is with the trainer: colocated instances stand still
                 s.out += [ev.Pause(instance=id) for id in s.fleet.instances]
             s.count_tasks(batch, -1)
@@ -187,7 +188,7 @@ class Orchestrator:
         if ASKED in s.roles.lent.values():  # an instance is on its way that loads one of the versions
             return
         base, unfinished = s.ledger.base, s.queue.unfinished
-        idle = [v for v in s.alive if v < base and v not in unfinished]  # oldest first
+        idle = [v for v in s.alive if v < base and v not in unfinished and v != s.ledger.taken]  # oldest first
         held = s.held if idle and s.asked_s else ()
         for version in [v for v in idle if v not in held]:
             topped_up = s.decisions.admit_at == "batch" and version in s.ledger.outstanding  # it may be

@@ -152,6 +152,7 @@ class Fleet:
         self.arriving: dict[Version, int] = {}  # weight of instances that load a version
         self.capacity: dict[Version, int] = {}  # weight of instances that hold a version
         self.drains: dict[Version, int] = {}  # instances on which a version drains
+        self.asked_s: dict[InstanceId, float] = {}  # when the load in progress was asked for
 
     # ------------------------------------------------------------------ pages
 
@@ -359,6 +360,7 @@ class Fleet:
         for version in list(instance.versions):
             self._drop(instance, version)
         del self.instances[instance.id], self.alone[instance.id]
+        self.asked_s.pop(instance.id, None)
 
 
 def _serves(instance: Instance, version: Version) -> bool:

@@ -44,7 +44,7 @@ class Ledger:
         self.part = groups_per_step // parts
         self.max_lag = max_lag
         self.capped = capped and max_lag is not None
-        self.base = base
+        self.base = self.taken = base  # the newest version, and the newest that rollouts take (stride.py)
         self.batch: tuple[GroupId, ...] = ()  # in the trainer
         self.lags: dict[int, int] = {}  # lag -> groups taken so far
         self.admitted = 0
@@ -203,7 +203,8 @@ class Ledger:
                 return u
         return None
 
-    def published(self, version: Version) -> None:
+    def published(self, version: Version, stride: int = 1) -> None:
+        """The rollouts take the version, unless they pass over it by their stride."""
         if self.missing or version != self.base + 1:
             has = f"has {len(self.batch)} of {self.groups_per_step} groups of base {self.base}"
             raise RuntimeError(f"version {version} is published, but the trainer {has}")
@@ -213,12 +214,16 @@ class Ledger:
             del self.live[group_id]
         self.batch = ()
         self.base = version
+        if version - self.taken >= stride:
+            self.taken = version
         self.ready = {v: pool for v, pool in self.ready.items() if pool}
 
     # ------------------------------------------------------------------ law
 
     def check(self) -> None:
         """Raise unless the ledger balances and nothing in it is past its deadline."""
+        if self.base - self.taken > (self.max_lag or 0):
+            raise RuntimeError(f"rollouts still take version {self.taken} at base {self.base}")
         if self.admitted != sum(self.counts.values()):
             raise RuntimeError(f"the ledger does not balance: admitted {self.admitted}, states {self.counts}")
         counted = dict.fromkeys(STATES, 0)
@@ -244,7 +249,7 @@ def admission_version(decisions: Decisions, ledger: Ledger) -> Version:
     """The version that new groups are meant for."""
     if decisions.admit_at == "batch" and ledger.outstanding:
         return min(ledger.outstanding)
-    return ledger.base
+    return ledger.taken
 
 
 def credit(decisions: Decisions, ledger: Ledger, version: Version, total_steps: int, budget: int | None) -> int:

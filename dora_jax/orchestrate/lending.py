@@ -43,7 +43,7 @@ def lend(s: State) -> None:
         if oldest_s > ledger.missing * group_tokens / rate:
             return
     running = [v for v in s.queue.unfinished if v <= wait.version < ledger.base]
-    version = max(running, default=ledger.base)
+    version = max(running, default=ledger.taken)
     for instance in roles.lendable:
         roles.lent[instance], roles.asked_s[instance] = ASKED, s.now_s
         roles.lends_total += 1
@@ -105,7 +105,8 @@ def _rates(s: State, version: Version) -> tuple[float, float]:
     context = sum(max(0, i.pages - i.free_reported) * i.page_size for i in instances) / max(1, rows)
     samples = sum(s.queue.wanting(v) for v in s.queue.unfinished if v <= version)
     if version == s.ledger.base:
-        samples += ledger.credit(s.decisions, s.ledger, version, s.config.total_steps, s.budget) * s.config.group_size
+        credit = ledger.credit(s.decisions, s.ledger, s.ledger.taken, s.config.total_steps, s.budget)
+        samples += credit * s.config.group_size
     if not samples:
         return UNKNOWN
     slots = sum(instance.slots for instance in instances) / len(instances)

@@ -120,6 +120,22 @@ class Lengths:
         bucket = _bucket(tokens)
         return self.left_by[bucket] if bucket < len(self.left_by) else tokens
 
+    def tail(self, instances: int) -> tuple[float, float]:
+        """(tokens of the longest sample that has ended, tokens' time for which the last samples of a version leave
+        instances unused that they hold). Of N - 1 instances (one holds the tail before) these hold the share that their
+        KV has of all (sim/bound.py, "fragments"); in both, what a bucket holds is as long as its end."""
+        left, longer, unused = 0.0, 0, 0.0
+        held: list[tuple[float, float]] = []
+        for bucket in reversed(range(len(self.counts))):
+            longer += self.counts[bucket]
+            edge, above = _edge(bucket), _edge(bucket + 1)
+            left += longer * (above**2 - edge**2) / 2
+            held.append((above - edge, left))
+        for width, kv in held:
+            share = (instances - 1) * kv / left
+            unused += width * (math.ceil(share - 1e-9) - share)
+        return _edge(len(self.counts)), unused
+
 
 def _bucket(tokens: int) -> int:
     return int(BUCKETS_AN_OCTAVE * math.log2(tokens + 1))
@@ -203,6 +219,7 @@ class Measured:
         self.finished_tokens = 0
         self.finished_s = 0.0  # from start to end, summed
         self.move_s = 0.0  # running mean of the time a move takes; 0: none measured
+        self.load_s = 0.0  # and of a load of weights
 
     @property
     def mean_tokens(self) -> float:
@@ -232,6 +249,9 @@ class Measured:
 
     def moved(self, elapsed_s: float) -> None:
         self.move_s += (elapsed_s - self.move_s) * (0.1 if self.move_s else 1.0)
+
+    def loaded(self, elapsed_s: float) -> None:
+        self.load_s += (elapsed_s - self.load_s) * (0.1 if self.load_s else 1.0)
 
     def held(self, samples: int, tokens: int, page_tokens: int, page_size: int) -> None:
         """An instance's `samples` with `tokens` of responses fill pages of `page_tokens`: the rest is their prompts,

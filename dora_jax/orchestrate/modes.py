@@ -96,6 +96,8 @@ class OrchestratorConfig:
     total_steps: int  # the run ends when this version is published
     mode: str = "dora"
     max_versions: int = 3  # the paper's K
+    stride: int = 1  # rollouts take every n-th version; 0: n follows what was measured (stride.py)
+    max_mean_lag: float = 0.0  # of the groups of the last 10 steps, where the stride is 0; 0: up to max_lag
     inflight: float = 1.25  # groups outstanding beyond the batch in training, in units of P
     rebalance_period_s: float = 0.5
     max_filtered_rounds: int = 10  # filtered groups in a row, in units of P, that stop the run
@@ -205,13 +207,26 @@ class OrchestratorConfig:
         positive = ("groups_per_step", "updates", "group_size", "max_versions", "max_new_tokens", "max_filtered_rounds",
                     "eval_samples", "rebalance_period_s")  # fmt: skip
         not_negative = ("total_steps", "eval_groups", "eval_every", "max_prompt_tokens", "inflight",
-                        "expected_new_tokens", "task_lead", "switch_s")  # fmt: skip
+                        "expected_new_tokens", "task_lead", "switch_s", "max_mean_lag")  # fmt: skip
         found += [f"{n} is {getattr(self, n)}: it must be positive" for n in positive if getattr(self, n) <= 0]
         found += [f"{n} is {getattr(self, n)}: it must not be negative" for n in not_negative if getattr(self, n) < 0]
         if self.updates > 0 and self.groups_per_step % self.updates:
             found.append(f"updates is {self.updates}: it does not divide groups_per_step, {self.groups_per_step}")
         if self.colocated and self.lendable:
             found.append("colocated instances have the trainer's chips already: there are none to lend")
+        if not 0 <= self.stride <= max(1, self.max_versions):
+            found.append(f"stride is {self.stride}: it must be between 0 and max_versions, {self.max_versions}")
+        if self.stride != 1 and self.mode != "dora":
+            found.append(f"stride is {self.stride}: mode {self.mode} takes every version, and has a stride of 1")
+        if self.max_mean_lag and self.stride:
+            found.append(
+                f"max_mean_lag bounds the stride that follows what is measured: stride is {self.stride}, not 0"
+            )
+        elif 0 < self.max_mean_lag < self.inflight:
+            found.append(
+                f"max_mean_lag is {self.max_mean_lag:g}: with inflight {self.inflight:g} the mean lag is about that, "
+                "whatever versions the rollouts take"
+            )
         if self.task_adaptive and not self.task_cycle:
             found.append("task_adaptive is set, but task_cycle names no task")
         found += [

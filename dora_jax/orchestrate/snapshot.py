@@ -14,9 +14,10 @@ from typing import Any
 from dora_jax.orchestrate.fleet import PENDING, STARTING, Group, Instance, Unit
 from dora_jax.orchestrate.measured import DraftGain, Line
 from dora_jax.orchestrate.state import PLACEMENTS, State
+from dora_jax.orchestrate.stride import Strides
 from dora_jax.types import EARLIER
 
-FORMAT = 16
+FORMAT = 17
 OLDEST = 6  # the first format that `_upgraded` knows
 FORMER = {"incarnation": "life", "restarts": "spoilt"}  # a row keeps the order of its first names
 UNIT = tuple(sorted(set(Unit.__slots__) - {"dst", "group", "id"}, key=lambda name: FORMER.get(name, name)))
@@ -135,6 +136,12 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
     if data["format"] == 15:  # incarnations had another name
         fleet = dict(data["fleet"])
         data |= {"format": 16, "fleet": fleet | {"incarnations": fleet.pop("lives")}}
+    if data["format"] == 16:  # rollouts took every version, and nobody asked what a load takes
+        measured = data["fleet"]["measured"] | {"load_s": 0.0}
+        data |= {"format": 17, "fleet": data["fleet"] | {"measured": measured, "asked_s": _encode({})}}
+        lags = sum(lag * n for lag, n in data["ledger"]["lags"][1:])
+        strides = Strides(published_s=data["now_s"], lags=lags, took_s=data["now_s"])
+        data |= {"ledger": data["ledger"] | {"taken": data["ledger"]["base"]}, "strides": _encode(strides)}
     return data
 
 

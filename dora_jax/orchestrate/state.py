@@ -36,6 +36,7 @@ from dora_jax.orchestrate import fleet as fl
 from dora_jax.orchestrate.fleet import PARKED, PENDING, WAITING, Fleet, Group, Instance, Unit, add
 from dora_jax.orchestrate.ledger import Ledger
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.stride import Strides
 from dora_jax.types import (
     MAX_RENEWALS,
     RENEWAL,
@@ -208,6 +209,7 @@ class State:
         self.fleet = Fleet(config.max_prompt_tokens, config.max_new_tokens, config.expected_new_tokens)
         self.queue = Queue()
         self.roles = Roles(config.lendable, config.switch_s)
+        self.strides = Strides()
         self.groups: dict[GroupId, Group] = {}  # admitted and not scored, or given up and not yet gone
         # task -> its lowest group id never issued
         self.cursors: dict[str, GroupId] = {t: config.next_of_task(t, next_group_id) for t in config.tasks}
@@ -378,7 +380,7 @@ class State:
                 f"its answers in time",
             )
         self.redo.append(renewed)
-        self.due.versions_to_fill[self.ledger.base] = None
+        self.due.versions_to_fill[self.ledger.taken] = None
 
     def evaluated(self, version: Version) -> None:
         """A group of the version's evaluation has ended."""

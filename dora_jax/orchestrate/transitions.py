@@ -205,6 +205,7 @@ def instance_unhealthy(s: State, event: ev.InstanceUnhealthy) -> None:
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
     instance = s.fleet.instances[event.instance]
+    s.fleet.measured.loaded(s.now_s - s.fleet.asked_s.pop(event.instance, s.now_s))
     s.fleet.end_load(instance)
     s.due.versions_to_fill[event.version] = None
     s.due.emptied[instance.id] = None
@@ -384,7 +385,7 @@ def part_trained(s: State, event: ev.PartTrained) -> None:
 
 def step_published(s: State, event: ev.StepPublished) -> None:
     quarantine.remember(s, event.version)
-    s.ledger.published(event.version)
+    s.ledger.published(event.version, s.strides.adapt(s.config, s.ledger, s.fleet, s.now_s))
     s.superseded_s[event.version - 1] = s.now_s
     s.alive[event.version] = None
     s.due.rebalance = True

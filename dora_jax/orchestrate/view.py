@@ -68,6 +68,7 @@ def summary(s: State) -> dict[str, Any]:
         "waiting": {v: n - running.get(v, 0) for v, n in sorted(s.queue.unfinished.items()) if n > running.get(v, 0)},
         "in_environment": dict(sorted(s.queue.in_environment.items())),
         "outstanding": dict(sorted(s.ledger.outstanding.items())),
+        "stride": s.strides.stride,
         "groups": dict(s.ledger.counts),
         "lags": dict(sorted(s.ledger.lags.items())),
         "waits": waits(s),

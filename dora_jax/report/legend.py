@@ -105,6 +105,10 @@ METRICS: dict[str, Meaning] = SHARED | {
     "rollout/tokens_per_s": ("tokens sampled a second, all instances together", "steady"),
     "rollout/idle_share": ("share of the instances' time without a sample", "below 20 %"),
     "versions/live": ("versions that samples still run at, or that are published", "at most orchestrator.max_versions"),
+    "versions/stride": (
+        "rollouts take every n-th version (`orchestrator.stride`)",
+        "at most orchestrator.max_versions",
+    ),
     "versions/side_by_side_share": ("share of the time in which samples of several versions ran", ""),
     "moves/total": ("moves of running samples so far", ""),
     "moves/finished": ("moved samples that have finished", ""),

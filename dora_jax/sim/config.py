@@ -57,6 +57,8 @@ class WorkloadSection:
 @dataclass(frozen=True, kw_only=True)
 class SimOrchestratorSection:
     max_versions: int = 3
+    stride: int = field(1, "rollouts take every n-th version; 0: n follows what was measured")
+    max_mean_lag: float = field(0.0, "that a stride of 0 keeps to; 0: no more than max_versions - 1")
     groups_per_step: int = 512
     group_size: int = 16
     inflight: float = 1.25
@@ -85,6 +87,7 @@ class GridSection:
     )
     inflight: tuple[float, ...] = (0.5, 0.75, 1.0, 1.15, 1.25, 1.5, 2.0, 2.5, 3.0)
     max_versions: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)
+    strides: tuple[int, ...] = field((1,), "of mode dora")
 
 
 @dataclass(frozen=True, kw_only=True)

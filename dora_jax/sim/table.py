@@ -34,10 +34,11 @@ def render(lines: Sequence[Line], spreads: Sequence[Spread] = ()) -> str:
             tokens += f" ± {spreads[i](attrgetter('tokens_per_s')):,.0f}"
         # What versions on instances of their own add to a step; "-" where versions do not share the instances.
         apart = orchestrator_config(row.config, row.mode).decisions.repartitions and row.config.hardware.residents == 1
+        unused_s = bound.fragment_s(row.config) / max(1, row.config.orchestrator.stride)
         rows.append([
             row.label, minutes, share, tokens, f"{r.occupancy:.1f}",
             lags, f"{r.lag_mean:.2f}", f"{r.mixed:.1%}", f"{r.live_mean:.1f}/{r.live_max}",
-            _minutes(bound.step_floor_s(row)), (_minutes(bound.fragment_s(row.config)) if apart else "-")])  # fmt: skip
+            _minutes(bound.step_floor_s(row)), (_minutes(unused_s) if apart else "-")])  # fmt: skip
     head = ("mode", "min/step", "rollout only", "tokens/s", "batch", "groups by lag", "mean lag", "mixed samples",
             "versions mean/max", "floor", "fragments")  # fmt: skip
     blocks = [grid(head, rows), *_fastest(lines), _time(lines), _traffic(lines)]

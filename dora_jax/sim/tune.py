@@ -19,6 +19,7 @@ from dora_jax.sim.run import simulate
 from dora_jax.sim.table import grid
 
 SPLIT, INFLIGHT, BOUND = "hardware.rollout_chips", "orchestrator.inflight", "orchestrator.max_versions"
+STRIDE = "orchestrator.stride"
 FIXED_BOUND = (*FIXED_LOAD, "partial")
 
 
@@ -37,6 +38,7 @@ def tune(row: Row) -> Tuned:
         SPLIT: config.hardware.rollout_chips or config.hardware.chips // 2,
         INFLIGHT: config.orchestrator.inflight,
         BOUND: config.orchestrator.max_versions,
+        STRIDE: config.orchestrator.stride,
     }
     here = {name: min(values, key=lambda value: abs(value - own[name])) for name, values in search.axes.items()}
     before = None
@@ -77,6 +79,8 @@ class _Search:
             axes[INFLIGHT] = section.inflight
         if mode not in FIXED_BOUND:
             axes[BOUND] = section.max_versions
+        if mode == "dora" and len(section.strides) > 1:
+            axes[STRIDE] = section.strides
         self.axes = axes
         self.seen: dict[tuple, Result] = {}
 

@@ -49,7 +49,7 @@ class SimWorld:
         self.costs: Costs = open_costs(config.model, config.hardware, config.cost)
         self.meter = Meter(config, decisions)
         self._config, self._cost = config, config.cost
-        self._repartitions = decisions.repartitions
+        self._repartitions, self._balanced = decisions.repartitions, 0  # the newest version that they balanced for
         self._until, self._trace = until, trace
         self._workload, self._seed = Workload(config.workload), config.workload.seed
         hardware = config.hardware
@@ -112,6 +112,11 @@ class SimWorld:
         instance.loading = True
         self.meter.reloads += 1
         self.meter.weight_bytes += self.costs.weight_bytes
+        if self._repartitions and self._cost.balance_s and command.version > self._balanced:
+            self._balanced = command.version  # the rollouts take it: versions are balanced anew
+            for other in self._all():
+                other.hold(self._cost.balance_s)
+                self._schedule(other)
         self._at(self._network.bring(self.now, command), self._loaded, instance, command.version)
         self._schedule(instance)
 
@@ -380,10 +385,6 @@ class SimWorld:
 
     def _published(self, version: Version) -> None:
         self.meter.published(self.now, version, self._all(), len(self._ready))
-        if self._repartitions and self._cost.balance_s:
-            for instance in self._instances.values():
-                instance.hold(self._cost.balance_s)
-                self._schedule(instance)
         if version >= self._until:
             raise EndOfMeasurement
         self._notify(ev.StepPublished(version=version))

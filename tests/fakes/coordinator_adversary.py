@@ -357,6 +357,8 @@ def drawn(seed: int) -> Game:
     if draw.random() < 0.5:  # one more, of the trainer's devices
         config = dataclasses.replace(config, lendable=(instances,))
         instances += 1
+    if mode == "dora":
+        config = dataclasses.replace(config, stride=draw.randint(1, config.max_versions))
     return Game(config, instances, too_long, seed, kills, turns)
 
 

@@ -13,9 +13,18 @@ def forget_attempts(brain):
         unit.placed = 0
 
 
+def before_strides(data):
+    """A snapshot of format 17 (as JSON) of a run whose rollouts have taken every version, as format 16 wrote it."""
+    kept = {name: value for name, value in data.items() if name != "strides"}
+    fleet = {name: value for name, value in data["fleet"].items() if name != "asked_s"}
+    fleet["measured"] = {name: value for name, value in fleet["measured"].items() if name != "load_s"}
+    ledger = {name: value for name, value in data["ledger"].items() if name != "taken"}
+    return kept | {"format": 16, "fleet": fleet, "ledger": ledger}
+
+
 def before_attempts(data):
-    """A snapshot of format 16 (as JSON), as format 14 wrote it."""
-    groups = []
+    """Of format 14, from one of format 17."""
+    data, groups = before_strides(data), []
     for *head, ran, begins_again, units in data["groups"]:
         rows = [[dst, _before_attempts(values), index] for dst, values, index in units]
         groups.append([*head, [instance for instance, _ in ran], begins_again, rows])
@@ -42,14 +51,14 @@ def _instances(sampled):
 
 
 def before_drafts(data):
-    """Of format 13, from one of format 15 (as JSON) of a run without drafts."""
+    """Of format 13, from one of format 17 (as JSON) of a run without drafts."""
     data = before_attempts(data)
     measured = {name: value for name, value in data["fleet"]["measured"].items() if name != "drafts"}
     return data | {"format": 13, "fleet": data["fleet"] | {"measured": measured}}
 
 
 def before_lending(data):
-    """Of format 12, from one of format 15 (as JSON) that has lent no chips."""
+    """Of format 12, from one of format 17 (as JSON) that has lent no chips."""
     data = before_drafts(data)
     instances = [[_without_returning(values), ids] for values, ids in data["instances"]]
     kept = {name: value for name, value in data.items() if name != "roles"}
@@ -61,7 +70,7 @@ def _without_returning(values):
 
 
 def before_requests(data):
-    """Of format 11, from one of format 15 (as JSON) that knows of no request and lent no chips."""
+    """Of format 11, from one of format 17 (as JSON) that knows of no request and lent no chips."""
     data = before_lending(data)
     queue = {name: value for name, value in data["queue"].items() if name != "untrained_unfinished"}
     queue["evaluation_unfinished"] = data["queue"]["untrained_unfinished"]

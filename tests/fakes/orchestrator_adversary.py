@@ -4,8 +4,9 @@ Each source (an incarnation of an instance, its supervisor, the scorer, the trai
 between sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with
 commands and facts on their way; an incarnation that is over goes on being heard. Samples wait for environments, which
 answer when they like. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from
-a snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Faults stop after `calm_after`
-moves, so that a run that can end does.
+a snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Instances sample with drafts.
+Rollouts pass over versions, by a stride that stays or that follows what was measured, which may change at each step.
+Faults stop after `calm_after` moves, so that a run that can end does.
 
     python -m tests.fakes.orchestrator_adversary 5000        so many configurations, one after the other
 """
@@ -17,8 +18,10 @@ import dataclasses
 import json
 import random
 import sys
+from unittest import mock
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate import stride
 from dora_jax.orchestrate.core import Orchestrator, restart
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
 from dora_jax.types import SampleId, is_eval
@@ -59,11 +62,14 @@ class Adversary(OtherSources):
         self.ready: set[int] = set()
         self.batches: dict[int, list[int]] = collections.defaultdict(list)
         self.retired: set[int] = set()
+        self.loaded: set[int] = set()  # versions that instances were asked to load
+        self.taken: set[int] = {0}  # versions that rollouts have taken
         self.published = self.moves = self.received = 0
         self.ends = Ends()
         self.now_s = 0.0
         self.halt: ev.Halt | None = None
 
+    @mock.patch.multiple(stride, WINDOW=1, REVIEW=2, WORTH=-1.0)  # a stride may change at each of few steps
     def play(self) -> Adversary:
         while self.halt is None:
             self.moves += 1
@@ -134,6 +140,7 @@ class Adversary(OtherSources):
     def decide(self) -> None:
         commands = self.brain.decide()
         self.brain.state.ledger.check()
+        self.taken.add(self.brain.state.ledger.taken)
         self.environments.check()
         for command in commands:
             getattr(self, "do_" + type(command).__name__.lower())(command)
@@ -259,6 +266,9 @@ class Adversary(OtherSources):
 
     def do_loadweights(self, command: ev.LoadWeights) -> None:
         assert command.version <= self.published and command.version not in self.retired
+        self.loaded.add(command.version)
+        wanted = command.version in self.taken or self.config.evaluation_due(command.version)
+        assert wanted, f"{command}: no rollout takes it"
         self.post(command.instance, command)
 
     def do_start(self, command: ev.Start) -> None:
@@ -390,11 +400,18 @@ def drawn(seed: int) -> Adversary:
         lendable = tuple(range(len(sizes), len(sizes) + draw.randint(1, 2)))
         config = dataclasses.replace(config, lendable=lendable, switch_s=draw.choice([0.0, 0.5]))
         sizes += [(draw.choice([1, 2, 4]), draw.choice([1, 1, 2])) for _ in lendable]
+    if config.mode == "dora" and draw.random() < 0.75:
+        most = config.max_versions
+        config = dataclasses.replace(
+            config, total_steps=draw.randint(2, 12), stride=draw.choice([0, 0, most, 2 % most])
+        )
+        if not config.stride and draw.random() < 0.5:
+            config = dataclasses.replace(config, max_mean_lag=config.inflight + draw.choice([0.0, 0.5, 1.0]))
     return Adversary(config, sizes, seed, calm_after, batched, turns)
 
 
 def main(configurations: int, first: int = 0) -> None:
-    facts, lends, dropped = 0, 0, collections.Counter()
+    facts, lends, passed, drafts, dropped = 0, 0, 0, 0, collections.Counter()
     for seed in range(first, first + configurations):
         try:
             game = drawn(seed).play()
@@ -403,8 +420,12 @@ def main(configurations: int, first: int = 0) -> None:
             print(f"configuration {seed}", flush=True)
             raise
         facts, _ = facts + game.received, dropped.update(game.brain.state.dropped)
-        lends += game.chips.lent
-    print(f"{configurations} configurations, {facts} facts, {lends} lends, no law broken; dropped: {dict(dropped)}")
+        lends, drafts = lends + game.chips.lent, drafts + game.chips.drafted
+        passed += game.published - len(game.loaded - {0})
+    print(
+        f"{configurations} configurations, {facts} facts, {lends} lends, {drafts} reports of drafts, {passed} versions "
+        f"that no instance loaded, no law broken; dropped: {dict(dropped)}"
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ STILLBORN = 0.2  # of the incarnations that were asked for: they end before they
 class Chips:
     def __init__(self, body: Any):
         self._body = body
-        self.lent = 0
+        self.lent = self.drafted = 0
 
     def lend(self, command: ev.Lend) -> None:
         """The trainer has nothing to do, and its chips are its own."""
@@ -42,7 +42,15 @@ class Chips:
             )
 
     def decoded(self, rows: int) -> dict[str, Any]:
-        """Of a report: a decode step takes a second for each of its rows, so that more instances decode faster."""
-        if not self._body.config.lendable:
+        """Of a report: a decode step takes a second for each of its rows, so that more instances decode faster, and
+        with drafts half of that."""
+        body = self._body
+        if not body.config.lendable:
             return {}
-        return {"sampled": rows, "busy_s": float(rows), "row_s": float(rows * rows)}
+        decoded: dict[str, Any] = {"sampled": rows, "busy_s": float(rows), "row_s": float(rows * rows)}
+        if body.draw.random() < 0.3:
+            self.drafted += 1
+            held = body.draw.randrange(3 * rows)
+            drafts = {"sampled": rows + held, "guesses": 3 * rows, "held": held}
+            decoded["drafted"] = ev.Drafted(busy_s=rows / 2, row_s=rows * rows / 2, **drafts)
+        return decoded

@@ -25,7 +25,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 11  # of the records that this version writes; the head of a segment says its own
+FORMAT = 12  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -159,6 +159,7 @@ CONFIGURED: dict[int, dict[str, Any]] = {
     5: {"task_lead": 0.0},  # a task was ahead of another by any number of prompts
     6: {"hold_versions": 0, "hold_s": 0.0},  # it kept no version for sessions
     7: {"lendable": [], "switch_s": 0.0},  # it lent no chips; late runs of format 7 say so themselves
+    11: {"stride": 1, "max_mean_lag": 0.0},  # rollouts took every version
 }
 
 

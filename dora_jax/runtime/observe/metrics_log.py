@@ -327,6 +327,7 @@ class RunLog(RunPlugin):
         facts = self._orchestrator.summary()
         metrics |= {
             "versions/live": len(facts["versions"]),
+            "versions/stride": facts["stride"],
             "moves/total": facts["moves"],
             "reloads/total": facts["reloads"],
             **{f"lends/{name}": value for name, value in facts["lends"].items()},
