@@ -6,7 +6,7 @@ import pytest
 
 from dora_jax.orchestrate import balance, snapshot
 from dora_jax.orchestrate.core import Orchestrator
-from dora_jax.orchestrate.events import SampleMoved
+from dora_jax.orchestrate.events import Park, SampleMoved
 from dora_jax.orchestrate.fleet import Group, Instance, Unit
 from dora_jax.orchestrate.ledger import publish_budget
 from dora_jax.orchestrate.modes import OrchestratorConfig
@@ -69,6 +69,28 @@ def test_the_end_of_an_untrained_straggler_lets_the_batch_go(end):
     assert made.brain.summary()["waits"] == waits
     said = [line for line in tell(made, end) if not line.startswith("Discard")]
     assert said[0] == "Train group_ids=2 base_version=1"
+
+
+# ---------------------------------------------------------------- new weights under running samples
+
+
+def test_samples_go_on_under_newer_weights_instance_after_instance(monkeypatch):
+    """What is left of a decision is done in the next ones, also of a brain that was restored between them."""
+    monkeypatch.setattr(balance, "SWAPPED_A_DECISION", 3)
+    config = OrchestratorConfig(mode="partial", groups_per_step=4, group_size=4, total_steps=6, inflight=4.0)
+    parked, left = set(), 0
+
+    def watch(world, event, commands):
+        nonlocal left
+        parked.add(sum(len(command.ids) for command in commands if isinstance(command, Park)))
+        outdated = len(world.brain.state.fleet.outdated)
+        left += outdated
+        if outdated:
+            world.brain = Orchestrator.restore(config, json.loads(json.dumps(world.brain.snapshot())))
+
+    world = World(config, Shape(instances=((4, 1.0, 1),) * 6, pages=400, load_s=0.5)).run(after=watch)
+    world.audit()
+    assert world.mixed() and left >= 2 and 3 <= max(parked) < 3 + 4
 
 
 # ---------------------------------------------------------------- moves

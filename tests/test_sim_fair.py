@@ -100,3 +100,13 @@ def test_a_row_needs_a_seed():
     tree.seeds = 0
     with pytest.raises(config.ConfigError, match="seeds: 0 is less than one run"):
         config.from_config_dict(tree)
+
+
+def test_what_partial_pays_for_new_weights_is_its_prefill_alone():
+    """Samples that go on under other weights leave their KV behind at no cost; with `keep_kv` they have it again."""
+    again, _ = simulate("partial", cost__train_fixed_s=1.0)
+    kept, _ = simulate("partial", cost__train_fixed_s=1.0, orchestrator__keep_kv=True)
+    assert again.mixed > 0 < kept.mixed and again.reprefilled_tokens > 0 == kept.reprefilled_tokens
+    assert kept.rollout["prefill"] < 0.8 * again.rollout["prefill"]
+    slow_links, _ = simulate("partial", cost__train_fixed_s=1.0, cost__move_fixed_s=5.0)
+    assert slow_links.step_s < 1.02 * again.step_s

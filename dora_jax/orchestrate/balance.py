@@ -112,8 +112,11 @@ def plan_partition(
     missing = {version: share * mean for version, share in shares.items()}
     spare = [_Candidate(0, 0, view, None) for view in views if view.free > 0]
     kept: list[_Candidate] = []
-    for version in sorted({v for view in views for v, _ in view.samples}):
-        holding = [(dict(view.samples)[version], view) for view in views if version in dict(view.samples)]
+    held: dict[Version, list[tuple[int, InstanceView]]] = {}
+    for view in views:
+        for version, samples in view.samples:
+            held.setdefault(version, []).append((samples, view))
+    for version, holding in sorted(held.items()):
         holding.sort(key=lambda held: (-held[1].speed if version < newest else 0.0, -held[0], held[1].id))
         for i, (samples, view) in enumerate(holding):
             place = _Candidate(1, samples, view, version)
@@ -125,7 +128,7 @@ def plan_partition(
     spare.sort(key=lambda p: (p.taken, p.samples, p.view.id, -1 if p.leaving is None else p.leaving))
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
     for version in sorted(shares):
-        holders = sum(version in dict(view.samples) for view in views)
+        holders = len(held.get(version, ()))
         for place in spare:
             # an older one by heads: it only shrinks
             grows = not holders or version == newest or holders < shares[version]
@@ -220,6 +223,8 @@ def worth_moving(left_tokens: list[float], *, slots: int, token_s: float, move_s
 
 # A mass migration is spread over several rebalances: each planned sample costs a few microseconds of this step.
 MOVES_A_STEP = 1024
+# Of samples that go on under the newest weights: each is parked, reported and placed again.
+SWAPPED_A_DECISION = 2048
 # A sample whose moves failed this often stays where it is.
 MOVE_ATTEMPTS = 3
 # A rebalance looks at every instance: so much time lies between two of them for each beyond the first thousand. Ten
@@ -274,10 +279,8 @@ def rebalance(s: State) -> None:
             if coming is not None or not instance.used:
                 s.due.emptied[instance.id] = None
     if s.decisions.mixes_versions:
-        # Mode `partial`: training samples that run under older weights are parked, to go on under the newest
-        for instance in s.fleet.instances.values():
-            units = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and is_training(u.group.id)]
-            _park(s, instance, units)
+        s.fleet.outdated = {h.id: None for h in s.fleet.instances.values() if any(v < taken for v in h.counts)}
+        swap(s)
     for version in sorted(s.fleet.drains):
         _move(s, version)
     if s.roles.lent:
@@ -316,6 +319,20 @@ def _park(s: State, instance: Instance, units: list[Unit]) -> None:
         s.out.append(ev.Park(ids=tuple(u.id for u in running), instance=instance.id))
 
 
+def swap(s: State) -> None:
+    """Modes `partial` and `staleflow`: training samples that run under older weights are parked, to go on under the
+    newest; instance after instance, and so many in one decision that what follows from them is no stall either."""
+    left = SWAPPED_A_DECISION
+    for id in list(s.fleet.outdated):
+        if left <= 0:
+            return
+        del s.fleet.outdated[id]
+        if (instance := s.fleet.instances.get(id)) is not None:
+            older = [u for u in s.fleet.settle(instance) if u.version < s.ledger.base and is_training(u.group.id)]
+            _park(s, instance, older)
+            left -= len(older)
+
+
 def consolidate(s: State) -> None:
     """Plan moves of a draining version again once as many slots are free as it has instances: a look at each instance
     costs no more than that a slot then."""
@@ -330,13 +347,15 @@ def _move(s: State, version: Version) -> None:
     """Empty the instances on which `version` drains, onto those that keep it."""
     s.due.drained.pop(version, None)
     measured = s.fleet.measured
-    drained, sinks = [], []
-    for id in sorted(s.fleet.holders.get(version, ())):
+    drained, roomy = [], []
+    for id in s.fleet.holders.get(version, ()):
         instance = s.fleet.instances[id]
         if instance.leaving == version:
             drained.append(instance)
         elif version in instance.versions and s.fleet.has_room(instance):
-            sinks.append(_sink(instance))
+            roomy.append((instance.load, id))
+    # So many moves reach no others
+    sinks = [_sink(s.fleet.instances[id]) for _, id in heapq.nsmallest(MOVES_A_STEP, roomy)]
     room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))
     sources = []
     for instance in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):

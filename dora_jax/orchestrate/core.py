@@ -125,6 +125,8 @@ class Orchestrator:
             if balanced:
                 s.due.rebalance = False
                 balance.rebalance(s)
+            elif s.fleet.outdated:
+                balance.swap(s)
             if s.due.versions_to_fill:
                 placement.fill_woken(s)
             if s.due.drained:

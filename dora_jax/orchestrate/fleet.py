@@ -152,6 +152,7 @@ class Fleet:
         self.arriving: dict[Version, int] = {}  # weight of instances that load a version
         self.capacity: dict[Version, int] = {}  # weight of instances that hold a version
         self.drains: dict[Version, int] = {}  # instances on which a version drains
+        self.outdated: dict[InstanceId, None] = {}  # whose samples go on under newer weights
         self.asked_s: dict[InstanceId, float] = {}  # when the load in progress was asked for
 
     # ------------------------------------------------------------------ pages

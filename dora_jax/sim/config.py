@@ -67,6 +67,9 @@ class SimOrchestratorSection:
     task_lead: float = field(0.0, "steps of prompts by which a task with a limit may be ahead; 0: any number")
     peer_weights: bool = True
     elastic: bool = field(False, "the trainer's chips decode while it waits")
+    keep_kv: bool = field(
+        False, "where weights are swapped under a sample, its KV stays as the old ones wrote it, wherever it goes on"
+    )
     hold_slots: bool = field(False, "a sample keeps its slot and KV while it waits for its environment")
     decisions: Mapping[str, Any] = field({}, "replaces choices of the mode")
 

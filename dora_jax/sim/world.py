@@ -49,6 +49,7 @@ class SimWorld:
         self.costs: Costs = open_costs(config.model, config.hardware, config.cost)
         self.meter = Meter(config, decisions)
         self._config, self._cost = config, config.cost
+        self._swaps, self._keeps_kv = decisions.mixes_versions, config.orchestrator.keep_kv
         self._repartitions, self._balanced = decisions.repartitions, 0  # the newest version that they balanced for
         self._until, self._trace = until, trace
         self._workload, self._seed = Workload(config.workload), config.workload.seed
@@ -135,13 +136,15 @@ class SimWorld:
             self._schedule(src)
 
     def _park(self, command: ev.Park) -> None:
+        """Its KV leaves the devices. Where weights are swapped under a sample, its KV is dropped, or stays as it is
+        (keep_kv), and neither takes time."""
         instance = self._touch(command.instance)
         end = self.now
         for id in command.ids:
             job = instance.take(id)
             if job is not None:
                 self._away[id] = job
-                end += self.costs.park_s(job.cached)
+                end += 0.0 if self._swaps else self.costs.park_s(job.cached)
                 self._at(end, self._brought, job, instance, ev.SampleParked)
         self._schedule(instance)
 
@@ -150,12 +153,13 @@ class SimWorld:
         end = self.now
         for id in command.ids:
             job = self._away[id]
-            if job.version != command.version:  # other weights: its KV is of no use
-                job.version, job.cached = command.version, 0
-                job.mixed = job.mixed or job.sampled > 0
+            if job.version != command.version:  # other weights: its KV is of no use, or used all the same
+                job.version = command.version
+                job.cached *= self._keeps_kv
+                job.mixed |= job.sampled > 0
             job.attempt, job.arrival = command.attempt, "" if job.cached else "resume"
             if job.cached:
-                end += self.costs.park_s(job.cached)
+                end += 0.0 if self._swaps else self.costs.park_s(job.cached)
                 self._at(end, self._brought, job, instance, ev.SampleResumed)
             else:
                 del self._away[id]
