@@ -15,7 +15,7 @@ def get_config(arg=None):
     if arg not in (None, "tiny"):
         raise ValueError(f"the argument {arg!r} is unknown; known is tiny")
     c = config.defaults()
-    c.steps = 40
+    c.steps = 30
 
     c.task.name = "dora_jax.tasks.environments.frozen_lake.Lakes"
     c.task.params = {"size": 4, "holes": 0.25, "shortest": 2, "longest": 6}
@@ -27,22 +27,22 @@ def get_config(arg=None):
     c.environment.turn_tokens = 8
 
     c.sft.out = c.model.path = "runs/frozenlake_base"
-    c.sft.examples = 20480
+    c.sft.examples = 8192
     c.sft.slip_rate = 0.8
-    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 2000, 8, 320
+    c.sft.steps, c.sft.batch_rows, c.sft.pack_tokens = 800, 8, 256
     c.sft.learning_rate, c.sft.warmup_steps = 3e-3, 100
-    c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 64, 3, 192
+    c.sft.d_model, c.sft.n_layers, c.sft.d_ff = 64, 2, 192
     c.sft.n_heads, c.sft.n_kv_heads, c.sft.head_dim = 4, 2, 32
 
     c.rollout.slots = 64
     c.rollout.decode_steps = 1
-    c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 40, 344
+    c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 40, 240
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 8, 8
     c.orchestrator.inflight = 1.75
-    c.trainer.pack_tokens = 384
+    c.trainer.pack_tokens = 288
     c.trainer.micro_batches = 16
     c.eval.every = 10
-    c.eval.prompts, c.eval.samples = 128, 2
+    c.eval.prompts, c.eval.samples = 128, 1
 
     if arg == "tiny":
         c.steps = 3

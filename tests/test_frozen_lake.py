@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,7 @@ from dora_jax.config import ConfigError
 from dora_jax.tasks.environment import EpisodePrompt
 from dora_jax.tasks.environments.frozen_lake import FrozenLake, Lakes
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 LAKE = "_ _ O _\nP _ _ G\n_ _ O _"
 
 
@@ -95,3 +99,16 @@ def test_draws_are_pure_and_never_held_out():
 def test_lakes_that_cannot_be_are_refused(params, sentence):
     with pytest.raises(ConfigError, match=sentence):
         source(**params)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_few_steps_is_trained_and_evaluated(tmp_path):
+    base = f"--config.sft.out={tmp_path / 'base'}", f"--config.model.path={tmp_path / 'base'}"
+    command = [sys.executable, "-m", "dora_jax.train", f"--config={CONFIGS / 'frozenlake.py'}:tiny", *base]
+    done = subprocess.run(
+        [*command, f"--workdir={tmp_path / 'run'}"], cwd=CONFIGS.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert max(row["step"] for row in rows) == 3 and any("environment/turns" in row for row in rows)
+    assert sum("eval/accuracy" in row for row in rows) == 2

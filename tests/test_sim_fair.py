@@ -103,10 +103,11 @@ def test_a_row_needs_a_seed():
 
 
 def test_what_partial_pays_for_new_weights_is_its_prefill_alone():
-    """Samples that go on under other weights leave their KV behind at no cost; with `keep_kv` they have it again."""
-    again, _ = simulate("partial", cost__train_fixed_s=1.0)
-    kept, _ = simulate("partial", cost__train_fixed_s=1.0, orchestrator__keep_kv=True)
+    """Samples that go on under other weights leave their KV behind at no cost where it is dropped."""
+    again, _ = simulate("partial", cost__train_fixed_s=1.0, orchestrator__swapped_kv="dropped")
+    kept, _ = simulate("partial", cost__train_fixed_s=1.0, orchestrator__swapped_kv="reused")
     assert again.mixed > 0 < kept.mixed and again.reprefilled_tokens > 0 == kept.reprefilled_tokens
     assert kept.rollout["prefill"] < 0.8 * again.rollout["prefill"]
-    slow_links, _ = simulate("partial", cost__train_fixed_s=1.0, cost__move_fixed_s=5.0)
-    assert slow_links.step_s < 1.02 * again.step_s
+    slow = {"cost__train_fixed_s": 1.0, "cost__move_fixed_s": 5.0}
+    dropped, parked = (simulate("partial", **slow, orchestrator__swapped_kv=how)[0] for how in ("dropped", "parked"))
+    assert dropped.step_s < 1.02 * again.step_s < parked.step_s

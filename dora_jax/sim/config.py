@@ -67,8 +67,8 @@ class SimOrchestratorSection:
     task_lead: float = field(0.0, "steps of prompts by which a task with a limit may be ahead; 0: any number")
     peer_weights: bool = True
     elastic: bool = field(False, "the trainer's chips decode while it waits")
-    keep_kv: bool = field(
-        False, "where weights are swapped under a sample, its KV stays as the old ones wrote it, wherever it goes on"
+    swapped_kv: str = field(
+        "parked", "of samples under which weights are swapped: parked first, dropped for nothing, or reused as it is"
     )
     hold_slots: bool = field(False, "a sample keeps its slot and KV while it waits for its environment")
     decisions: Mapping[str, Any] = field({}, "replaces choices of the mode")
@@ -209,6 +209,8 @@ def _row_problems(row: Row) -> Iterator[str]:
     draft = row.config.draft
     if draft.tokens < 0 or not 0 <= draft.acceptance <= 1 or draft.cost < 0:
         yield f"draft: {draft} has less than no tokens or cost, or an acceptance that is no share"
+    if section.swapped_kv not in ("parked", "dropped", "reused"):
+        yield f"orchestrator.swapped_kv: {section.swapped_kv!r} is none of parked, dropped, reused"
     unknown = set(section.decisions) - {field.name for field in dataclasses.fields(Decisions)}
     for name in sorted(unknown):
         yield f"orchestrator.decisions: {name} is no choice of a mode"

@@ -49,7 +49,7 @@ class SimWorld:
         self.costs: Costs = open_costs(config.model, config.hardware, config.cost)
         self.meter = Meter(config, decisions)
         self._config, self._cost = config, config.cost
-        self._swaps, self._keeps_kv = decisions.mixes_versions, config.orchestrator.keep_kv
+        self._swapped_kv = config.orchestrator.swapped_kv if decisions.mixes_versions else "parked"
         self._repartitions, self._balanced = decisions.repartitions, 0  # the newest version that they balanced for
         self._until, self._trace = until, trace
         self._workload, self._seed = Workload(config.workload), config.workload.seed
@@ -113,11 +113,8 @@ class SimWorld:
         instance.loading = True
         self.meter.reloads += 1
         self.meter.weight_bytes += self.costs.weight_bytes
-        if self._repartitions and self._cost.balance_s and command.version > self._balanced:
-            self._balanced = command.version  # the rollouts take it: versions are balanced anew
-            for other in self._all():
-                other.hold(self._cost.balance_s)
-                self._schedule(other)
+        if self._config.orchestrator.stride != 1:
+            self._balance(command.version)
         self._at(self._network.bring(self.now, command), self._loaded, instance, command.version)
         self._schedule(instance)
 
@@ -136,15 +133,15 @@ class SimWorld:
             self._schedule(src)
 
     def _park(self, command: ev.Park) -> None:
-        """Its KV leaves the devices. Where weights are swapped under a sample, its KV is dropped, or stays as it is
-        (keep_kv), and neither takes time."""
+        """Its KV leaves the devices; where weights are swapped under a sample, see `swapped_kv`."""
         instance = self._touch(command.instance)
         end = self.now
         for id in command.ids:
             job = instance.take(id)
             if job is not None:
                 self._away[id] = job
-                end += 0.0 if self._swaps else self.costs.park_s(job.cached)
+                end += self.costs.park_s(job.cached) if self._swapped_kv == "parked" else 0.0
+                job.cached *= self._swapped_kv != "dropped"
                 self._at(end, self._brought, job, instance, ev.SampleParked)
         self._schedule(instance)
 
@@ -155,11 +152,11 @@ class SimWorld:
             job = self._away[id]
             if job.version != command.version:  # other weights: its KV is of no use, or used all the same
                 job.version = command.version
-                job.cached *= self._keeps_kv
+                job.cached *= self._swapped_kv == "reused"
                 job.mixed |= job.sampled > 0
             job.attempt, job.arrival = command.attempt, "" if job.cached else "resume"
             if job.cached:
-                end += 0.0 if self._swaps else self.costs.park_s(job.cached)
+                end += 0.0 if self._swapped_kv == "reused" else self.costs.park_s(job.cached)
                 self._at(end, self._brought, job, instance, ev.SampleResumed)
             else:
                 del self._away[id]
@@ -389,9 +386,20 @@ class SimWorld:
 
     def _published(self, version: Version) -> None:
         self.meter.published(self.now, version, self._all(), len(self._ready))
+        if self._config.orchestrator.stride == 1:
+            self._balance(version)
         if version >= self._until:
             raise EndOfMeasurement
         self._notify(ev.StepPublished(version=version))
+
+    def _balance(self, version: Version) -> None:
+        """The rollouts take a version: at its publication, or, where they pass over some, when the first instance loads
+        it. All versions are balanced anew."""
+        if self._repartitions and self._cost.balance_s and version > self._balanced:
+            self._balanced = version
+            for instance in self._all():
+                instance.hold(self._cost.balance_s)
+                self._schedule(instance)
 
     # ------------------------------------------------------------------ instances
 
