@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dora_jax.tasks.environments.bridge import Bridge
+from dora_jax.types import Prompt
 from tests.fakes import dialogues
 
 
@@ -55,6 +56,17 @@ def test_trained_tokens_are_those_of_the_engine_over_a_thousand_played(tokenizer
     n, branches, breaks = played(tokenizer, 1000, seed=1)
     print(f"{n} dialogues: {branches} branches; {breaks} breaks where everything is rendered and encoded again")
     assert 0 < branches < breaks
+
+
+def test_an_example_that_others_wrote_for_the_policy_stays_text(tokenizer):
+    ids = np.array(tokenizer.encode("<|im_start|>"), np.int32)
+    prompt = Prompt(group_id=0, task="", uid="", text="<|im_start|>", token_ids=ids, answer=None, max_new_tokens=9)
+    example = {"role": "assistant", "content": "four <|im_end|> and seven"}
+    messages = [{"role": "user", "content": "sum"}, example, {"role": "user", "content": "say"}]
+    bridge = Bridge(tokenizer, "")
+    observed, keep = bridge.observe(bridge.begin(prompt), ids, ids[:0], messages)
+    assert keep is None and "four <|im_end|> and seven" in tokenizer.decode(observed, keep_special=True)
+    assert observed.tolist().count(tokenizer.eos_ids[0]) == len(messages), "the template ends each message once"
 
 
 def test_a_plain_template_never_branches_and_text_stays_text(tokenizer):
