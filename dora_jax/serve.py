@@ -1,8 +1,8 @@
 """The endpoint:  python -m dora_jax.serve --model=FOLDER | --workdir=runs/a [--step=40] [--port=8000]
 
-OpenAI's completions and chat completions, and token ids in and out, of a Hugging Face folder or of a run's checkpoints.
-A run may go on meanwhile: its next checkpoints are loaded beside the old ones, rollout.residents at once, and a session
-(the X-Session-ID header, or `user`) is answered by one version throughout.
+OpenAI's completions, chat completions and responses, Anthropic's messages, and token ids in and out, of a Hugging Face
+folder or of a run's checkpoints. A run may go on meanwhile: its next checkpoints are loaded beside the old ones,
+rollout.residents at once, and a session (the X-Session-ID header) is answered by one version throughout.
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ stands beside this one in the table. Exits with 1 where this checkout's endpoint
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -82,32 +83,27 @@ class Scripted(OracleEngine):
         section = dataclasses.replace(endpoint.SECTION, decode_steps=4, max_prompt_tokens=CONTEXT, max_new_tokens=CONTEXT)
         super().__init__(section, eos_ids=(endpoint.END,), version_in=lambda weights: weights,
                          length=lambda v, group, i, limit: min(len(self.texts[group]) + 1, limit))
-        self.texts = {}
+        self.texts, self.given = {}, {}
 
     def submit(self, id, prompt_ids, *others, sampling=None, **more):
         own = sampling or next((x for x in others if hasattr(x, "top_p")), None)
-        whole = [*prompt_ids, *getattr(own, "given", ())]
+        self.given[id] = getattr(own, "given", ())
+        whole = [*prompt_ids, *self.given[id]]
         self.texts[id.group_id] = says(bytes(int(x) for x in whole).decode("latin-1")).encode()
         super().submit(id, prompt_ids, *others, **more, **({} if sampling is None else {"sampling": sampling}))
 
-    def _right(self, id, out, given):
-        text = self.texts[id.group_id]
-        right = [*given, *text, endpoint.END]
+    def _right(self, id, out):
+        right = [*self.given[id], *self.texts[id.group_id], endpoint.END]
         return np.array(right[: len(out)], np.int32)
 
     def tick(self):
-        samplings = {id: getattr(s.request, "sampling", None) for id, s in self._samples.items()}
         result = super().tick()
-        finished = []
-        for sample in result.finished:
-            given = getattr(samplings.get(sample.id), "given", ())
-            finished.append(dataclasses.replace(sample, out_ids=self._right(sample.id, sample.out_ids, given)))
+        finished = (dataclasses.replace(s, out_ids=self._right(s.id, s.out_ids)) for s in result.finished)
         return dataclasses.replace(result, finished=tuple(finished))
 
     def sampled(self, id, start=0, *rest):
-        given = getattr(getattr(self._samples[id].request, "sampling", None), "given", ())
         new = super().sampled(id, 0, *rest)
-        cut = {"out_ids": self._right(id, new.out_ids, given)[start:], "logprobs": new.logprobs[start:]}
+        cut = {"out_ids": self._right(id, new.out_ids)[start:], "logprobs": new.logprobs[start:]}
         if getattr(new, "top", None) is not None:
             cut["top"] = new.top[start:]
         return new._replace(**cut)
@@ -121,25 +117,27 @@ with endpoint.Rig(engine=Scripted()).live() as url:
 """
 
 
-def table(tree: Path, names: list[str], envs: Path) -> dict[str, dict[str, str]]:
-    """client -> feature -> "ok" or what went wrong, at the endpoint of this checkout."""
+@contextlib.contextmanager
+def serving(tree: Path) -> Iterator[str]:
+    """The URL of this checkout's endpoint."""
     environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    serving = [sys.executable, "-c", SERVER]
+    command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(
-        serving, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None and server.stdin is not None
-        url = server.stdout.readline().strip()
-        found: dict[str, dict[str, str]] = {}
-        for name in names:
-            command = [str(envs / name / "bin" / "python"), "-P", str(PROGRAM), name, url]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-                found[name] = json.loads(done.stdout.strip().splitlines()[-1])
-            except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
-                found[name] = {"version": "?", "chat": f"{type(error).__name__}: {error}"[:300]}
+        yield server.stdout.readline().strip()
         server.stdin.close()
-    return found
+
+
+def asked(python: Path, name: str, url: str) -> dict[str, str]:
+    """feature -> "ok" or what went wrong."""
+    command = [str(python), "-P", str(PROGRAM), name, url]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
+        return {"version": "?", "chat": f"{type(error).__name__}: {error}"[:300]}
 
 
 def main() -> int:
@@ -148,36 +146,34 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PACKAGES), help="names of clients")
     parser.add_argument("--install", action="store_true", help="make the environments that are missing")
     parser.add_argument("--before", type=Path, help="another checkout to compare with")
-    asked = parser.parse_args()
-    names = [name for name in asked.only.split(",") if name]
+    given = parser.parse_args()
+    names = [name for name in given.only.split(",") if name]
     if unknown := set(names) - set(PACKAGES):
         parser.error(f"--only: {min(unknown)} is none of {', '.join(PACKAGES)}")
-    for name in names if asked.install else ():
-        if not (folder := asked.envs / name).exists():
+    for name in names if given.install else ():
+        if not (folder := given.envs / name).exists():
             venv.create(folder, with_pip=True)
             subprocess.run([folder / "bin" / "pip", "install", "-q", *PACKAGES[name]], check=True)
-    names = [name for name in names if (asked.envs / name / "bin" / "python").exists()]
-    trees = {"now": ROOT} | ({"before": asked.before.resolve()} if asked.before else {})
-    found = {which: table(tree, names, asked.envs) for which, tree in trees.items()}
-    print("| client |", " | ".join(FEATURES), "|")
-    print("|---|" + "---|" * len(FEATURES))
+    trees = ([given.before.resolve()] if given.before else []) + [ROOT]
     wrong = []
-    for name in names:
-        cells = []
-        for feature in FEATURES:
-            results = {which: found[which][name].get(feature) for which in reversed(found)}
-            cells.append(
-                " -> ".join("" if r is None else "ok" if r == "ok" else "NO" for r in results.values()).strip()
-            )
-            if results["now"] not in (None, "ok"):
-                wrong.append(f"{name} {feature}: {results['now']}")
-        print(f"| {name} {found['now'][name]['version']} |", " | ".join(cells), "|", flush=True)
-    for which in found:
+    print("| client |", " | ".join(FEATURES), "|")
+    print("|---|" + "---|" * len(FEATURES), flush=True)
+    with contextlib.ExitStack() as servers:
+        urls = [servers.enter_context(serving(tree)) for tree in trees]
         for name in names:
-            for feature, result in found[which][name].items():
-                if feature != "version" and result != "ok":
-                    print(f"{which}: {name} {feature}: {re.sub(chr(10), ' ', result)}")
-    return 1 if wrong else 0
+            if not (python := given.envs / name / "bin" / "python").exists():
+                continue
+            results = [asked(python, name, url) for url in urls]
+            cells = []
+            for feature in FEATURES:
+                found = [result.get(feature) for result in results]
+                cells.append(" -> ".join("" if each is None else "ok" if each == "ok" else "NO" for each in found))
+            print(f"| {name} {results[-1]['version']} |", " | ".join(cells).replace(" -> |", "|"), "|", flush=True)
+            for tree, result in zip(("before", "now")[-len(trees) :], results, strict=True):
+                faults = {feature: text for feature, text in result.items() if feature != "version" and text != "ok"}
+                wrong += [f"{tree}: {name} {feature}: {text}" for feature, text in faults.items()]
+    print(*(line.replace("\n", " ") for line in wrong), sep="\n")
+    return 1 if any(line.startswith("now") for line in wrong) else 0
 
 
 if __name__ == "__main__":
