@@ -122,7 +122,7 @@ def test_an_instance_that_is_up_again_has_lost_its_earlier_incarnation():
     ready(brain)
     begin(brain, A)
     (load,) = brain.step(up(0, incarnation=1))
-    assert load == ev.LoadWeights(instance=0, version=0) and brain.state.unit(A).state == "parked"
+    assert load == ev.LoadWeights(instance=0, version=0, attempt=2) and brain.state.unit(A).state == "parked"
     assert brain.step(ev.InstanceDown(instance=0, reason="heard of it late")) == ()
     assert (
         brain.step(ev.InstanceDown(instance=0, reason="lost", incarnation=2)) == () and not brain.state.fleet.instances

@@ -269,3 +269,17 @@ def test_a_version_stays_while_a_sample_runs_at_it():
     commands = brain.step(ev.StepPublished(version=1))
     assert brain.state.ledger.base == 1 and any(group.version == 0 for group in brain.state.groups.values())
     assert not [command for command in commands if isinstance(command, ev.Retire)] and 0 in brain.state.alive
+
+
+def test_a_load_is_answered_under_its_own_attempt():
+    """An instance that goes back to a version is not there because it has had it before."""
+    brain = make(groups_per_step=1, group_size=1, total_steps=6, max_versions=3)
+    (first,) = [c for c in brain.step(up(0, slots=1)) if isinstance(c, ev.LoadWeights)]
+    loaded = ev.WeightsLoaded(instance=0, version=0, attempt=first.attempt)
+    assert brain.counts(loaded) and not brain.counts(dataclasses.replace(loaded, attempt=first.attempt + 1))
+    brain.step(loaded)
+    instance = brain.state.fleet.instances[0]
+    brain.state.fleet.begin_load(instance, 0, 0)  # the same version once more
+    brain.state.fleet.asked[0] = first.attempt + 1, 0.0
+    assert not brain.counts(loaded) and brain.counts(dataclasses.replace(loaded, attempt=first.attempt + 1))
+    assert brain.counts(dataclasses.replace(loaded, attempt=None)), "a journal of before names no attempt"

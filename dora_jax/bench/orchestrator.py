@@ -300,7 +300,8 @@ class Body:
                     self.place(i, id, self.sampled.pop(id, 0.0))
                     self.later(BEGIN_S, ev.SampleResumed, i, id=id, attempt=command.attempt)
             case ev.LoadWeights():
-                self.later(LOAD_S, ev.WeightsLoaded, command.instance, version=command.version)
+                loaded = {"version": command.version, "attempt": command.attempt}
+                self.later(LOAD_S, ev.WeightsLoaded, command.instance, **loaded)
             case ev.Move(src=src, dst=dst):
                 way = {"src": src, "dst": dst, "attempt": command.attempt}
                 for id in command.ids:

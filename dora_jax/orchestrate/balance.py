@@ -475,6 +475,6 @@ def settle_emptied(s: State) -> None:
         if coming not in instance.versions and not (full and (drop is None or drop in instance.counts)):
             drop = drop if full else None
             s.fleet.begin_load(instance, coming, drop)
-            s.fleet.asked_s[id] = s.now_s
             s.reloads_total += 1
-            s.out.append(ev.LoadWeights(instance=instance.id, version=coming, drop=drop))
+            s.fleet.asked[id] = s.reloads_total, s.now_s
+            s.out.append(ev.LoadWeights(instance=id, version=coming, drop=drop, attempt=s.reloads_total))

@@ -57,6 +57,7 @@ class WeightsLoaded:
     instance: InstanceId
     version: Version
     incarnation: int = 0
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +251,7 @@ class LoadWeights:
     instance: InstanceId
     version: Version
     drop: Version | None = None
+    attempt: int | None = None  # None: the body loads it of itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

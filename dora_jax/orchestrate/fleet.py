@@ -153,7 +153,7 @@ class Fleet:
         self.capacity: dict[Version, int] = {}  # weight of instances that hold a version
         self.drains: dict[Version, int] = {}  # instances on which a version drains
         self.outdated: dict[InstanceId, None] = {}  # whose samples go on under newer weights
-        self.asked_s: dict[InstanceId, float] = {}  # when the load in progress was asked for
+        self.asked: dict[InstanceId, tuple[int, float]] = {}  # the load in progress: its number, and since when
 
     # ------------------------------------------------------------------ pages
 
@@ -361,7 +361,7 @@ class Fleet:
         for version in list(instance.versions):
             self._drop(instance, version)
         del self.instances[instance.id], self.alone[instance.id]
-        self.asked_s.pop(instance.id, None)
+        self.asked.pop(instance.id, None)
 
 
 def _serves(instance: Instance, version: Version) -> bool:

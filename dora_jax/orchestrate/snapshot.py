@@ -138,7 +138,7 @@ def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:
         data |= {"format": 16, "fleet": fleet | {"incarnations": fleet.pop("lives")}}
     if data["format"] == 16:  # rollouts took every version, and nobody asked what a load takes
         measured = data["fleet"]["measured"] | {"load_s": 0.0}
-        added = {"measured": measured, "asked_s": _encode({}), "outdated": _encode({})}
+        added = {"measured": measured, "asked": _encode({}), "outdated": _encode({})}
         data |= {"format": 17, "fleet": data["fleet"] | added}
         lags = sum(lag * n for lag, n in data["ledger"]["lags"][1:])
         strides = Strides(published_s=data["now_s"], lags=lags, took_s=data["now_s"])

@@ -42,7 +42,9 @@ def _instance_counts(s: State, event: ev.InstanceFact) -> bool:
                     f"instance {event.instance} loaded version {event.version}, which is not published"
                 )
             if present and instance is not None:
-                return instance.phase == fl.LOADING and instance.coming == event.version
+                asked, _ = s.fleet.asked.get(event.instance, (None, 0.0))
+                answers = event.attempt == asked or None in (event.attempt, asked)
+                return instance.phase == fl.LOADING and instance.coming == event.version and answers
         case ev.InstanceUp():
             if event.incarnation <= s.fleet.incarnations.get(event.instance, -1):
                 return False
@@ -205,7 +207,8 @@ def instance_unhealthy(s: State, event: ev.InstanceUnhealthy) -> None:
 
 def weights_loaded(s: State, event: ev.WeightsLoaded) -> None:
     instance = s.fleet.instances[event.instance]
-    s.fleet.measured.loaded(s.now_s - s.fleet.asked_s.pop(event.instance, s.now_s))
+    _, asked_s = s.fleet.asked.pop(event.instance, (0, s.now_s))
+    s.fleet.measured.loaded(s.now_s - asked_s)
     s.fleet.end_load(instance)
     s.due.versions_to_fill[event.version] = None
     s.due.emptied[instance.id] = None

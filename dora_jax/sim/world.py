@@ -115,7 +115,7 @@ class SimWorld:
         self.meter.weight_bytes += self.costs.weight_bytes
         if self._config.orchestrator.stride != 1:
             self._balance(command.version)
-        self._at(self._network.bring(self.now, command), self._loaded, instance, command.version)
+        self._at(self._network.bring(self.now, command), self._loaded, instance, command)
         self._schedule(instance)
 
     def _move(self, command: ev.Move) -> None:
@@ -337,13 +337,16 @@ class SimWorld:
             self.meter.filtered += 1
         self._notify(ev.GroupScored(group_id=group_id, trainable=trainable))
 
-    def _loaded(self, instance: SimInstance, version: Version) -> None:
+    def _loaded(self, instance: SimInstance, command: ev.LoadWeights) -> None:
         if self._instances.get(instance.id) is instance:
             instance.advance(self.now)
             instance.loading = False
-            self._network.loaded(instance.id, version)
+            self._network.loaded(instance.id, command.version)
             self._schedule(instance)
-            self._notify(ev.WeightsLoaded(instance=instance.id, version=version, incarnation=instance.incarnation))
+            loaded = ev.WeightsLoaded(
+                instance=instance.id, version=command.version, incarnation=instance.incarnation, attempt=command.attempt
+            )
+            self._notify(loaded)
 
     def _arrive(self, job: Job, src: SimInstance, dst: SimInstance | None, move: ev.Move) -> None:
         if self._away.get(job.id) is not job:

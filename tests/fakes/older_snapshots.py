@@ -16,7 +16,7 @@ def forget_attempts(brain):
 def before_strides(data):
     """A snapshot of format 17 (as JSON) of a run whose rollouts have taken every version, as format 16 wrote it."""
     kept = {name: value for name, value in data.items() if name != "strides"}
-    fleet = {name: value for name, value in data["fleet"].items() if name not in ("asked_s", "outdated")}
+    fleet = {name: value for name, value in data["fleet"].items() if name not in ("asked", "outdated")}
     fleet["measured"] = {name: value for name, value in fleet["measured"].items() if name != "load_s"}
     ledger = {name: value for name, value in data["ledger"].items() if name != "taken"}
     return kept | {"format": 16, "fleet": fleet, "ledger": ledger}

@@ -202,7 +202,7 @@ class Adversary(OtherSources):
                 assert len(incarnation.versions) + len(incarnation.loading) < incarnation.residents, (
                     f"{command} has no room"
                 )
-                incarnation.loading.append(version)
+                incarnation.loading.append((version, command.attempt))
             case ev.Park(ids=ids):
                 for id in ids:
                     if id in incarnation.runs:
@@ -245,8 +245,9 @@ class Adversary(OtherSources):
     def work(self, incarnation: InstanceIncarnation) -> None:
         i, number, said = incarnation.instance, incarnation.number, incarnation.said
         if incarnation.loading and (not incarnation.runs or self.draw.random() < 0.5):
-            incarnation.versions.append(incarnation.loading.pop(0))
-            said.append(ev.WeightsLoaded(instance=i, version=incarnation.versions[-1], incarnation=number))
+            version, attempt = incarnation.loading.pop(0)
+            incarnation.versions.append(version)
+            said.append(ev.WeightsLoaded(instance=i, version=version, incarnation=number, attempt=attempt))
             return
         if not incarnation.runs or incarnation.paused:
             return

@@ -26,7 +26,7 @@ class InstanceIncarnation:
     def __init__(self, instance: int, number: int, slots: int, residents: int):
         self.instance, self.number, self.slots, self.residents = instance, number, slots, residents
         self.versions: list[int] = []
-        self.loading: list[int] = []
+        self.loading: list[tuple[int, int]] = []  # versions, and the attempts to load them
         self.runs: dict[SampleId, int] = {}  # id -> version
         self.attempts: dict[SampleId, int] = {}  # that placed what runs or ran here
         self.begun: set[SampleId] = set()

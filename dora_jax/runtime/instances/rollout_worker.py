@@ -118,13 +118,15 @@ class EngineWorker(Worker):
                     self.engine.submit(
                         id, payload.token_ids, version, payload.max_new_tokens, payload.turn_tokens, payload.sampling
                     )
-            case ev.LoadWeights(version=version, drop=drop):
+            case ev.LoadWeights(version=version, drop=drop, attempt=attempt):
                 if payload is None:
-                    self.fetch(version, drop)
+                    self.fetch(version, drop, attempt)
                 else:
                     self.engine.load(version, payload)
                     self.outbox.put(
-                        ev.WeightsLoaded(instance=self.instance, version=version, incarnation=self.incarnation)
+                        ev.WeightsLoaded(
+                            instance=self.instance, version=version, incarnation=self.incarnation, attempt=attempt
+                        )
                     )
             case ev.Move(ids=ids, src=src, dst=to, attempt=attempt) if dst is not None:
                 for id in ids:
@@ -173,11 +175,11 @@ class EngineWorker(Worker):
             case _:
                 raise NotImplementedError(f"{self.role} cannot carry out {type(message).__name__}")
 
-    def fetch(self, version: Version, drop: Version | None) -> None:
+    def fetch(self, version: Version, drop: Version | None, attempt: int | None = None) -> None:
         """Take the version from the store into use, in the place of `drop`."""
         if drop is not None:
             self.engine.drop(drop)
-        message = ev.LoadWeights(instance=self.instance, version=version)
+        message = ev.LoadWeights(instance=self.instance, version=version, attempt=attempt)
         self.execute(message, self._weights.get(version, self.engine.param_shardings))
 
     def hand_over(self) -> None:

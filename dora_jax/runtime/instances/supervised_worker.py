@@ -188,29 +188,29 @@ class LocalWorker(EngineWorker):
         began = [at for at in (self._called_s, self._fetched_s) if at is not None]
         return time.monotonic() - min(began) if began else 0.0
 
-    def fetch(self, version: Version, drop: Version | None) -> None:
+    def fetch(self, version: Version, drop: Version | None, attempt: int | None = None) -> None:
         """Samples go on while the weights come to the devices."""
         if self._fetching is not None and self._fetching.is_alive():
             self._fetching.join()
-            self.post(self.fetch, version, drop)  # behind what that fetch has sent
+            self.post(self.fetch, version, drop, attempt)  # behind what that fetch has sent
             return
         if drop is not None:
             self.engine.drop(drop)
         if self.engine.idle:
-            super().fetch(version, None)
+            super().fetch(version, None, attempt)
             return
         self._fetched_s = time.monotonic()
-        args = version, self.engine.param_shardings
+        args = version, attempt, self.engine.param_shardings
         self._fetching = threading.Thread(target=self._fetch, args=args, name=f"{self.role} weights", daemon=True)
         self._fetching.start()
 
-    def _fetch(self, version: Version, shardings: Tree) -> None:
+    def _fetch(self, version: Version, attempt: int | None, shardings: Tree) -> None:
         try:
             weights = self._weights.get(version, shardings)
         except BaseException as error:  # raised on the worker's own thread
             self.post(self._fail, error)
         else:
-            self.send(ev.LoadWeights(instance=self.instance, version=version), weights)
+            self.send(ev.LoadWeights(instance=self.instance, version=version, attempt=attempt), weights)
         self._fetched_s = None
 
     def _fail(self, error: BaseException) -> None:

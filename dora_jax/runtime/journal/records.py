@@ -153,6 +153,7 @@ ADDED: dict[int, dict[type, list[Any]]] = {
     7: {ev.InstanceReported: [None]},  # what drafts did
     8: {Published: [0]}
     | {event: [None] for event in NAME_ATTEMPTS},  # the copy that travels; the attempt that placed it
+    11: {ev.WeightsLoaded: [None]},  # the attempt to load it
 }
 # format -> what the next one added to the configuration in a head: the values under which nothing changes
 CONFIGURED: dict[int, dict[str, Any]] = {
