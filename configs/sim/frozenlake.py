@@ -1,8 +1,8 @@
 # python -m dora_jax.simulate --config=configs/sim/frozenlake.py
 """An agentic step on four v5p chips that was published, reckoned from chip constants: nothing is fitted.
 
-Source: Tunix's table of agentic runs (Gemma-4-E2B, FrozenLake, two chips that sample and two that train, staleness 0):
-293 s a step, of which rollouts 241, training 76 and the transfer of weights 19, which overlap by 43.
+Source: Tunix's table of agentic runs (Gemma-4-E2B, FrozenLake, two chips that sample and two that train, staleness
+0): 293 s a step, of which rollouts 241, training 76 and the transfer of weights 19, which overlap by 43.
 
     published       64 x 8 trajectories of about 970 tokens in up to 8 turns
     of the model    35 layers of width 1,536, 8 heads, KV of 15 layers (the others share it): 12 of 256 and 3 of 512,
@@ -13,9 +13,10 @@ Source: Tunix's table of agentic runs (Gemma-4-E2B, FrozenLake, two chips that s
                     roofline (as in every simulation here); 2 s until a version is published, 1 s for rewards, 0.1 s for
                     a message
 
-What comes out is what these chips allow, and not what the run takes: its rollouts are no matter of chips. 512
-trajectories that decode together need a tick of some 10 ms for each of their tokens; 241 s are 250 ms for each of 970.
-Rows: the contract; with trajectories one host can serve at a time (64, 16); what other modes make of it.
+What comes out is what these chips allow, and not what the run takes: 54 s a step, of which the trainer works for 28.
+With 64 trajectories at a time it is 88 s, with 16 it is 225 s: its rollouts are no matter of chips, but of how many
+trajectories its host keeps going. One step behind (`one_step`, `dora`) the same chips take 30 s, nearly all of it the
+trainer's.
 """
 
 from dora_jax.sim import config
