@@ -259,6 +259,12 @@ def test_a_folder_of_another_size_is_refused():
     assert line.endswith("has 28 layers of width 1024, and model.size Qwen3-8B has 36 of 4096")
 
 
+def test_pages_of_windows_that_no_layer_has_are_refused():
+    asked = on("v6e-8", rollout={"window_pages": 200}, size="Qwen3-8B")
+    (line,) = presets.problems(presets.plan(asked, presets.machines(asked), KNOWN["Qwen3-8B"]))
+    assert line == "rollout.window_pages: no layers of this qwen3 attend within a window beside others in full"
+
+
 # ------------------------------------------------------------------- qwen3.py
 
 SMALLEST = {"0.6B": "laptop", "1.7B": "v5e-8", "8B": "h100-8", "32B": "v5p-128"}

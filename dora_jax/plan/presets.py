@@ -398,6 +398,8 @@ def _refusals(planned: Plan) -> Iterator[str]:
             f"model.path: {config.model.path} has {model.n_layers} layers of width {model.d_model}, and model.size "
             f"{config.model.size} has {expected.n_layers} of {expected.d_model}"
         )
+    if model and planned.asked.rollout.window_pages and not model.local_window:
+        yield f"rollout.window_pages: no layers of this {model.family} attend within a window beside others in full"
     kernel, hosts = config.rollout.attention, config.cluster.hosts_per_instance
     if instance.platform not in KERNELS[kernel]:
         yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {instance}"
