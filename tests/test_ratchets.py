@@ -30,7 +30,7 @@ CODE = {
     "models": 3141,
     "ops": 633,
     "orchestrate": 2906,
-    "plan": 1272,
+    "plan": 1274,
     "report": 1165,
     "rollout": 3345,
     "runtime": 12092,
