@@ -94,6 +94,24 @@ def test_a_program_that_passes_every_test_is_rewarded():
 
 
 @needs_sandbox
+@pytest.mark.parametrize("fence", ["```python3", "```Python", "```PYTHON3"])
+def test_a_block_may_be_named_otherwise_and_left_open(fence):
+    assert code.stdio("", f"So:\n{fence}\nprint(2 * int(input()))\n```\nDone.", DOUBLE) == 1.0
+    assert code.stdio("", f"So:\n{fence}\nprint(2 * int(input()))\n", DOUBLE) == 1.0
+
+
+@needs_sandbox
+def test_numbers_may_be_off_by_a_tolerance():
+    third = {"tests": [{"stdin": "", "stdout": "x 0.333333\n"}]}
+    assert code.stdio("", "print('x', 1 / 3)", third) == 0.0
+    assert code.stdio("", "print('x', 1 / 3)", third | {"tolerance": 1e-5}) == 1.0
+    for wrong in ("'x', 0.3334", "'y', 1 / 3", "'x', 1 / 3, 1", "'x'", "'x nan'"):
+        assert code.stdio("", f"print({wrong})", third | {"tolerance": 1e-5}) == 0.0
+    with pytest.raises(code.RewardError, match="tolerance 2 is no number from 0 to 1"):
+        code.stdio("", "print(1)", third | {"tolerance": 2})
+
+
+@needs_sandbox
 def test_a_program_that_passes_some_tests_has_its_share():
     assert code.stdio("", "print(8)", DOUBLE) == 0.0
     assert code.stdio_share("", "print(8)", DOUBLE) == 0.5

@@ -3,12 +3,14 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from dora_jax.tasks.sandbox import programs
+from dora_jax.tasks.sandbox import bubblewrap, programs
 from tests.fakes.sandbox import FORMS, SECRET, descendants, needs_sandbox, server
 
 
@@ -110,7 +112,7 @@ print(sorted(os.listdir("/")), sorted(os.listdir("/dev")), os.listdir("/tmp"))
 """
     )
     names, *_ = ran.stdout.split("; ")
-    assert set(names.split()) <= {"HOME", "LANG", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "_"}
+    assert set(names.split()) <= {"HOME", "LANG", "PATH", "PWD", "_"} | set(bubblewrap.ENVIRONMENT)
     assert "True" not in ran.stdout and "['bin', 'dev', " in ran.stdout
     assert ran.stdout.endswith(
         "['fd', 'full', 'null', 'random', 'stderr', 'stdin', 'stdout', 'urandom', 'zero'] ['program.py']\n"
@@ -279,6 +281,64 @@ def test_a_flood_of_memory_ends_one_process_or_all(run):
     assert "MemoryError" in run("x = bytearray(2**30)").stderr
     fork = "import mmap\nfor _ in range(8):\n    if os.fork() == 0: break\nx = mmap.mmap(-1, 2**24)\nx.write(bytes(2**24)); time.sleep(60)"
     assert run(fork, memory_bytes=2**27, wall_s=60.0).ended_by == "memory"
+
+
+@needs_sandbox
+def test_what_waits_in_sockets_is_memory(run):
+    fill = """
+import socket
+for _ in range(3):
+    if os.fork() == 0: break
+pairs = [socket.socketpair() for _ in range(28)]
+for one in (one for pair in pairs for one in pair):
+    one.setblocking(False)
+    try:
+        while True: one.send(bytes(65536))
+    except BlockingIOError: pass
+time.sleep(60)
+"""
+    assert run(fill, memory_bytes=2**26, wall_s=60.0).ended_by == "memory"
+    larger = "import socket\nsocket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**22)"
+    assert "PermissionError" in run(larger).stderr
+
+
+@needs_sandbox
+def test_a_program_prints_the_same_each_time(run):
+    program = """
+import locale
+class Plain: pass
+print({"one", "two", "three", "four", "five"}, [id(x) for x in (object(), Plain(), len)], {Plain(): i for i in range(9)})
+print(time.tzname, time.localtime(0).tm_hour, locale.getpreferredencoding(), sorted(map(hash, ("a", "b"))))
+"""
+    first, *others = [run(program) for _ in range(4)]
+    assert first.exit_code == 0 and not first.stderr and [ran.stdout for ran in others] == [first.stdout] * 3
+
+
+@needs_sandbox
+def test_time_without_a_core_is_not_the_program_s(run):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * os.cpu_count())]
+    try:
+        ran = run("end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('done')", wall_s=0.7)
+        assert (ran.stdout, ran.ended_by) == ("done\n", "") and ran.spent_s < 0.7 < ran.wall_s
+        assert run("time.sleep(60)", wall_s=0.3).ended_by == "time"
+        assert run("while True: pass", wall_s=0.3).ended_by == "time"
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@needs_sandbox
+def test_exit_codes_and_ignored_limits_are_named(run):
+    assert [run(f"exit({code})").exit_code for code in (128, 200, 255)] == [128, 200, 255]
+    assert run("os.kill(os.getpid(), 11)").exit_code == -signal.SIGSEGV
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_a_limit_that_is_ignored_is_still_the_one_that_ended_it(run):
+    ran = run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", cpu_s=1.0, wall_s=60.0)
+    assert (ran.ended_by, ran.exit_code) == ("cpu", -signal.SIGKILL)
 
 
 @needs_sandbox

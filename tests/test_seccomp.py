@@ -53,6 +53,7 @@ def number(machine, numbers):
 def test_every_denied_call_is_denied_and_its_neighbours_are_not(machine):
     numbers = {number(machine, pair) for pair in seccomp.DENIED.values()} - {None}
     by_argument = {number(machine, pair) for pair in (seccomp.CLONE, seccomp.SOCKET, seccomp.IOCTL, seccomp.CLONE3)}
+    by_argument.add(number(machine, seccomp.SETSOCKOPT))
     for call in range(seccomp.NEWEST + 1):
         if call not in by_argument:
             assert decided(machine, call) == (DENIED if call in numbers else seccomp.ALLOW), call
@@ -71,6 +72,8 @@ def test_arguments_decide_about_namespaces_sockets_and_terminals(machine):
         DENIED,
         DENIED,
     ]
+    sizes = [decided(machine, number(machine, seccomp.SETSOCKOPT), 3, 1, option) for option in (2, 7, 8, 9, 32, 33)]
+    assert sizes == [seccomp.ALLOW, DENIED, DENIED, seccomp.ALLOW, DENIED, DENIED]
     assert decided(machine, ioctl, 0, 1 << 32 | 0x5412) == DENIED  # the kernel reads the lower half alone
 
 
@@ -89,6 +92,7 @@ def test_the_numbers_are_those_of_the_kernel_s_headers(machine):
     lines = re.finditer(r"#define __NR(?:3264)?_(?:3264_)?(\w+)\s+(\d+)", path.read_text())
     known = {match[1]: int(match[2]) for match in lines}
     by_argument = {"clone": seccomp.CLONE, "clone3": seccomp.CLONE3, "socket": seccomp.SOCKET, "ioctl": seccomp.IOCTL}
+    by_argument["setsockopt"] = seccomp.SETSOCKOPT
     for name, numbers in {**seccomp.DENIED, **by_argument}.items():
         if name in known or number(machine, numbers) is None:
             assert number(machine, numbers) == known.get(name), name

@@ -1,6 +1,7 @@
 """Code that a model writes: rewards that run it on tests, and a Python tool, alone and as an environment.
 
-A row of such a task (task.name = "rows"); time_limit_s is for all tests together and may be left out:
+A row of such a task (task.name = "rows"). time_limit_s is for all tests together, without the time in which a program
+waited for a core; tolerance: how far, relatively or absolutely, a printed number may be off. Both may be left out:
 
     {"prompt": "Read a number and print its double.", "answer": {"tests": [{"stdin": "4\\n", "stdout": "8\\n"}]}}
 
@@ -13,8 +14,9 @@ Laws: what a program does scores 0 at worst; what the machine does wrong is an e
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import re
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from dora_jax.tasks.sandbox import programs
 OURS = f"{__name__}."  # import paths of this file run programs without being asked
 
 TIME_LIMIT_S = 6.0  # of all tests of a response: below the default of task.reward_timeout_s
-BLOCK = re.compile(r"^```(?:python|py)?[^\S\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?:python3?|py)?[^\S\n]*\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 REPORTED_CHARS = 4000  # of what the tool tells a model
 
 
@@ -101,9 +103,8 @@ def may_run(section: str, field: str, paths: Sequence[str], asked: bool) -> bool
 def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:
     """Whether each test is passed, up to the end of the time."""
     tests, program = _tests(name, answer), (BLOCK.findall(response) or [response])[-1]
-    end_s = time.monotonic() + float(answer.get("time_limit_s", TIME_LIMIT_S))
+    left_s = float(answer.get("time_limit_s", TIME_LIMIT_S))
     for test in tests:
-        left_s = end_s - time.monotonic()
         if left_s <= 0:
             yield False
             return
@@ -111,7 +112,24 @@ def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:
             ran = programs.run(program, test["stdin"], programs.Limits(cpu_s=left_s, wall_s=left_s))
         except programs.SandboxError as error:
             raise RewardError(f"{name}: the sandbox did not run the program: {error}") from error
-        yield not ran.ended_by and ran.exit_code == 0 and _lines(ran.stdout) == _lines(test["stdout"])
+        left_s -= ran.spent_s
+        right = _same(_lines(ran.stdout), _lines(test["stdout"]), float(answer.get("tolerance", 0.0)))
+        yield not ran.ended_by and ran.exit_code == 0 and right
+
+
+def _same(printed: list[str], expected: list[str], tolerance: float) -> bool:
+    """Whether the lines are equal, or with a tolerance all their words: numbers to that much, relative and absolute."""
+    if printed == expected or not tolerance:
+        return printed == expected
+    pairs = [(line.split(), other.split()) for line, other in itertools.zip_longest(printed, expected, fillvalue="")]
+    try:
+        return all(
+            a == b or math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
+            for words, others in pairs
+            for a, b in zip(words, others, strict=True)
+        )
+    except ValueError:  # a word that is no number, or one too many
+        return False
 
 
 def _lines(text: str) -> list[str]:
@@ -128,4 +146,7 @@ def _tests(name: str, answer: Any) -> list[dict[str, str]]:
     limit_s = answer.get("time_limit_s", TIME_LIMIT_S)
     if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < 3600:
         raise RewardError(f"{name}: time_limit_s {limit_s!r:.50} is no number of seconds up to an hour")
+    tolerance = answer.get("tolerance", 0.0)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+        raise RewardError(f"{name}: tolerance {tolerance!r:.50} is no number from 0 to 1")
     return tests

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from dora_jax.tasks.sandbox import seccomp, supervisor
 
+ADDR_NO_RANDOMIZE = 0x0040000
 NOBODY = 65534  # the user id that the program sees
 FRESH_IDS = 2**22  # process numbers are below it, so that ids made of them differ
 OPEN_FILES = 64
@@ -43,7 +44,11 @@ ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",  # the order of sets is the same each time
+    "PYTHONSAFEPATH": "1",
 }
 
 
@@ -82,12 +87,13 @@ def become_bwrap(program: bytes, limits: dict[str, Any], fds: list[int]) -> NoRe
         supervisor.prctl(supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user id clears it
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        supervisor.call("personality", ADDR_NO_RANDOMIZE)  # the order of objects by address is the same each time
         bwrap = _bwrap()
         # The interpreter of programs: one that read-only /usr holds, whatever the run's own is.
         pythons = [path for path in PYTHONS if os.path.realpath(path).startswith("/usr/") and os.access(path, os.X_OK)]
         if not pythons:
             raise Unavailable(0, f"there is no Python among {', '.join(PYTHONS)}")
-        command = [*bwrap, "--", "/bin/sh", "-c", START, "sh", pythons[0], "-I", "-B", PROGRAM]
+        command = [*bwrap, "--", "/bin/sh", "-c", START, "sh", pythons[0], "-s", PROGRAM]
         os.execve(command[0], command, ENVIRONMENT)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

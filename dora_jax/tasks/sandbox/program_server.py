@@ -21,10 +21,10 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from dora_jax.tasks.sandbox import seccomp
-from dora_jax.tasks.sandbox.bubblewrap import Unavailable, become_bwrap, machine
+from dora_jax.tasks.sandbox.bubblewrap import OPEN_FILES, Unavailable, become_bwrap, machine
 from dora_jax.tasks.sandbox.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 MOST_AT_ONCE = max(2, os.cpu_count() or 1)
@@ -38,8 +38,10 @@ MOST = {  # whatever a client asks for; a client may be code that reads what a m
 }
 MAX_REQUEST_BYTES = 64 * 2**20
 START_TIMEOUT_S = 20.0  # for the sandbox, on a machine that may be busy; no time of the program
-MEMORY_PERIOD_S = 0.05  # between two looks at what all processes of a program hold
+LOOK_PERIOD_S = 0.05  # between two looks at what all processes of a program use
+BUSY = 20  # a program that took so many times its wall_s, nearly all of it without a core, is the machine's fault
 PIPE_BYTES = 2**16
+SOCKET_BYTES = 212_992  # net.core.wmem_default of Linux; seccomp.py lets no program set another
 
 
 def serve(channel: socket.socket) -> None:
@@ -104,6 +106,7 @@ class _Runner:
         self._sources: dict[int, int] = {}  # reading end of a pipe -> the descriptor that it is to the program
         self._ended_by = ""
         self._started_s = math.inf
+        self._spent_s, self._used, self._looked_s = 0.0, _Usage(), 0.0  # at the last look
 
     def run(self) -> dict[str, Any]:
         filter_fd, write_end = os.pipe()
@@ -128,16 +131,16 @@ class _Runner:
         for fd in (ended, started, *self._sources):
             poll.register(fd, select.POLLIN)
         now_s = time.monotonic()
-        deadline_s, look_s = now_s + START_TIMEOUT_S, now_s + MEMORY_PERIOD_S
+        start_by_s, look_s = now_s + START_TIMEOUT_S, now_s + LOOK_PERIOD_S
         over = False
         while not over and not self._ended_by:
-            events = poll.poll(math.ceil(1000 * max(0.0, min(deadline_s, look_s) - now_s)))
+            events = poll.poll(math.ceil(1000 * max(0.0, look_s - now_s)))
             now_s = time.monotonic()
             for fd, _ in events:
                 if fd == started:
                     poll.unregister(fd)
                     if os.read(fd, 1):  # else bwrap has failed, and ends
-                        self._started_s, deadline_s = now_s, now_s + self._limits["wall_s"]
+                        self._started_s = self._looked_s = now_s
                 elif fd == ended:
                     over = True
                 elif fd == self._connection.fileno():
@@ -145,11 +148,11 @@ class _Runner:
                 elif not (self._write() if fd == self._feed else self._read(fd)):
                     poll.unregister(fd)
             if now_s >= look_s and not over:
-                look_s = now_s + MEMORY_PERIOD_S
-                if _resident_bytes(bwrap) > self._limits["memory_bytes"]:
-                    self._ended_by = "memory"
-            if now_s >= deadline_s and not over:
+                self._look(bwrap, now_s)
+                look_s = now_s + min(LOOK_PERIOD_S, max(0.001, self._limits["wall_s"] - self._spent_s))
+            if self._started_s == math.inf and now_s >= start_by_s and not over:
                 self._ended_by = "time"
+        self._spent_s += max(0.0, time.monotonic() - self._looked_s) if self._looked_s else 0.0
         # Kills every child, adopted ones included, until none is left; a namespace ends when its first process has.
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -161,6 +164,23 @@ class _Runner:
                 pass
         with open(status, "rb") as file:
             return self._result(file.read(), time.monotonic() - self._started_s)
+
+    def _look(self, bwrap: int, now_s: float) -> None:
+        """Ends the program where it holds too much, or has had its time: that in which it waited for a core, beside
+        whatever the machine does, is not its own. More processes than cores wait for each other, which is."""
+        used, before, wall_s = _usage(bwrap), self._used, now_s - self._looked_s
+        if self._started_s == math.inf:
+            return
+        if used.held_bytes > self._limits["memory_bytes"]:
+            self._ended_by = "memory"
+        ran_s, waited_s = max(0.0, used.ran_s - before.ran_s), max(0.0, used.waited_s - before.waited_s)
+        shares = wall_s - waited_s, wall_s * ran_s / max(ran_s + waited_s, 1e-9), ran_s / MOST_AT_ONCE
+        self._spent_s += min(wall_s, max(shares))
+        self._used, self._looked_s = used, now_s
+        if self._spent_s >= self._limits["wall_s"]:
+            self._ended_by = "time"
+        elif now_s - self._started_s > BUSY * self._limits["wall_s"]:
+            self._ended_by = "machine"
 
     def _write(self) -> bool:
         """Feeds the program's input; False where there is no more of it, or nothing reads it."""
@@ -198,9 +218,14 @@ class _Runner:
         if self._started_s == math.inf:
             waited = f"its sandbox was not up within {START_TIMEOUT_S:.0f} s"
             return {"error": waited if self._ended_by else (stderr.strip().splitlines() or ["bwrap ended"])[-1]}
-        if code is not None and code > 128:
-            code = 128 - code  # bwrap reports signals as a shell does
-        if not self._ended_by and code == -signal.SIGXCPU:
+        if self._ended_by == "machine":
+            return {"error": f"a program of {self._limits['wall_s']:g} s had {self._spent_s:.1f} s in {wall_s:.0f} s"}
+        if code is not None and 128 < code <= 128 + signal.SIGRTMAX:
+            code = 128 - code  # bwrap reports signals as a shell does; what is above was an exit code
+        cpu_s = math.ceil(self._limits["cpu_s"])
+        if not self._ended_by and (
+            code == -signal.SIGXCPU or code == -signal.SIGKILL and self._used.ran_s >= cpu_s - 2 * LOOK_PERIOD_S
+        ):  # the second: of one that ignores the first
             self._ended_by = "cpu"
         return {
             "stdout": stdout,
@@ -208,6 +233,7 @@ class _Runner:
             "exit_code": -signal.SIGKILL if code is None else code,
             "ended_by": self._ended_by,
             "wall_s": wall_s,
+            "spent_s": self._spent_s,
         }
 
 
@@ -222,14 +248,36 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _resident_bytes(pid: int) -> int:
-    """Memory of a process and its descendants; what they share counts for each of them."""
+class _Usage(NamedTuple):
+    """What processes use."""
+
+    held_bytes: int = 0  # what they share counts for each of them
+    ran_s: float = 0.0
+    waited_s: float = 0.0  # ready to run, without a core
+
+
+def _usage(pid: int) -> _Usage:
+    """Of a process and its descendants. A socket counts with all that may wait in it: the kernel's memory, which no
+    limit of a process bounds. Where a process forbids the look, each of its files counts as one."""
     try:
         with open(f"/proc/{pid}/statm") as file:
-            pages = int(file.read().split()[1])
-        return pages * resource.getpagesize() + sum(map(_resident_bytes, _children(pid)))
+            held_bytes = int(file.read().split()[1]) * resource.getpagesize()
+        try:
+            files = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+            sockets = sum(name.startswith("socket:") for name in files)
+        except PermissionError:
+            sockets = OPEN_FILES
+        held_bytes += SOCKET_BYTES * sockets
+        nanoseconds = [0, 0]
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/schedstat") as file:
+                ran, waited, _ = map(int, file.read().split())
+            nanoseconds = [nanoseconds[0] + ran, nanoseconds[1] + waited]
+        below = [_usage(child) for child in _children(pid)]
     except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has just ended
+        return _Usage()  # it has just ended
+    own = _Usage(held_bytes, *(each / 1e9 for each in nanoseconds))
+    return _Usage(*map(sum, zip(own, *below, strict=True)))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class Limits:
     """Each is above 0 and at most what program_server.MOST allows; SandboxError for others."""
 
     cpu_s: float = 5.0  # of each process, rounded up to whole seconds
-    wall_s: float = 10.0  # from the first instruction on: the sandbox's own time does not count
-    memory_bytes: int = 512 * MIB  # of each process' addresses, and of what all of them hold
+    wall_s: float = 10.0  # from the first instruction on, without the time that it waited for a core
+    memory_bytes: int = 512 * MIB  # of each process' addresses, and of what all of them hold, sockets included
     files_bytes: int = 16 * MIB  # in /tmp, which is memory too
     output_bytes: int = MIB  # stdout and stderr together
     processes: int = 64  # threads included
@@ -55,6 +55,7 @@ class Ran:
     exit_code: int  # negative: the signal
     ended_by: str  # "": itself; else the limit that ended it: time, cpu, memory, output
     wall_s: float
+    spent_s: float  # of wall_s, what its limit counts
 
 
 class Server:

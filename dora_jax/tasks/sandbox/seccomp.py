@@ -39,14 +39,15 @@ DENIED = {  # name: (number on x86_64, on aarch64); None: the architecture has n
     "setdomainname": (171, 162), "syslog": (103, 116), "vhangup": (153, 58),
 }  # fmt: skip
 # Calls whose arguments decide.
-CLONE, CLONE3, SOCKET, IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+CLONE, CLONE3, SOCKET, IOCTL, SETSOCKOPT = (56, 220), (435, 435), (41, 198), (16, 29), (54, 208)
+BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and the two that force them: memory that no limit counts
 NAMESPACE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 AF_UNIX = 1
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # put characters into a terminal's input
 
 LOAD, JUMP_EQUAL, JUMP_NOT_BELOW, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-NR_AT, ARCH_AT, ARG0_AT, ARG1_AT = 0, 4, 16, 24  # offsets in seccomp_data; of an argument, its lower half
+NR_AT, ARCH_AT, ARG0_AT, ARG1_AT, ARG2_AT = 0, 4, 16, 24, 32  # offsets in seccomp_data; of an argument, its lower half
 
 Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, if false, operand
 
@@ -65,6 +66,8 @@ def compiled(machine: str) -> bytes:
     typed = [*_if(JUMP_EQUAL, TIOCSTI, [denied]), *_if(JUMP_EQUAL, TIOCLINUX, [denied])]
     body += _if(JUMP_EQUAL, CLONE[column], flags) + _if(JUMP_EQUAL, SOCKET[column], family)
     body += _if(JUMP_EQUAL, IOCTL[column], [(LOAD, 0, 0, ARG1_AT), *typed, _return(ALLOW)])
+    sized = [each for option in BUFFER_SIZES for each in _if(JUMP_EQUAL, option, [denied])]
+    body += _if(JUMP_EQUAL, SETSOCKOPT[column], [(LOAD, 0, 0, ARG2_AT), *sized, _return(ALLOW)])
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in [*body, _return(ALLOW)])
 
 
