@@ -20,6 +20,7 @@ from dora_jax.tasks.pool import GroupFailure
 from dora_jax.tasks.rewards import RewardError
 from dora_jax.tasks.sandbox import programs
 from dora_jax.types import EpisodeSoFar, Observed, SampleId
+from tests.fakes.episode_player import Player, answers
 from tests.fakes.reward_pool import decode, group, pools, scored
 from tests.fakes.sandbox import needs_sandbox
 
@@ -240,6 +241,22 @@ def test_environment_workers_run_programs_from_behind_their_own_sandbox():
         while not (answers := pool.poll()):
             time.sleep(0.01)
         assert isinstance(answers[0], Observed) and "42" in decode(answers[0].token_ids)
+    finally:
+        pool.close()
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_programs_wait_for_each_other_outside_the_deadline_of_a_step():
+    section = EnvironmentSection(name="dora_jax.tasks.code.PythonTool", step_timeout_s=1.5)
+    pool = EnvironmentPool(section, Bridge(Characters(), section.observation), seed=0)
+    try:
+        pool.wait_ready()
+        program = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass\nprint(42)"
+        for i in range(24):
+            Player(pool, SampleId(i, 0), tokenizer=Characters()).say(f"```python\n{program}\n```")
+        found = answers(pool, 24)
+        assert all(isinstance(answer, Observed) and "42" in decode(answer.token_ids) for answer in found)
     finally:
         pool.close()
 

@@ -16,8 +16,8 @@ from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge, TokenBridge
 from dora_jax.tasks.environments.environment_worker import FAILED, Noise
-from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, SampleId
-from tests.fakes.episode_player import Letters, Player, ids_of, prompt_of
+from dora_jax.types import EpisodeEnded, EpisodeFailed, EpisodeLost, Observed, SampleId
+from tests.fakes.episode_player import Letters, Player, answers, ids_of, prompt_of
 
 FAKE = "tests.fakes.environments.Obedient"
 
@@ -55,6 +55,37 @@ def test_an_error_is_no_reward_and_fails_its_episode_alone(shared):
     assert "'wrong' is 1.0; terms are right, turns" in Player(shared, SampleId(4, 2)).ask("odd").reason
     assert going.observed(going.ask("b")) == "<2:b>"
     assert shared.stats()["environment/failed_error_to_256"] == 2
+
+
+@pytest.fixture(scope="module")
+def blocking():
+    pool = open_pool(name="tests.fakes.environments.Blocking", step_timeout_s=2.0, observation_chars=20)
+    yield pool
+    pool.close()
+
+
+def test_methods_that_block_keep_no_other_waiting_and_wait_for_a_thread_outside_their_deadline(blocking):
+    players = [Player(blocking, SampleId(i, 0), room=5000) for i in range(150)]  # of which 64 have a thread at once
+    began = time.monotonic()
+    for player in players:
+        player.say("1.2 a")
+    found = answers(blocking, len(players))
+    assert all(isinstance(answer, Observed) for answer in found), found[0]
+    assert time.monotonic() - began > 3 and blocking.stats()["environment/seconds_a_turn"] < 2
+
+
+def test_only_what_can_be_sent_is_observed_and_no_more_than_its_bound(blocking):
+    player = Player(blocking, SampleId(500, 0))
+    assert player.observed(player.ask("0 parts")) == "<ab>"
+    cut = "x" * 10 + "\n[80 characters left out]\n" + "y" * 10
+    assert player.observed(player.ask("0 long")) == f"<{cut}>"
+    began = time.monotonic()
+    assert "Object of type object is not JSON serializable" in player.ask("0 object").reason
+    assert (
+        "a part of a content is no text: {'type': 'image_url'}"
+        in Player(blocking, SampleId(501, 0)).ask("0 image").reason
+    )
+    assert time.monotonic() - began < 2
 
 
 def test_limits_of_turns_and_tokens_end_an_episode_with_what_it_has():

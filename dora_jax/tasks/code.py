@@ -13,7 +13,7 @@ Laws: what a program does scores 0 at worst; what the machine does wrong is an e
 
 from __future__ import annotations
 
-import asyncio
+import concurrent.futures
 import itertools
 import math
 import re
@@ -21,14 +21,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dora_jax.tasks import sandbox
-from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message
+from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message, in_thread
 from dora_jax.tasks.rewards import RewardError, exact
 from dora_jax.tasks.sandbox import programs
+from dora_jax.tasks.sandbox.program_server import MOST_AT_ONCE
 
 OURS = f"{__name__}."  # import paths of this file run programs without being asked
 
 TIME_LIMIT_S = 6.0  # of all tests of a response: below the default of task.reward_timeout_s
 BLOCK = re.compile(r"^```(?:python3?|py)?[^\S\n]*\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+PROGRAMS = concurrent.futures.ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="program")  # of episodes
 REPORTED_CHARS = 4000  # of what the tool tells a model
 
 
@@ -45,7 +47,7 @@ def stdio_share(prompt: str, response: str, answer: Any) -> float:
 def python_tool(program: str, stdin: str = "", limits: programs.Limits = programs.DEFAULT_LIMITS) -> str:
     """What a model gets of its program: its output, and in a last line how it ended if that was not well.
 
-    Waits for the program: `asyncio.to_thread` for an environment of many episodes. SandboxError is the machine's fault.
+    Waits for the program: `environment.in_thread` for one of many episodes. SandboxError is the machine's fault.
     """
     ran = programs.run(program, stdin, limits)
     text = ran.stdout + ran.stderr
@@ -76,7 +78,7 @@ class PythonTool:
             *_, last = content.strip().splitlines() or [""]
             return [], True, {"right": exact("", last, self._answer)}
         try:
-            output = await asyncio.to_thread(python_tool, blocks[-1])
+            output = await in_thread(PROGRAMS, python_tool, blocks[-1], bounded=True)
         except programs.SandboxError as error:
             raise EnvironmentError(f"the sandbox did not run the program: {error}", retryable=True) from error
         return [{"role": "tool", "content": output}], False, {}

@@ -7,24 +7,31 @@
         async def step(self, message): return [{"role": "tool", "content": "7"}], False, {}
         async def close(self): ...
 
-An object is one episode; many live in one worker process (environment_worker.py), so what takes long is awaited. Laws:
-an error or a deadline is no reward; the terms of an episode's turns add up; a term that no turn names is 0. Standard
-library only.
+An object is one episode; many live in one worker process (environment_worker.py). What takes long is awaited, or blocks
+a thread: methods may be plain functions, and `in_thread` runs one. Laws: an error or a deadline is no reward; the time
+in which a call waits for a thread is outside its deadline; the terms of an episode's turns add up; a term that no turn
+names is 0. Standard library only.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextvars
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from dora_jax.base import callables
 from dora_jax.types import Columns
 
 NOISE = ("failed", "truncated", "late", "irrelevant")  # environment.noise_*
 Message = dict[str, Any]  # role, content, and whatever else a chat template knows
+T = TypeVar("T")
+# Of the worker: stops the clock of the step (True) and lets it go on (False).
+CLOCK: contextvars.ContextVar[Callable[[bool], None]] = contextvars.ContextVar("clock", default=lambda waits: None)
 
 
 class EnvironmentError(Exception):  # the name under which users know it; nothing here means OSError
@@ -33,6 +40,26 @@ class EnvironmentError(Exception):  # the name under which users know it; nothin
     def __init__(self, reason: str, retryable: bool = False):
         super().__init__(reason)
         self.retryable = retryable
+
+
+async def in_thread(
+    threads: concurrent.futures.Executor, function: Callable[..., T], *arguments: Any, bounded: bool = False
+) -> T:
+    """The result of a function that blocks, run by one of the threads; until one is free, no deadline passes.
+
+    bounded: nor while it runs, because it ends by a limit of its own."""
+    loop, clock = asyncio.get_running_loop(), CLOCK.get()
+
+    def run() -> T:
+        if not bounded:
+            loop.call_soon_threadsafe(clock, False)
+        return function(*arguments)
+
+    clock(True)
+    try:
+        return await loop.run_in_executor(threads, run)
+    finally:
+        clock(False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +129,10 @@ class Environment(Protocol):
 
     An environment with `tokens = True` speaks token ids: a message of the policy holds token_ids, logprobs, finish
     ("stop" or "length") and version, and the one message that is observed holds, as token_ids, all that the next turn
-    follows, earlier turns included. Its constructor takes `policy`, a PolicyFacts."""
+    follows, earlier turns included. Its constructor takes `policy`, a PolicyFacts.
+
+    `reset`, `step` and `close` may be plain functions, which then run in threads of the worker, several at once; an
+    `async def` that blocks stops every episode of its process."""
 
     terms: ClassVar[tuple[str, ...]]
     replays: ClassVar[bool]

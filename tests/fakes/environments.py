@@ -49,6 +49,26 @@ class Obedient:
         pass
 
 
+class Blocking:
+    """Plain functions. It waits as many seconds as the message says, and says what else stands there."""
+
+    terms = ("right",)
+    replays = True
+
+    def reset(self, prompt):
+        return []
+
+    def step(self, message):
+        seconds, _, rest = message["content"].partition(" ")
+        time.sleep(float(seconds))
+        parts = {"parts": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "object": object()}
+        parts |= {"image": [{"type": "image_url"}], "long": "x" * 50 + "y" * 50}
+        return [{"role": "tool", "content": parts.get(rest, rest)}], False, {}
+
+    def close(self):
+        """Nothing is open."""
+
+
 class Forgetful(Obedient):
     replays = False
 

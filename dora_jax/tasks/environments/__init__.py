@@ -19,6 +19,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import multiprocessing.connection
 import queue
 import threading
@@ -97,6 +98,7 @@ class EnvironmentPool:
             "policy": dataclasses.asdict(policy),
             "step_timeout_s": section.step_timeout_s,
             "episode_timeout_s": section.episode_timeout_s,
+            "observation_chars": section.observation_chars,
             "noise": noise | {"seed": seed},
         }
         runs_programs = code.may_run("environment", "name", (section.name,), section.sandbox)
@@ -264,7 +266,10 @@ class EnvironmentPool:
             episode = self._episodes.get(id)
             if episode is None or episode.number != reply["number"]:
                 return  # it was dropped, or asked about again
-            self._seconds += time.monotonic() - episode.asked_s
+            if "waits" in reply:  # for a thread of its worker, which is no time of the environment's
+                episode.asked_s = math.inf if reply["waits"] else time.monotonic()
+                return
+            self._seconds += max(0.0, time.monotonic() - episode.asked_s)
             self._counts["turns"] += bool(episode.messages)
             episode.number, episode.terms = 0, reply.get("terms", {})
             self._count(id, episode, answer := self._made(id, episode, reply))

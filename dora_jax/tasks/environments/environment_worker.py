@@ -1,39 +1,52 @@
 """Stage 3, one process of environments: `python -m dora_jax.tasks.environments.environment_worker FD`, started by
 environments.py.
 
-Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s", "noise"}, then
-{}
+Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s",
+"observation_chars", "noise"}, then {}
 -> {"terms", "replays", "tokens"}, and from then on questions and answers in any order:
 
     {"id", "number", "prompt", "messages", "again"} -> {"id", "number", "observed", "done", "terms"}, or with "error" or
-    "lost"
+    "lost"; before it {"id", "number", "waits"} as the episode begins or ends to wait for a thread
     {"id", "close"}                        -> nothing
 
 messages: all that the policy has written, the last of them not yet answered. observed: what each answered, from the
 first one that this object has not answered before; the opening comes before all. An object that is not there, or that
 is asked for again, is made by the messages, where its environment replays; else the episode is lost.
-Laws: one event loop and no thread; an answer within step_timeout_s; what an environment raises ends its episode alone.
+Laws: one event loop, and threads for what blocks; an answer within step_timeout_s, without the time that it waits for a
+thread; what an environment raises, or answers that cannot be sent, ends its episode alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dora_jax.base import callables
-from dora_jax.tasks.environment import NOISE, Environment, EnvironmentError, EpisodePrompt, Message, PolicyFacts
+from dora_jax.tasks.environment import (
+    CLOCK,
+    NOISE,
+    Environment,
+    EnvironmentError,
+    EpisodePrompt,
+    Message,
+    PolicyFacts,
+    in_thread,
+)
 from dora_jax.tasks.sandbox import calls
 from dora_jax.tasks.source import identity_hash, share_hash
 from dora_jax.types import is_eval, issued_first_as
 
+THREADS = 64  # for methods that block
 FAILED = "error: the tool did not answer"
 IRRELEVANT = ("status: idle", "0 messages", "the file is empty", "ok", "see the log for details")
 
@@ -103,10 +116,11 @@ class EpisodeServer:
         self._kind, self._params = kind, keywords(kind, setup)
         self._terms, self._replays = tuple(terms), replays
         self._step_s, self._episode_s = setup["step_timeout_s"], setup["episode_timeout_s"]
-        self._noise = Noise(**setup["noise"])
+        self._noise, self._most_chars = Noise(**setup["noise"]), setup["observation_chars"]
         self._sessions: dict[tuple[int, int], Session] = {}
         self._asked: dict[tuple[int, int], asyncio.Task] = {}  # the open question of each episode
         self._closing: set[asyncio.Task] = set()
+        self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
 
     async def serve(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock)
@@ -128,25 +142,26 @@ class EpisodeServer:
 
     async def _reply(self, id: tuple[int, int], request: calls.Request, writer: asyncio.StreamWriter) -> None:
         reply: calls.Request = {"id": request["id"], "number": request["number"]}
+        question = dict(reply)
         try:
-            reply |= await self._turns(id, request)
+            reply |= await self._turns(id, request, lambda waits: send(writer, question | {"waits": waits}))
+            json.dumps(reply)
         except Lost as error:
             reply |= {"lost": str(error)}
         except TimeoutError:
             reply |= {"error": f"no answer within environment.step_timeout_s = {self._step_s:g} s", "kind": "deadline"}
         except EnvironmentError as error:
             reply |= {"error": str(error), "kind": "error", "retryable": error.retryable}
-        except Exception as error:  # whatever a user's code raises; reported in a sentence
-            reply |= {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
+        except Exception as error:  # whatever a user's code raises, or answers that is no JSON; in a sentence
+            reply = question | {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
         if "error" in reply or "lost" in reply or reply["done"]:
             await self._close(self._sessions.pop(id, None))
-        payload = json.dumps(reply).encode()
         if self._asked.get(id) is asyncio.current_task():
             del self._asked[id]
-        writer.write(calls.HEADER.pack(len(payload)) + payload)
+        send(writer, reply)
         await writer.drain()
 
-    async def _turns(self, id: tuple[int, int], request: calls.Request) -> calls.Request:
+    async def _turns(self, id: tuple[int, int], request: calls.Request, waits: Callable[[bool], None]) -> calls.Request:
         messages, session = request["messages"], self._sessions.get(id)
         observed: list[list[Message]] = []
         if session is None or session.messages != messages[:-1] or not messages or request["again"]:
@@ -154,8 +169,8 @@ class EpisodeServer:
             if messages[:-1] and not self._replays:
                 raise Lost("the environment does not replay")
             session = Session(self._kind(**self._params), asyncio.get_running_loop().time())
-            opening = session.environment.reset(EpisodePrompt(**request["prompt"]))
-            observed.append(await asyncio.wait_for(opening, self._step_s))
+            opening = await self._call(session, waits, session.environment.reset, EpisodePrompt(**request["prompt"]))
+            observed.append(self._observed(opening))
             self._sessions[id] = session
         for message in messages[len(session.messages) :]:
             if session.done:
@@ -164,19 +179,73 @@ class EpisodeServer:
             if left_s <= 0:
                 raise EnvironmentError(f"the episode took over environment.episode_timeout_s = {self._episode_s:g} s")
             turn = len(session.messages)
-            answer, session.done, terms = await asyncio.wait_for(session.environment.step(message), self._step_s)
+            step = self._call(session, waits, session.environment.step, message)
+            answer, session.done, terms = await step
             for name, value in terms.items():
                 if name not in self._terms or not math.isfinite(value):
                     raise EnvironmentError(f"the reward term {name!r} is {value}; terms are {', '.join(self._terms)}")
                 session.terms[name] = session.terms.get(name, 0.0) + float(value)
             session.messages.append(message)
+            answer = self._observed(answer)
             observed.append(answer if session.done else await self._noise.on(answer, id, turn))
         return {"observed": observed, "done": session.done, "terms": session.terms, "replayed": len(observed) > 1}
+
+    async def _call(
+        self, session: Session, waits: Callable[[bool], None], method: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """What a method of the episode answers, within step_timeout_s. TimeoutError: it does not."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._step_s) as deadline:
+            left_s = since_s = 0.0
+
+            def clock(stops: bool) -> None:
+                nonlocal left_s, since_s
+                if stops and (when := deadline.when()) is not None:
+                    left_s, since_s = when - loop.time(), loop.time()
+                    deadline.reschedule(None)
+                    waits(True)
+                elif not stops and deadline.when() is None and not over:
+                    session.began_s += loop.time() - since_s
+                    deadline.reschedule(loop.time() + left_s)
+                    waits(False)
+
+            over = False
+            before = CLOCK.set(clock)
+            try:
+                if inspect.iscoroutinefunction(method):
+                    return await method(*arguments)
+                return await in_thread(self._threads, method, *arguments)
+            finally:
+                over = True
+                CLOCK.reset(before)
+
+    def _observed(self, messages: Sequence[Message]) -> list[Message]:
+        """With contents of parts as their text, and of each text no more than the middle left out."""
+        found = []
+        for message in messages or ():
+            if not isinstance(message, dict):  # which whoever renders it refuses in a sentence
+                found.append(message)
+                continue
+            content = message.get("content")
+            if isinstance(content, list):
+                if other := [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]:
+                    raise EnvironmentError(f"a part of a content is no text: {other[0]!r:.100}")
+                content = "".join(str(part.get("text", "")) for part in content)
+            if isinstance(content, str) and len(content) > self._most_chars:
+                half, left_out = self._most_chars // 2, len(content) - 2 * (self._most_chars // 2)
+                content = f"{content[:half]}\n[{left_out} characters left out]\n{content[-half:]}"
+            found.append({**message, "content": content} if "content" in message else message)
+        return found
 
     async def _close(self, session: Session | None) -> None:
         if session is not None:
             with contextlib.suppress(Exception):  # the episode is over, and nothing depends on its object
-                await asyncio.wait_for(session.environment.close(), self._step_s)
+                await self._call(session, lambda waits: None, session.environment.close)
+
+
+def send(writer: asyncio.StreamWriter, reply: calls.Request) -> None:
+    payload = json.dumps(reply).encode()
+    writer.write(calls.HEADER.pack(len(payload)) + payload)
 
 
 def resolved(path: str) -> type[Environment]:
