@@ -43,7 +43,7 @@ class EnvironmentError(Exception):  # the name under which users know it; nothin
 
 
 async def in_thread(
-    threads: concurrent.futures.Executor, function: Callable[..., T], *arguments: Any, bounded: bool = False
+    threads: concurrent.futures.Executor, function: Callable[..., T], *arguments: object, bounded: bool = False
 ) -> T:
     """The result of a function that blocks, run by one of the threads; until one is free, no deadline passes.
 

@@ -28,8 +28,8 @@ import json
 import math
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from dora_jax.base import callables
 from dora_jax.tasks.environment import (
@@ -49,6 +49,9 @@ from dora_jax.types import is_eval, issued_first_as
 THREADS = 64  # for methods that block
 FAILED = "error: the tool did not answer"
 IRRELEVANT = ("status: idle", "0 messages", "the file is empty", "ok", "see the log for details")
+
+
+T = TypeVar("T")
 
 
 class Lost(Exception):
@@ -191,8 +194,8 @@ class EpisodeServer:
         return {"observed": observed, "done": session.done, "terms": session.terms, "replayed": len(observed) > 1}
 
     async def _call(
-        self, session: Session, waits: Callable[[bool], None], method: Callable[..., Any], *arguments: Any
-    ) -> Any:
+        self, session: Session, waits: Callable[[bool], None], method: Callable[..., Awaitable[T]], *arguments: object
+    ) -> T:
         """What a method of the episode answers, within step_timeout_s. TimeoutError: it does not."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._step_s) as deadline:
@@ -212,9 +215,9 @@ class EpisodeServer:
             over = False
             before = CLOCK.set(clock)
             try:
-                if inspect.iscoroutinefunction(method):
-                    return await method(*arguments)
-                return await in_thread(self._threads, method, *arguments)
+                if not inspect.iscoroutinefunction(method):
+                    return await in_thread(self._threads, cast(Callable[..., T], method), *arguments)
+                return await method(*arguments)
             finally:
                 over = True
                 CLOCK.reset(before)
