@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import tensorstore
 
 from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
@@ -84,6 +85,55 @@ def test_a_fresh_machine_gets_the_steps_that_are_whole_and_the_logs(url):
         with pytest.raises(ConfigError, match="another run on this machine"), workdir_mirror.mirrored(folder, print):
             pass
     assert not any(b"/15/" in key or b"/5/" in key for key in store.list().result())
+
+
+def test_of_a_log_that_grows_only_its_end_is_sent_and_a_new_machine_has_all_of_it(url, monkeypatch):
+    monkeypatch.setattr(workdir_mirror, "PART_BYTES", 64)
+    sent, put = [], object_storage.Objects.put
+    monkeypatch.setattr(object_storage.Objects, "put", lambda *a: sent.append(len(a[2])) or put(*a))
+    folder, store = begun(url), object_storage.Objects(url)
+    (folder / "metrics.jsonl").write_bytes(text := b"".join(b"%07d\n" % n for n in range(100)))
+    store.put("metrics.jsonl", text[:640])  # as an earlier version left it, whole
+
+    def copied(more):
+        nonlocal text
+        text += more
+        with workdir_mirror.mirrored(folder, print):  # what the store has is brought here first
+            sent.clear()
+            (folder / "metrics.jsonl").write_bytes(text)
+        assert store.log("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes() == text
+        return sum(sent)
+
+    text = text[:640]
+    assert copied(b"") > 640 and copied(b"") <= 64 + 4  # the last part again, and the configuration
+    assert copied(b"another\n") <= 64 + 8 + 4 and copied(b"x" * 100 + b"\n") <= 64 + 101 + 4
+    shutil.rmtree(folder)
+    begun(url)
+    assert copied(b"of another machine\n") <= 64 + 19 + 4
+    text = b"another file: " + b"y" * 200
+    assert copied(b"\n") > 200
+    text = b"a short one"
+    assert copied(b"\n") < 20
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused_and_a_foreign_one_is_left_alone(url, tmp_path, monkeypatch):
+    context = tensorstore.Context()
+    memory = tensorstore.KvStore.open({"driver": "memory", "path": "run/"}, context=context).result()
+    monkeypatch.setattr(object_storage, "opened", lambda *_: memory)
+    store, folder = object_storage.Objects(url), begun(url)
+    for name in ("checkpoints/", "checkpoints/latest/MANIFEST.json", "checkpoints/notes.txt", "logs/"):
+        store.put(name, b"")
+    with workdir_mirror.mirrored(folder, print) as mirror:
+        assert mirror.steps() == []
+        save(folder, 5)
+        mirror.settle()
+    assert store.get("checkpoints/notes.txt") == b""
+    for name in ("../../stolen", "/stolen", "checkpoints/5/../../../stolen"):
+        store.put(name, b"x")
+        with pytest.raises(ConfigError, match="which no run writes: remove it"), workdir_mirror.mirrored(folder, print):
+            pass
+        store.drop(name)
+    assert not list(tmp_path.rglob("stolen"))
 
 
 def test_what_only_the_store_holds_is_neither_brought_here_nor_overwritten(url):

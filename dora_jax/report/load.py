@@ -84,7 +84,7 @@ def opened(workdir: str | Path) -> Files:
         store = Objects(str(workdir))
         if not any(store.get(name) for name in ("config.json", "metrics.jsonl")):
             raise FileNotFoundError(f"{workdir} holds no run")
-        return Files(read=store.get, under=store.keys)
+        return Files(read=store.log, under=store.keys)
     folder = Path(workdir)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: --workdir takes the workdir of a run, or several with commas")

@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import math
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from dora_jax.runtime.journal.log_stores import ANSWER_S
 from dora_jax.trainer.manifest import MANIFEST, Files
 
 STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
+STEP = re.compile(rf"{STEPS}/(\d+)/.+")  # a name of something else under it is no step's
+PARTS = ".parts"  # behind the name of a file that grows: what follows its own object, each part named by its first byte
 STREAMS = 8  # whole objects at a time
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # short: a thread with other work waits
 
@@ -43,7 +46,20 @@ class Objects:
         return (self._store / folder).spec().to_json()
 
     def keys(self, folder: str = "") -> list[str]:
-        return sorted(key.decode() for key in self._done(self._store.list(_within(folder) if folder else None)))
+        """The names, but for those of empty folders, which end with a slash. StoreError: one leads out of a folder."""
+        keys = sorted(key.decode() for key in self._done(self._store.list(_within(folder) if folder else None)))
+        for key in keys:
+            if {"", ".", ".."} & set(key.removesuffix("/").split("/")):
+                raise StoreError(f"it holds an object named {key!r}, which no run writes: remove it")
+        return [key for key in keys if not key.endswith("/")]
+
+    def log(self, key: str) -> bytes | None:
+        """A file that grew: its object, and the parts that follow it."""
+        if (whole := self.get(key)) is not None:
+            for part in self.keys(key + PARTS):
+                if int(part.rpartition("/")[2]) == len(whole):
+                    whole += self.get(part) or b""
+        return whole
 
     def get(self, key: str) -> bytes | None:
         found = self._done(self._store.read(key))
@@ -77,13 +93,14 @@ class StoredSteps:
     def look(self) -> list[str]:
         """Finds the steps that are whole. Returns the names of all objects, also of steps that are not whole."""
         keys = self.store.keys(STEPS)
-        manifests = {int(key.split("/")[1]): self.store.get(key) for key in keys if key.endswith(f"/{MANIFEST}")}
+        found = [(match, key) for key in keys if (match := STEP.fullmatch(key)) and key.endswith(f"/{MANIFEST}")]
+        manifests = {int(match[1]): self.store.get(key) for match, key in found}
         self.whole = {step: vouched for step, vouched in manifests.items() if vouched is not None}
         return keys
 
     def sweep(self, before: float = math.inf) -> None:
         """Deletes the rest of steps that were never whole. Steps from `before` on may be under way."""
-        for step in {int(key.split("/")[1]) for key in self.store.keys(STEPS)} - set(self.whole):
+        for step in {int(m[1]) for key in self.store.keys(STEPS) if (m := STEP.fullmatch(key))} - set(self.whole):
             if step < before:
                 self.store.drop_folder(f"{STEPS}/{step}")
 

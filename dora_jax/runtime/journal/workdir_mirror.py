@@ -2,7 +2,8 @@
 
     URL/journal/                   the event log, which is written there directly (log_stores.py)
     URL/checkpoints/STEP/...       each completed step, its manifest put last
-    URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then
+    URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then; of a file that
+                                   grows beyond PART_BYTES, the rest in metrics.jsonl.parts/, which is all that is sent
     URL/weights/, wanted_instances  of a cluster, whose processes share nothing else (cluster/checkpoint_shards.py)
 
 Consumes a scratch folder that Checkpoints and the writers of logs fill as in a local run; produces its mirror. Laws:
@@ -25,6 +26,7 @@ import stat
 import tempfile
 import time
 import urllib.parse
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
 from dora_jax.runtime.journal.object_storage import (
     JOURNAL,
+    PARTS,
     ROSTER,
     STEPS,
     WANTED,
@@ -50,7 +53,8 @@ MARK = ".store"  # a file in the scratch folder: the URL of the workdir
 SAMPLES = "samples/"  # a folder whose oldest files a run deletes
 LOGS = ("tensorboard", "logs", SAMPLES)  # folders whose files are copied too
 CONFIG = ("config.json", "overrides.json")
-LOGS_PERIOD_S = 30.0  # each copy of a log is whole
+LOGS_PERIOD_S = 30.0
+PART_BYTES = 1 << 20  # of a file that grows; a copy sends the last part anew
 
 
 def attach(url: str, purpose: str) -> Path:
@@ -207,6 +211,7 @@ class _Copy:
         self._store, self._dir, self._copies_steps = store, workdir, copies_steps
         self.abandoned = False
         self._pushed: dict[str, tuple[int, int]] = {}  # name -> size and time, as they were
+        self._parts: dict[str, tuple[int, int]] = {}  # of a file in parts: where the last begins, CRC of what is before
         self._pushed_s = 0.0
         self.steps = StoredSteps(store)
 
@@ -235,11 +240,17 @@ class _Copy:
 
     def pull_files(self) -> None:
         for key in self._store.keys():
-            if key.split("/")[0] not in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG):
-                (self._dir / key).parent.mkdir(parents=True, exist_ok=True)
-                (self._dir / key).write_bytes(self._get(key))
-                if key.startswith(SAMPLES):
-                    self._pushed[key] = 0, 0
+            path = self._dir / key
+            if key.split("/")[0] in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG) or PARTS in key:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = self._store.log(key) or b""
+            path.write_bytes(whole)
+            if len(whole) > PART_BYTES and self._store.keys(key + PARTS):
+                at = (len(whole) - 1) // PART_BYTES * PART_BYTES
+                self._parts[key] = at, zlib.crc32(whole[:at])
+            if key.startswith(SAMPLES):
+                self._pushed[key] = 0, 0
 
     # ------------------------------------------------------------ to the store
 
@@ -276,11 +287,36 @@ class _Copy:
             with contextlib.suppress(FileNotFoundError):  # a file that the run has deleted meanwhile
                 stat = path.stat()
                 if self._pushed.get(name) != (stat.st_size, stat.st_mtime_ns):
-                    self._put(name, path.read_bytes())
+                    self._push(name, path)
                     self._pushed[name] = stat.st_size, stat.st_mtime_ns
         for name in [name for name in self._pushed if name.startswith(SAMPLES) and not (self._dir / name).exists()]:
             self._store.drop(name)
+            self._store.drop_folder(name + PARTS)
             del self._pushed[name]
+
+    def _push(self, name: str, path: Path) -> None:
+        """A file whole, or where it has only grown what has come since its last part began."""
+        with path.open("rb") as file:
+            at, crc = self._parts.get(name, (0, 0))
+            if (
+                at
+                and functools.reduce(lambda crc, n: zlib.crc32(file.read(PART_BYTES), crc), range(at // PART_BYTES), 0)
+                != crc
+            ):
+                at = 0
+                del self._parts[name]
+                self._store.drop_folder(name + PARTS)
+                self._put(name, b"")  # of which none of the parts to come is a part
+            file.seek(0)
+            first = b"" if at else file.read(PART_BYTES)
+            at, crc = (at, crc) if at else (len(first), zlib.crc32(first))
+            file.seek(at)
+            while part := file.read(PART_BYTES):
+                self._put(f"{name}{PARTS}/{at:016d}", part)
+                self._parts[name] = at, crc
+                at, crc = at + len(part), zlib.crc32(part, crc)
+            if first:  # last: an object of another length than PART_BYTES has no parts
+                self._put(name, first)
 
     # ------------------------------------------------------------ private
 
