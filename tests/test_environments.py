@@ -82,7 +82,7 @@ def test_only_what_can_be_sent_is_observed_and_no_more_than_its_bound(blocking):
     began = time.monotonic()
     assert "Object of type object is not JSON serializable" in player.ask("0 object").reason
     assert (
-        "a part of a content is no text: {'type': 'image_url'}"
+        "an item of a content is no text: {'type': 'image_url'}"
         in Player(blocking, SampleId(501, 0)).ask("0 image").reason
     )
     assert time.monotonic() - began < 2

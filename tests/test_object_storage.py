@@ -88,7 +88,7 @@ def test_a_fresh_machine_gets_the_steps_that_are_whole_and_the_logs(url):
 
 
 def test_of_a_log_that_grows_only_its_end_is_sent_and_a_new_machine_has_all_of_it(url, monkeypatch):
-    monkeypatch.setattr(workdir_mirror, "PART_BYTES", 64)
+    monkeypatch.setattr(workdir_mirror, "BLOCK_BYTES", 64)
     sent, put = [], object_storage.Objects.put
     monkeypatch.setattr(object_storage.Objects, "put", lambda *a: sent.append(len(a[2])) or put(*a))
     folder, store = begun(url), object_storage.Objects(url)
@@ -105,7 +105,7 @@ def test_of_a_log_that_grows_only_its_end_is_sent_and_a_new_machine_has_all_of_i
         return sum(sent)
 
     text = text[:640]
-    assert copied(b"") > 640 and copied(b"") <= 64 + 4  # the last part again, and the configuration
+    assert copied(b"") > 640 and copied(b"") <= 64 + 4  # the last block again, and the configuration
     assert copied(b"another\n") <= 64 + 8 + 4 and copied(b"x" * 100 + b"\n") <= 64 + 101 + 4
     shutil.rmtree(folder)
     begun(url)

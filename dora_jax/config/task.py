@@ -133,7 +133,7 @@ class EnvironmentSection:
         3600.0, "from its beginning until its last answer is asked for", gt=0, tuning=True, change=FREE
     )
     observation_chars: int = field(
-        65536, "most characters of an observation; the middle of a longer one is left out, and it says so", ge=1
+        65536, "most characters of an observation; the middle of a longer one is left out", ge=1
     )
     retries: int = field(
         2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True, change=FREE

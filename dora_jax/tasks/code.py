@@ -120,17 +120,17 @@ def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:
 
 
 def _same(printed: list[str], expected: list[str], tolerance: float) -> bool:
-    """Whether the lines are equal, or with a tolerance all their words: numbers to that much, relative and absolute."""
+    """Whether the lines are equal; with a tolerance, whether their numbers are, relatively or absolutely so far."""
     if printed == expected or not tolerance:
         return printed == expected
     pairs = [(line.split(), other.split()) for line, other in itertools.zip_longest(printed, expected, fillvalue="")]
     try:
         return all(
             a == b or math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
-            for words, others in pairs
-            for a, b in zip(words, others, strict=True)
+            for fields, others in pairs
+            for a, b in zip(fields, others, strict=True)
         )
-    except ValueError:  # a word that is no number, or one too many
+    except ValueError:  # no number, or one too many
         return False
 
 

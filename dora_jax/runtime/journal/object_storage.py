@@ -25,7 +25,9 @@ from dora_jax.trainer.manifest import MANIFEST, Files
 
 STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
 STEP = re.compile(rf"{STEPS}/(\d+)/.+")  # a name of something else under it is no step's
-PARTS = ".parts"  # behind the name of a file that grows: what follows its own object, each part named by its first byte
+BLOCKS = (
+    ".blocks"  # behind the name of a file that grows: what follows its own object, each block named by its first byte
+)
 STREAMS = 8  # whole objects at a time
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # short: a thread with other work waits
 
@@ -54,11 +56,11 @@ class Objects:
         return [key for key in keys if not key.endswith("/")]
 
     def log(self, key: str) -> bytes | None:
-        """A file that grew: its object, and the parts that follow it."""
+        """A file that grew: its object, and the blocks that follow it."""
         if (whole := self.get(key)) is not None:
-            for part in self.keys(key + PARTS):
-                if int(part.rpartition("/")[2]) == len(whole):
-                    whole += self.get(part) or b""
+            for block in self.keys(key + BLOCKS):
+                if int(block.rpartition("/")[2]) == len(whole):
+                    whole += self.get(block) or b""
         return whole
 
     def get(self, key: str) -> bytes | None:

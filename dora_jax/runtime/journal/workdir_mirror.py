@@ -3,7 +3,7 @@
     URL/journal/                   the event log, which is written there directly (log_stores.py)
     URL/checkpoints/STEP/...       each completed step, its manifest put last
     URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then; of a file that
-                                   grows beyond PART_BYTES, the rest in metrics.jsonl.parts/, which is all that is sent
+                                   grows beyond BLOCK_BYTES, the rest in metrics.jsonl.blocks/
     URL/weights/, wanted_instances  of a cluster, whose processes share nothing else (cluster/checkpoint_shards.py)
 
 Consumes a scratch folder that Checkpoints and the writers of logs fill as in a local run; produces its mirror. Laws:
@@ -33,8 +33,8 @@ from pathlib import Path
 from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
 from dora_jax.runtime.journal.object_storage import (
+    BLOCKS,
     JOURNAL,
-    PARTS,
     ROSTER,
     STEPS,
     WANTED,
@@ -54,7 +54,7 @@ SAMPLES = "samples/"  # a folder whose oldest files a run deletes
 LOGS = ("tensorboard", "logs", SAMPLES)  # folders whose files are copied too
 CONFIG = ("config.json", "overrides.json")
 LOGS_PERIOD_S = 30.0
-PART_BYTES = 1 << 20  # of a file that grows; a copy sends the last part anew
+BLOCK_BYTES = 1 << 20  # of a file that grows; a copy sends the last block anew
 
 
 def attach(url: str, purpose: str) -> Path:
@@ -211,7 +211,9 @@ class _Copy:
         self._store, self._dir, self._copies_steps = store, workdir, copies_steps
         self.abandoned = False
         self._pushed: dict[str, tuple[int, int]] = {}  # name -> size and time, as they were
-        self._parts: dict[str, tuple[int, int]] = {}  # of a file in parts: where the last begins, CRC of what is before
+        self._blocks: dict[
+            str, tuple[int, int]
+        ] = {}  # of a file in blocks: where the last begins, CRC of what is before
         self._pushed_s = 0.0
         self.steps = StoredSteps(store)
 
@@ -241,14 +243,14 @@ class _Copy:
     def pull_files(self) -> None:
         for key in self._store.keys():
             path = self._dir / key
-            if key.split("/")[0] in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG) or PARTS in key:
+            if key.split("/")[0] in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG) or BLOCKS in key:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = self._store.log(key) or b""
             path.write_bytes(whole)
-            if len(whole) > PART_BYTES and self._store.keys(key + PARTS):
-                at = (len(whole) - 1) // PART_BYTES * PART_BYTES
-                self._parts[key] = at, zlib.crc32(whole[:at])
+            if len(whole) > BLOCK_BYTES and self._store.keys(key + BLOCKS):
+                at = (len(whole) - 1) // BLOCK_BYTES * BLOCK_BYTES
+                self._blocks[key] = at, zlib.crc32(whole[:at])
             if key.startswith(SAMPLES):
                 self._pushed[key] = 0, 0
 
@@ -291,31 +293,33 @@ class _Copy:
                     self._pushed[name] = stat.st_size, stat.st_mtime_ns
         for name in [name for name in self._pushed if name.startswith(SAMPLES) and not (self._dir / name).exists()]:
             self._store.drop(name)
-            self._store.drop_folder(name + PARTS)
+            self._store.drop_folder(name + BLOCKS)
             del self._pushed[name]
 
     def _push(self, name: str, path: Path) -> None:
-        """A file whole, or where it has only grown what has come since its last part began."""
+        """A file whole, or where it has only grown what has come since its last block began."""
         with path.open("rb") as file:
-            at, crc = self._parts.get(name, (0, 0))
+            at, crc = self._blocks.get(name, (0, 0))
             if (
                 at
-                and functools.reduce(lambda crc, n: zlib.crc32(file.read(PART_BYTES), crc), range(at // PART_BYTES), 0)
+                and functools.reduce(
+                    lambda crc, n: zlib.crc32(file.read(BLOCK_BYTES), crc), range(at // BLOCK_BYTES), 0
+                )
                 != crc
             ):
                 at = 0
-                del self._parts[name]
-                self._store.drop_folder(name + PARTS)
-                self._put(name, b"")  # of which none of the parts to come is a part
+                del self._blocks[name]
+                self._store.drop_folder(name + BLOCKS)
+                self._put(name, b"")  # of which none of the blocks to come is one
             file.seek(0)
-            first = b"" if at else file.read(PART_BYTES)
+            first = b"" if at else file.read(BLOCK_BYTES)
             at, crc = (at, crc) if at else (len(first), zlib.crc32(first))
             file.seek(at)
-            while part := file.read(PART_BYTES):
-                self._put(f"{name}{PARTS}/{at:016d}", part)
-                self._parts[name] = at, crc
-                at, crc = at + len(part), zlib.crc32(part, crc)
-            if first:  # last: an object of another length than PART_BYTES has no parts
+            while block := file.read(BLOCK_BYTES):
+                self._put(f"{name}{BLOCKS}/{at:016d}", block)
+                self._blocks[name] = at, crc
+                at, crc = at + len(block), zlib.crc32(block, crc)
+            if first:  # last: an object of another length than BLOCK_BYTES has no blocks
                 self._put(name, first)
 
     # ------------------------------------------------------------ private

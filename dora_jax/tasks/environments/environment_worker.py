@@ -223,7 +223,7 @@ class EpisodeServer:
                 CLOCK.reset(before)
 
     def _observed(self, messages: Sequence[Message]) -> list[Message]:
-        """With contents of parts as their text, and of each text no more than the middle left out."""
+        """With contents that are lists as their text, and of each text no more than the middle left out."""
         found = []
         for message in messages or ():
             if not isinstance(message, dict):  # which whoever renders it refuses in a sentence
@@ -231,9 +231,9 @@ class EpisodeServer:
                 continue
             content = message.get("content")
             if isinstance(content, list):
-                if other := [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]:
-                    raise EnvironmentError(f"a part of a content is no text: {other[0]!r:.100}")
-                content = "".join(str(part.get("text", "")) for part in content)
+                if other := [item for item in content if not isinstance(item, dict) or item.get("type") != "text"]:
+                    raise EnvironmentError(f"an item of a content is no text: {other[0]!r:.100}")
+                content = "".join(str(item.get("text", "")) for item in content)
             if isinstance(content, str) and len(content) > self._most_chars:
                 half, left_out = self._most_chars // 2, len(content) - 2 * (self._most_chars // 2)
                 content = f"{content[:half]}\n[{left_out} characters left out]\n{content[-half:]}"

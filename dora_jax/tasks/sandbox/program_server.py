@@ -257,8 +257,8 @@ class _Usage(NamedTuple):
 
 
 def _usage(pid: int) -> _Usage:
-    """Of a process and its descendants. A socket counts with all that may wait in it: the kernel's memory, which no
-    limit of a process bounds. Where a process forbids the look, each of its files counts as one."""
+    """Usage of a process and its descendants. A socket counts with all that may wait in it: the kernel's memory, which
+    no limit of a process bounds. Where a process forbids the look, each of its files counts as one."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             held_bytes = int(file.read().split()[1]) * resource.getpagesize()
