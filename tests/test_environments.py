@@ -202,6 +202,7 @@ def test_a_late_answer_and_a_process_that_hangs_fail_their_episodes(monkeypatch)
     monkeypatch.setattr("dora_jax.tasks.environments.GRACE_S", 1.0)
     pool = open_pool(step_timeout_s=0.5)
     try:
+        pool.wait_ready()
         late, other = Player(pool), Player(pool, SampleId(0, 1))
         answer = late.ask("sleep 5")
         assert answer.kind == "deadline" and "environment.step_timeout_s = 0.5 s" in answer.reason
@@ -213,6 +214,7 @@ def test_a_late_answer_and_a_process_that_hangs_fail_their_episodes(monkeypatch)
         pool.close()
     pool = open_pool(step_timeout_s=0.5, noise_late=1.0, noise_late_s=2.5)
     try:
+        pool.wait_ready()
         player = Player(pool)
         assert player.observed(player.ask("a")) == "<1:a>", "what is late on purpose is not too late"
     finally:
