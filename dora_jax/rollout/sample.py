@@ -195,16 +195,33 @@ def _inside(ids, vocab: int) -> jax.Array:
 
 
 def _least(_, logprobs_BxV, top_k_B, top_p_B) -> jax.Array:
-    """The log-prob of the last token that each row's top-k, then top-p, keeps."""
+    """The log-prob of the last token that each row's top-k, then top-p, keeps. No vocabulary is sorted: the bits of
+    -log-prob order as the numbers do, and each step settles one of them, the highest first."""
     vocab = logprobs_BxV.shape[-1]
-    ordered_BxV = jnp.sort(logprobs_BxV, axis=-1, descending=True)
-    last_B = jnp.where((top_k_B > 0) & (top_k_B < vocab), top_k_B, vocab) - 1
-    least_Bx1 = jnp.take_along_axis(ordered_BxV, last_B[:, None], axis=-1)
-    nearest_BxV = jnp.where(ordered_BxV >= least_Bx1, ordered_BxV, MASKED)
-    mass_BxV = jnp.cumsum(jax.nn.softmax(nearest_BxV, axis=-1), axis=-1)
-    n_B = jnp.sum(mass_BxV[:, :-1] < top_p_B[:, None], axis=-1)
-    nucleus_Bx1 = jnp.take_along_axis(ordered_BxV, n_B[:, None], axis=-1)
-    return jnp.where(top_p_B[:, None] < 1.0, jnp.maximum(least_Bx1, nucleus_Bx1), least_Bx1)[:, 0]
+    bits_BxV = jax.lax.bitcast_convert_type(jnp.maximum(-logprobs_BxV, 0.0), jnp.int32)
+    probs_BxV = jnp.exp(logprobs_BxV)
+
+    def last(weights_BxV, enough_B):
+        """The least bits up to which the weights add up to enough; all of them where they never do."""
+
+        def settle(i, bound_B):
+            lower_B = bound_B - (1 << 30 >> i)
+            weight_B = jnp.where(bits_BxV <= lower_B[:, None], weights_BxV, 0.0).sum(-1)
+            return jnp.where(weight_B >= enough_B, lower_B, bound_B)
+
+        return jax.lax.fori_loop(0, 31, settle, jnp.full(len(enough_B), jnp.iinfo(jnp.int32).max))
+
+    cuts_k_B = (top_k_B > 0) & (top_k_B < vocab)
+    most = jnp.iinfo(jnp.int32).max
+    nearest_B = jax.lax.cond(
+        cuts_k_B.any(),
+        lambda: jnp.where(cuts_k_B, last(jnp.ones_like(probs_BxV), top_k_B.astype(jnp.float32)), most),
+        lambda: jnp.full(len(top_k_B), most),
+    )
+    near_BxV = jnp.where(bits_BxV <= nearest_B[:, None], probs_BxV, 0.0)
+    nucleus_B = last(near_BxV, jnp.maximum(top_p_B, 1e-9) * near_BxV.sum(-1))  # at 0: the most likely one
+    bound_B = jnp.where(top_p_B < 1.0, jnp.minimum(nearest_B, nucleus_B), nearest_B)
+    return jnp.where(bits_BxV <= bound_B[:, None], logprobs_BxV, 0.0).min(-1)
 
 
 @dataclasses.dataclass(frozen=True)
