@@ -216,6 +216,19 @@ def test_a_reward_model(fields, why):
     assert [why in problem for problem in found] == [True] * bool(why)
 
 
+@pytest.mark.parametrize(
+    "train, reward_s, rewards, why",
+    [
+        (True, 9.0, (), []),  # clients post them
+        (True, 0.0, (), ["serving.reward_s is 0", "task.rewards: empty"]),
+        (False, 9.0, ("dora_jax.tasks.rewards.exact",), ["serving.reward_s: no session"]),
+    ],
+)
+def test_sessions_are_scored_by_rewards_of_the_task_or_of_clients(train, reward_s, rewards, why):
+    found = problems(serving__port=8000, serving__train=train, serving__reward_s=reward_s, task__rewards=rewards)
+    assert [text in problem for text, problem in zip(why, found, strict=True)] == [True] * len(why)
+
+
 @pytest.mark.parametrize("field, cost", [("drafts", "draft_cost"), ("narrow_rows", "narrow_cost")])
 @pytest.mark.parametrize("given", [0.0, 0.4])
 def test_processes_of_an_instance_measure_no_cost_of_calls(field, cost, given):

@@ -30,7 +30,7 @@ CODE = {
     "models": 3141,
     "ops": 633,
     "orchestrate": 2906,
-    "plan": 1274,
+    "plan": 1275,
     "report": 1165,
     "rollout": 3345,
     "runtime": 12145,

@@ -228,7 +228,8 @@ def _task(config: Config) -> Problems:
         )
     yield from environment.problems(config)
     yield from config_live.problems(config)
-    if not (task.rewards or config.reward_model.path or config.environment.name):
+    posted = config.serving.train and config.serving.reward_s
+    if not (task.rewards or config.reward_model.path or config.environment.name or posted):
         yield "task.rewards: empty; name at least one callable"
     for path in task.rewards:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path) and path not in callables.registered("reward"):
