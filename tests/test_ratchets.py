@@ -32,7 +32,7 @@ CODE = {
     "orchestrate": 2906,
     "plan": 1275,
     "report": 1165,
-    "rollout": 3345,
+    "rollout": 3354,
     "runtime": 12145,
     "serving": 2552,
     "sim": 2020,
