@@ -2,7 +2,7 @@
 # --config.task.path=train.jsonl --workdir=gs://BUCKET/mine
 """RL of a Gemma 3 model, text, on TPUs: answers of up to 3072 tokens to rows of your own.
 
-Argument: SIZE,SLICE or SIZE,SLICE,adapters. Sizes: 1B, 4B, 12B, 27B. Slices: v5e-8, v6e-8, v5p-16, v5p-32, v5p-64,
+Argument: SIZE,SLICE or SIZE,SLICE,adapters. Sizes: 1B, 4B, 27B. Slices: v5e-8, v6e-8, v5p-16, v5p-32, v5p-64,
 v5p-128. A slice of one host runs everything in one process; of the others half trains, and v5p-8 slices beside it
 sample, which launch/ray and launch/gke allocate. This file looks for the least lean layout that the memory plan of
 --dry_run has no objection to; `--dry_run --aot` compiles it. Adapters have rank 16.
@@ -14,7 +14,7 @@ from dora_jax import config
 from dora_jax.base import chips
 from dora_jax.plan import presets
 
-SIZES = ("1B", "4B", "12B", "27B")
+SIZES = ("1B", "4B", "27B")
 SLICES = ("v5e-8", "v6e-8", "v5p-16", "v5p-32", "v5p-64", "v5p-128")  # the smallest first
 LEAN = tuple(
     {"moments": moments, "optimizer_memory": memory, "tensor": tensor}  # trainers
@@ -44,7 +44,8 @@ def get_config(arg=None):
 
 def fitting(size, slice_name, adapters):
     """The first layout whose memory plan fits with room for its slots; None: there is none."""
-    for tensor, lean in itertools.product(TENSORS[-1:] if slice_name.startswith("v5p") else TENSORS, LEAN):
+    one_head = slice_name.startswith("v5p") or size == "4B"  # heads of 256 numbers are read by one device each
+    for tensor, lean in itertools.product(TENSORS[-1:] if one_head else TENSORS, LEAN):
         c = layout(size, slice_name, adapters, tensor, lean)
         if micro_batches := presets.micro_batches(c):
             c.trainer.micro_batches = micro_batches

@@ -259,6 +259,14 @@ def test_a_folder_of_another_size_is_refused():
     assert line.endswith("has 28 layers of width 1024, and model.size Qwen3-8B has 36 of 4096")
 
 
+@pytest.mark.parametrize(("tensor", "refused"), [(2, True), (4, False)])
+def test_a_kernel_that_reads_one_wide_head_a_device_says_so(tensor, refused):
+    asked = on("v6e-8", rollout={"tensor": tensor}, size="Gemma-3-4B")
+    asked = dataclasses.replace(asked, rollout=dataclasses.replace(asked.rollout, instances=1))
+    lines = presets.problems(presets.plan(asked, presets.machines(asked), KNOWN["Gemma-3-4B"]))
+    assert any("reads one KV head of 256 numbers a device, and 4 of them" in line for line in lines) == refused
+
+
 def test_pages_of_windows_that_no_layer_has_are_refused():
     asked = on("v6e-8", rollout={"window_pages": 200}, size="Qwen3-8B")
     (line,) = presets.problems(presets.plan(asked, presets.machines(asked), KNOWN["Qwen3-8B"]))

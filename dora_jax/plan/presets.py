@@ -403,6 +403,17 @@ def _refusals(planned: Plan) -> Iterator[str]:
     kernel, hosts = config.rollout.attention, config.cluster.hosts_per_instance
     if instance.platform not in KERNELS[kernel]:
         yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {instance}"
+    if (
+        model
+        and kernel == "tpu"
+        and not model.latent
+        and model.head_dim > 128
+        and model.n_kv_heads > config.rollout.tensor
+    ):
+        yield (
+            f"rollout.tensor: the kernel 'tpu' reads one KV head of {model.head_dim} numbers a device, and "
+            f"{model.n_kv_heads} of them are on {config.rollout.tensor} devices"
+        )
     for name, section, role in (("rollout", config.rollout, instance), ("trainer", config.trainer, trainer)):
         if section.expert_matmul == "megablox" and role.platform != "tpu":
             yield f"{name}.expert_matmul: the kernel 'megablox' is for tpu, and this is {role}"
