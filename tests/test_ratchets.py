@@ -30,7 +30,7 @@ CODE = {
     "models": 3141,
     "ops": 633,
     "orchestrate": 2906,
-    "plan": 1275,
+    "plan": 1286,
     "report": 1165,
     "rollout": 3354,
     "runtime": 12145,
