@@ -24,8 +24,8 @@ LEAN = tuple(
 TENSORS = (1, 2, 4)  # devices of an instance
 
 
-def get_config(arg=None):
-    size, slice_name, *trained = f"{arg or ''},".split(",") if "," not in (arg or "") else arg.split(",")
+def get_config(arg="4B,v5p-16"):
+    size, slice_name, *trained = [*arg.split(","), ""] if "," not in arg else arg.split(",")
     if size not in SIZES or slice_name not in SLICES or trained not in ([], ["adapters"]):
         raise ValueError(
             f"the argument is {arg!r}; it is SIZE,SLICE or SIZE,SLICE,adapters with a size of {', '.join(SIZES)} and a "

@@ -203,8 +203,8 @@ MUTANTS = (
     Mutant(
         "a_page_is_free_twice",
         "rollout/pages.py",
-        "            del self._owner[page]\n            self._free.append(page)",
-        "            del self._owner[page]\n            self._free += [page, page]",
+        "            del self._owner[full]\n            self._free.append(full)",
+        "            del self._owner[full]\n            self._free += [full, full]",
         "test_pages.py::test_random_use_conserves_pages",
     ),
     Mutant(
@@ -267,8 +267,8 @@ MUTANTS = (
     Mutant(
         "a_version_retires_while_samples_run_at_it",
         "orchestrate/core.py",
-        "idle = [v for v in s.alive if v < base and v not in unfinished]",
-        "idle = [v for v in s.alive if v < base]",
+        "idle = [v for v in s.alive if v < base and v not in unfinished and v",
+        "idle = [v for v in s.alive if v < base and v",
         "test_orchestrator_ends.py::test_a_version_stays_while_a_sample_runs_at_it",
     ),
 )

@@ -157,7 +157,7 @@ NAME_ATTEMPTS = {event.__name__ for event in records.NAME_ATTEMPTS}
 
 
 def older(record, format):
-    """As format 9 had it: no settings of the run. As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no
+    """As format 11 had it: no attempt in a load of weights. As format 9 had it: no settings of the run. As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no
     report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two
     columns more in a table. As format 4 had it: no report with what decoding took, and scores that were no group. As
     format 3 had it: every entry by itself, and decided on by itself, and no sample with a table."""
@@ -176,6 +176,8 @@ def older(record, format):
 
 def as_before(row, format):
     match row:
+        case ["WeightsLoaded", *fields, _] if format <= 11:
+            return ["WeightsLoaded", *fields]
         case ["Published", epoch, digest, _] if format <= 8:
             return ["Published", epoch, digest]
         case [str(name), *fields, attempt] if name in NAME_ATTEMPTS and format <= 8:

@@ -371,15 +371,15 @@ class InstantDevice:
         """Nothing to compute."""
 
     def generate(
-        self, params: Any, control: np.ndarray, blocks: int, options: np.ndarray | None = None
-    ) -> tuple[np.ndarray | Pending, None]:
+        self, params: Any, control: np.ndarray, blocks: int, options: np.ndarray | None = None, masks: Any = None
+    ) -> tuple[np.ndarray | Pending, None, None]:
         if not self._call_s:
-            return self._result, None
+            return self._result, None, None
         now_s = time.perf_counter()
         begins_s = max(now_s, self.due_s or now_s)
         self.idle_s += begins_s - (self.due_s or now_s)
         self.due_s = begins_s + self._call_s
-        return Pending(self._result, self.due_s), None
+        return Pending(self._result, self.due_s), None, None
 
 
 def new_worker(

@@ -106,7 +106,7 @@ class _Runner:
         self._sources: dict[int, int] = {}  # reading end of a pipe -> the descriptor that it is to the program
         self._ended_by = ""
         self._started_s = math.inf
-        self._spent_s, self._used, self._looked_s = 0.0, _Usage(), 0.0  # at the last look
+        self._seen, self._ran_s, self._spent_s, self._looked_s = _Usage(), 0.0, 0.0, 0.0  # as of the last look
 
     def run(self) -> dict[str, Any]:
         filter_fd, write_end = os.pipe()
@@ -140,7 +140,7 @@ class _Runner:
                 if fd == started:
                     poll.unregister(fd)
                     if os.read(fd, 1):  # else bwrap has failed, and ends
-                        self._started_s = self._looked_s = now_s
+                        self._started_s = now_s
                 elif fd == ended:
                     over = True
                 elif fd == self._connection.fileno():
@@ -152,7 +152,8 @@ class _Runner:
                 look_s = now_s + min(LOOK_PERIOD_S, max(0.001, self._limits["wall_s"] - self._spent_s))
             if self._started_s == math.inf and now_s >= start_by_s and not over:
                 self._ended_by = "time"
-        self._spent_s += max(0.0, time.monotonic() - self._looked_s) if self._looked_s else 0.0
+        if self._started_s < math.inf:
+            self._spent_s += min(time.monotonic() - max(self._looked_s, self._started_s), LOOK_PERIOD_S)
         # Kills every child, adopted ones included, until none is left; a namespace ends when its first process has.
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -168,15 +169,17 @@ class _Runner:
     def _look(self, bwrap: int, now_s: float) -> None:
         """Ends the program where it holds too much, or has had its time: that in which it waited for a core, beside
         whatever the machine does, is not its own. More processes than cores wait for each other, which is."""
-        used, before, wall_s = _usage(bwrap), self._used, now_s - self._looked_s
+        used, before = _usage(bwrap), self._seen
+        self._seen = used
         if self._started_s == math.inf:
             return
         if used.held_bytes > self._limits["memory_bytes"]:
             self._ended_by = "memory"
+        # The kernel counts a wait when it ends: of what is ready to run now, all that it did not run was a wait.
+        period_s, self._looked_s = now_s - max(self._looked_s, self._started_s), now_s
         ran_s, waited_s = max(0.0, used.ran_s - before.ran_s), max(0.0, used.waited_s - before.waited_s)
-        shares = wall_s - waited_s, wall_s * ran_s / max(ran_s + waited_s, 1e-9), ran_s / MOST_AT_ONCE
-        self._spent_s += min(wall_s, max(shares))
-        self._used, self._looked_s = used, now_s
+        self._ran_s += ran_s
+        self._spent_s += min(period_s, ran_s) if used.ready else max(0.0, period_s - waited_s)
         if self._spent_s >= self._limits["wall_s"]:
             self._ended_by = "time"
         elif now_s - self._started_s > BUSY * self._limits["wall_s"]:
@@ -224,7 +227,7 @@ class _Runner:
             code = 128 - code  # bwrap reports signals as a shell does; what is above was an exit code
         cpu_s = math.ceil(self._limits["cpu_s"])
         if not self._ended_by and (
-            code == -signal.SIGXCPU or code == -signal.SIGKILL and self._used.ran_s >= cpu_s - 2 * LOOK_PERIOD_S
+            code == -signal.SIGXCPU or code == -signal.SIGKILL and self._ran_s >= cpu_s - 2 * LOOK_PERIOD_S
         ):  # the second: of one that ignores the first
             self._ended_by = "cpu"
         return {
@@ -254,6 +257,7 @@ class _Usage(NamedTuple):
     held_bytes: int = 0  # what they share counts for each of them
     ran_s: float = 0.0
     waited_s: float = 0.0  # ready to run, without a core
+    ready: int = 0  # threads that run now, or would if they had a core
 
 
 def _usage(pid: int) -> _Usage:
@@ -268,15 +272,18 @@ def _usage(pid: int) -> _Usage:
         except PermissionError:
             sockets = OPEN_FILES
         held_bytes += SOCKET_BYTES * sockets
-        nanoseconds = [0, 0]
+        ran_s = waited_s = 0.0
+        ready = 0
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/schedstat") as file:
                 ran, waited, _ = map(int, file.read().split())
-            nanoseconds = [nanoseconds[0] + ran, nanoseconds[1] + waited]
+            ran_s, waited_s = ran_s + ran / 1e9, waited_s + waited / 1e9
+            with open(f"/proc/{pid}/task/{task}/stat", "rb") as stat:
+                ready += stat.read().rpartition(b") ")[2].startswith(b"R")
         below = [_usage(child) for child in _children(pid)]
     except (FileNotFoundError, ProcessLookupError):
         return _Usage()  # it has just ended
-    own = _Usage(held_bytes, *(each / 1e9 for each in nanoseconds))
+    own = _Usage(held_bytes, ran_s, waited_s, ready)
     return _Usage(*map(sum, zip(own, *below, strict=True)))
 
 
