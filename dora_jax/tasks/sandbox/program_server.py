@@ -39,7 +39,8 @@ MOST = {  # whatever a client asks for; a client may be code that reads what a m
 MAX_REQUEST_BYTES = 64 * 2**20
 START_TIMEOUT_S = 20.0  # for the sandbox, on a machine that may be busy; no time of the program
 LOOK_PERIOD_S = 0.05  # between two looks at what all processes of a program use
-BUSY = 20  # a program that took so many times its wall_s, nearly all of it without a core, is the machine's fault
+PATIENCE_S = 60.0  # beyond BUSY times its wall_s: a program that still has not had its time is the machine's fault
+BUSY = 20
 PIPE_BYTES = 2**16
 SOCKET_BYTES = 212_992  # net.core.wmem_default of Linux; seccomp.py lets no program set another
 
@@ -182,7 +183,7 @@ class _Runner:
         self._spent_s += min(period_s, ran_s) if used.ready else max(0.0, period_s - waited_s)
         if self._spent_s >= self._limits["wall_s"]:
             self._ended_by = "time"
-        elif now_s - self._started_s > BUSY * self._limits["wall_s"]:
+        elif now_s - self._started_s > BUSY * self._limits["wall_s"] + PATIENCE_S:
             self._ended_by = "machine"
 
     def _write(self) -> bool:
