@@ -36,7 +36,7 @@ CODE = {
     "runtime": 12145,
     "serving": 2552,
     "sim": 2020,
-    "tasks": 3888,
+    "tasks": 3895,
     "trainer": 2269,
 }
 PIECES = {"functions": 87.9, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
