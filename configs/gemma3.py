@@ -16,11 +16,6 @@ from dora_jax.plan import presets
 
 SIZES = ("1B", "4B", "27B")
 SLICES = ("v5e-8", "v6e-8", "v5p-16", "v5p-32", "v5p-64", "v5p-128")  # the smallest first
-LEAN = tuple(
-    {"moments": moments, "optimizer_memory": memory, "tensor": tensor}  # trainers
-    for moments, memory in (("float32", "device"), ("bfloat16", "device"), ("bfloat16", "host"))
-    for tensor in (1, 2)
-)
 TENSORS = (1, 2, 4)  # devices of an instance
 
 
@@ -35,7 +30,7 @@ def get_config(arg="4B,v5p-16"):
     found = fitting(size, slice_name, adapters)
     if found is None:
         smallest = next((name for name in SLICES if fitting(size, name, adapters)), "larger than all of these")
-        lacking = presets.shortfall(layout(size, slice_name, adapters, TENSORS[-1], LEAN[-1]))
+        lacking = presets.shortfall(layout(size, slice_name, adapters, TENSORS[-1], presets.LEAN[-1]))
         raise ValueError(
             f"Gemma-3-{size} does not fit {slice_name}: {lacking}; the smallest slice that holds it is {smallest}"
         )
@@ -45,7 +40,7 @@ def get_config(arg="4B,v5p-16"):
 def fitting(size, slice_name, adapters):
     """The first layout whose memory plan fits with room for its slots; None: there is none."""
     one_head = slice_name.startswith("v5p") or size == "4B"  # heads of 256 numbers are read by one device each
-    for tensor, lean in itertools.product(TENSORS[-1:] if one_head else TENSORS, LEAN):
+    for tensor, lean in itertools.product(TENSORS[-1:] if one_head else TENSORS, presets.LEAN):
         c = layout(size, slice_name, adapters, tensor, lean)
         if micro_batches := presets.micro_batches(c):
             c.trainer.micro_batches = micro_batches

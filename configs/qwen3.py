@@ -15,11 +15,6 @@ from dora_jax.plan import presets
 
 SIZES = ("0.6B", "1.7B", "8B", "32B")
 SLICES = ("laptop", "v5e-8", "v6e-8", "h100-8", "v5p-16", "v5p-128")  # the smallest first
-LEAN = tuple(
-    {"moments": moments, "optimizer_memory": memory, "tensor": tensor}  # trainers
-    for moments, memory in (("float32", "device"), ("bfloat16", "device"), ("bfloat16", "host"))
-    for tensor in (1, 2)
-)
 TENSORS = (1, 2, 4)  # devices of an instance
 
 
@@ -40,7 +35,7 @@ def get_config(arg=None):
 def fitting(size, slice_name):
     """The first layout whose memory plan fits with room for its slots; None: there is none."""
     in_cluster = slice_name.startswith("v5p")  # there an instance has all four devices of its host
-    for tensor, lean in itertools.product((4,) if in_cluster else TENSORS, LEAN):
+    for tensor, lean in itertools.product((4,) if in_cluster else TENSORS, presets.LEAN):
         c = layout(size, slice_name)
         c.rollout.tensor = tensor
         if tensor == 4 and c.placement == "disjoint" or slice_name == "v5p-16":

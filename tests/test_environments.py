@@ -74,6 +74,16 @@ def test_methods_that_block_keep_no_other_waiting_and_wait_for_a_thread_outside_
     assert time.monotonic() - began > 3 and blocking.stats()["environment/seconds_a_turn"] < 2
 
 
+def test_an_environment_of_a_mix_may_block_too():
+    entry = {"name": "tests.fakes.environments.Blocking"}
+    pool = open_pool(name="dora_jax.tasks.environments.by_task.ByTask", params={"t": entry})
+    try:
+        player = Player(pool)
+        assert player.observed(player.ask("0 a")) == "<a>"
+    finally:
+        pool.close()
+
+
 def test_only_what_can_be_sent_is_observed_and_no_more_than_its_bound(blocking):
     player = Player(blocking, SampleId(500, 0))
     assert player.observed(player.ask("0 parts")) == "<ab>"

@@ -88,7 +88,8 @@ def test_a_fresh_machine_gets_the_steps_that_are_whole_and_the_logs(url):
 
 
 def test_of_a_log_that_grows_only_its_end_is_sent_and_a_new_machine_has_all_of_it(url, monkeypatch):
-    monkeypatch.setattr(workdir_mirror, "BLOCK_BYTES", 64)
+    for module in (object_storage, workdir_mirror):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     sent, put = [], object_storage.Objects.put
     monkeypatch.setattr(object_storage.Objects, "put", lambda *a: sent.append(len(a[2])) or put(*a))
     folder, store = begun(url), object_storage.Objects(url)
@@ -110,6 +111,8 @@ def test_of_a_log_that_grows_only_its_end_is_sent_and_a_new_machine_has_all_of_i
     shutil.rmtree(folder)
     begun(url)
     assert copied(b"of another machine\n") <= 64 + 19 + 4
+    store.put("metrics.jsonl", text)  # whole, as one whose blocks were sent and which was not
+    assert copied(b"more\n") > len(text) - 64 and store.get("metrics.jsonl") == text[:64]
     text = b"another file: " + b"y" * 200
     assert copied(b"\n") > 200
     text = b"a short one"

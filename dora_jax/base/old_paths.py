@@ -23,7 +23,7 @@ MOVED = {
     ("dora_jax", "dora_jax.plan"): "budget devices hub memory presets validate",
     ("dora_jax.tasks", "dora_jax.tasks.sandbox"): "calls program_server programs render render_worker"
     " seccomp supervisor",
-    ("dora_jax.tasks", "dora_jax.tasks.environments"): "bridge by_task calculator dialogues"
+    ("dora_jax.tasks", "dora_jax.tasks.environments"): "bridge by_task calculator"
     " environment_worker noise renderer_bridge skyrl_gym",
     ("dora_jax.models", "dora_jax.models.families"): "config",
 }

@@ -19,10 +19,11 @@ import asyncio
 import concurrent.futures
 import contextvars
 import dataclasses
+import inspect
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from dora_jax.base import callables
 from dora_jax.types import Columns
@@ -30,6 +31,7 @@ from dora_jax.types import Columns
 NOISE = ("failed", "truncated", "late", "irrelevant")  # environment.noise_*
 Message = dict[str, Any]  # role, content, and whatever else a chat template knows
 T = TypeVar("T")
+THREADS = concurrent.futures.ThreadPoolExecutor(64, thread_name_prefix="environment")  # for methods that block
 # Of the worker: stops the clock of the step (True) and lets it go on (False).
 CLOCK: contextvars.ContextVar[Callable[[bool], None]] = contextvars.ContextVar("clock", default=lambda waits: None)
 
@@ -40,6 +42,13 @@ class EnvironmentError(Exception):  # the name under which users know it; nothin
     def __init__(self, reason: str, retryable: bool = False):
         super().__init__(reason)
         self.retryable = retryable
+
+
+async def called(method: Callable[..., Awaitable[T]], *arguments: object) -> T:
+    """What a method of an environment answers: awaited, or where it is a plain function by one of THREADS."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*arguments)
+    return await in_thread(THREADS, cast(Callable[..., T], method), *arguments)
 
 
 async def in_thread(

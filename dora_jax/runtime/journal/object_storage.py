@@ -25,9 +25,8 @@ from dora_jax.trainer.manifest import MANIFEST, Files
 
 STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
 STEP = re.compile(rf"{STEPS}/(\d+)/.+")  # a name of something else under it is no step's
-BLOCKS = (
-    ".blocks"  # behind the name of a file that grows: what follows its own object, each block named by its first byte
-)
+BLOCK_BYTES = 1 << 20  # the most of a file that grows in its own object; the rest is in blocks of as many
+BLOCKS = ".blocks"  # the folder of them, behind the file's name; each is named by where it begins
 STREAMS = 8  # whole objects at a time
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # short: a thread with other work waits
 
@@ -56,8 +55,9 @@ class Objects:
         return [key for key in keys if not key.endswith("/")]
 
     def log(self, key: str) -> bytes | None:
-        """A file that grew: its object, and the blocks that follow it."""
-        if (whole := self.get(key)) is not None:
+        """A file that grew: its object, and the blocks that follow it. An object of another length has none."""
+        whole = self.get(key)
+        if whole is not None and len(whole) == BLOCK_BYTES:
             for block in self.keys(key + BLOCKS):
                 if int(block.rpartition("/")[2]) == len(whole):
                     whole += self.get(block) or b""

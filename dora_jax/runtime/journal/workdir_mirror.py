@@ -33,6 +33,7 @@ from pathlib import Path
 from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
 from dora_jax.runtime.journal.object_storage import (
+    BLOCK_BYTES,
     BLOCKS,
     JOURNAL,
     ROSTER,
@@ -54,7 +55,6 @@ SAMPLES = "samples/"  # a folder whose oldest files a run deletes
 LOGS = ("tensorboard", "logs", SAMPLES)  # folders whose files are copied too
 CONFIG = ("config.json", "overrides.json")
 LOGS_PERIOD_S = 30.0
-BLOCK_BYTES = 1 << 20  # of a file that grows; a copy sends the last block anew
 
 
 def attach(url: str, purpose: str) -> Path:
@@ -211,9 +211,7 @@ class _Copy:
         self._store, self._dir, self._copies_steps = store, workdir, copies_steps
         self.abandoned = False
         self._pushed: dict[str, tuple[int, int]] = {}  # name -> size and time, as they were
-        self._blocks: dict[
-            str, tuple[int, int]
-        ] = {}  # of a file in blocks: where the last begins, CRC of what is before
+        self._blocks: dict[str, tuple[int, int]] = {}  # name -> where its last block begins, CRC of what is before
         self._pushed_s = 0.0
         self.steps = StoredSteps(store)
 
@@ -241,14 +239,16 @@ class _Copy:
         (folder / name).write_bytes(self._get(f"{STEPS}/{step}/{name}"))
 
     def pull_files(self) -> None:
-        for key in self._store.keys():
+        keys = self._store.keys()
+        in_blocks = {key.partition(BLOCKS)[0] for key in keys if BLOCKS in key}
+        for key in keys:
             path = self._dir / key
             if key.split("/")[0] in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG) or BLOCKS in key:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = self._store.log(key) or b""
             path.write_bytes(whole)
-            if len(whole) > BLOCK_BYTES and self._store.keys(key + BLOCKS):
+            if key in in_blocks and len(self._get(key)) == BLOCK_BYTES:  # else they were sent for it, and it was not
                 at = (len(whole) - 1) // BLOCK_BYTES * BLOCK_BYTES
                 self._blocks[key] = at, zlib.crc32(whole[:at])
             if key.startswith(SAMPLES):
@@ -319,7 +319,7 @@ class _Copy:
                 self._put(f"{name}{BLOCKS}/{at:016d}", block)
                 self._blocks[name] = at, crc
                 at, crc = at + len(block), zlib.crc32(block, crc)
-            if first:  # last: an object of another length than BLOCK_BYTES has no blocks
+            if first:  # last: of this length it is what makes blocks count
                 self._put(name, first)
 
     # ------------------------------------------------------------ private

@@ -22,8 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from dora_jax import tasks
 from dora_jax.config import Config, SftSection
 from dora_jax.models.tokenizer import Tokenizer
-from dora_jax.tasks.environments import dialogues
-from dora_jax.tasks.environments.dialogues import Dialogue
+from dora_jax.tasks.environments import Dialogue, worked_dialogues
 from dora_jax.types import Columns
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -57,7 +56,7 @@ def examples(config: Config, workdir: Path) -> Sequence[Pair]:
         )
     if config.environment.name and not section.rows:
         prompts = [task.worked_prompt(i, slip_rate=section.slip_rate) for i in range(section.examples)]
-        return dialogues.worked(config.environment, prompts, config.seed)
+        return worked_dialogues(config.environment, prompts, config.seed)
     return [task.worked(i, slip_rate=section.slip_rate) for i in range(section.examples)]
 
 

@@ -15,6 +15,7 @@ when a process went is asked again once the next process is there.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -24,15 +25,16 @@ import multiprocessing.connection
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dora_jax.config import ConfigError, EnvironmentSection
 from dora_jax.tasks import code, sandbox
-from dora_jax.tasks.environment import NO_POLICY, NOISE, Message, PolicyFacts
+from dora_jax.tasks.environment import NO_POLICY, NOISE, EpisodePrompt, Message, PolicyFacts, called
 from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
+from dora_jax.tasks.environments.environment_worker import resolved
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
 from dora_jax.tasks.pool import TRIAL_POLL_S, drained
 from dora_jax.tasks.rewards import plain
@@ -54,6 +56,7 @@ GRACE_S = 10.0  # beyond its deadline, for an answer of a process that is busy; 
 POLL_S = 1.0  # how often a receiver looks for questions that are open for too long
 CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 LENGTHS = 256  # failures are counted by the length of the response, in powers of two from here on
+Dialogue = tuple[tuple[str, bool], ...]  # texts in order, and which of them the policy says
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -472,3 +475,38 @@ class EnvironmentProcess:
             payload = json.dumps(request).encode()
             with contextlib.suppress(OSError):
                 connection.sendall(calls.HEADER.pack(len(payload)) + payload)
+
+
+def worked_dialogues(
+    section: EnvironmentSection, prompts: Iterable[tuple[str, Any, bool]], seed: int
+) -> list[tuple[str, Dialogue]]:
+    """What a policy would say and its environment, without noise, would answer, by the environment's `worked(prompt,
+    slips)`: (prompt text, its dialogue) of each (prompt text, answer, whether it slips). ConfigError: there are no
+    dialogues."""
+    try:
+        kind: Any = resolved(section.name)
+    except calls.Declined as error:
+        raise ConfigError(str(error)) from error
+    if not hasattr(kind, "worked"):
+        raise ConfigError(
+            f"environment.name: {section.name} has no worked dialogues; warm-start on rows of your own (sft.rows), or "
+            "name a model that can speak (model.path)"
+        )
+
+    async def played() -> list[tuple[str, Dialogue]]:
+        found = []
+        for i, (text, answer, slips) in enumerate(prompts):
+            prompt = EpisodePrompt(text=text, answer=answer, seed=seed + i)
+            environment = kind(**section.params)
+            messages = kind.worked(prompt, slips)
+            turns = [(str(message["content"]), False) for message in await called(environment.reset, prompt)]
+            for message in messages:
+                observed, done, _ = await called(environment.step, {"role": "assistant", "content": message})
+                turns.append((message, True))
+                if not done:
+                    turns += [(str(each["content"]), False) for each in observed]
+            await called(environment.close)
+            found.append((text, tuple(turns)))
+        return found
+
+    return asyncio.run(played())

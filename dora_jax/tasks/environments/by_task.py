@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from dora_jax.tasks.environment import Environment, EnvironmentError, EpisodePrompt, Message
+from dora_jax.tasks.environment import Environment, EnvironmentError, EpisodePrompt, Message, called
 from dora_jax.tasks.environments.environment_worker import resolved, speaks_tokens
 from dora_jax.tasks.rewards import RewardError, resolve, score
 from dora_jax.tasks.sandbox import calls
@@ -40,15 +40,15 @@ class ByTask:
         if prompt.task not in self._makers:
             raise EnvironmentError(f"environment.params: the task {prompt.task!r} is none of {', '.join(self._makers)}")
         self._own = self._makers[prompt.task]()
-        return await self._own.reset(prompt)
+        return await called(self._own.reset, prompt)
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
         assert self._own is not None
-        return await self._own.step(message)
+        return await called(self._own.step, message)
 
     async def close(self) -> None:
         if self._own is not None:
-            await self._own.close()
+            await called(self._own.close)
 
 
 class OneAnswer:

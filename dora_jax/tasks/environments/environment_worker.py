@@ -19,17 +19,15 @@ thread; what an environment raises, or answers that cannot be sent, ends its epi
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import json
 import math
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from dora_jax.base import callables
 from dora_jax.tasks.environment import (
@@ -40,13 +38,12 @@ from dora_jax.tasks.environment import (
     EpisodePrompt,
     Message,
     PolicyFacts,
-    in_thread,
+    called,
 )
 from dora_jax.tasks.sandbox import calls
 from dora_jax.tasks.source import identity_hash, share_hash
 from dora_jax.types import is_eval, issued_first_as
 
-THREADS = 64  # for methods that block
 FAILED = "error: the tool did not answer"
 IRRELEVANT = ("status: idle", "0 messages", "the file is empty", "ok", "see the log for details")
 
@@ -123,7 +120,6 @@ class EpisodeServer:
         self._sessions: dict[tuple[int, int], Session] = {}
         self._asked: dict[tuple[int, int], asyncio.Task] = {}  # the open question of each episode
         self._closing: set[asyncio.Task] = set()
-        self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
 
     async def serve(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock)
@@ -147,8 +143,8 @@ class EpisodeServer:
         reply: calls.Request = {"id": request["id"], "number": request["number"]}
         question = dict(reply)
         try:
-            reply |= await self._turns(id, request, lambda waits: send(writer, question | {"waits": waits}))
-            json.dumps(reply)
+            reply |= await self._turns(id, request, lambda waits: writer.write(framed(question | {"waits": waits})))
+            payload = framed(reply)
         except Lost as error:
             reply |= {"lost": str(error)}
         except TimeoutError:
@@ -157,11 +153,13 @@ class EpisodeServer:
             reply |= {"error": str(error), "kind": "error", "retryable": error.retryable}
         except Exception as error:  # whatever a user's code raises, or answers that is no JSON; in a sentence
             reply = question | {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
-        if "error" in reply or "lost" in reply or reply["done"]:
+        if "done" not in reply:
+            payload = framed(reply)
+        if reply.get("done", True):
             await self._close(self._sessions.pop(id, None))
         if self._asked.get(id) is asyncio.current_task():
             del self._asked[id]
-        send(writer, reply)
+        writer.write(payload)
         await writer.drain()
 
     async def _turns(self, id: tuple[int, int], request: calls.Request, waits: Callable[[bool], None]) -> calls.Request:
@@ -215,9 +213,7 @@ class EpisodeServer:
             over = False
             before = CLOCK.set(clock)
             try:
-                if not inspect.iscoroutinefunction(method):
-                    return await in_thread(self._threads, cast(Callable[..., T], method), *arguments)
-                return await method(*arguments)
+                return await called(method, *arguments)
             finally:
                 over = True
                 CLOCK.reset(before)
@@ -246,9 +242,10 @@ class EpisodeServer:
                 await self._call(session, lambda waits: None, session.environment.close)
 
 
-def send(writer: asyncio.StreamWriter, reply: calls.Request) -> None:
+def framed(reply: calls.Request) -> bytes:
+    """The bytes of a frame. TypeError, ValueError: it is no JSON."""
     payload = json.dumps(reply).encode()
-    writer.write(calls.HEADER.pack(len(payload)) + payload)
+    return calls.HEADER.pack(len(payload)) + payload
 
 
 def resolved(path: str) -> type[Environment]:

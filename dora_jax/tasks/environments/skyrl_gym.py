@@ -3,12 +3,11 @@
     environment.name = "dora_jax.tasks.environments.skyrl_gym.SkyrlGym"
     environment.params = {"env": "gsm8k_multi_turn", "extras": {"max_turns": 3}}
 
-What they are asked blocks, so it runs on a thread of the worker while it lasts; an episode that waits holds none.
+What they are asked blocks: these are plain functions, which run in threads of the worker.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message
@@ -27,21 +26,21 @@ class SkyrlGym:
         self._make, self._env, self._extras, self._config = skyrl_gym.make, env, extras or {}, config
         self._gym: Any = None
 
-    async def reset(self, prompt: EpisodePrompt) -> list[Message]:
+    def reset(self, prompt: EpisodePrompt) -> list[Message]:
         extras = {"reward_spec": {"ground_truth": prompt.answer}, "extra_info": {}, **self._extras}
         given = [{"role": "user", "content": prompt.text}]
         self._gym = self._make(self._env, env_config=self._config, extras=extras)
-        messages, _ = await asyncio.to_thread(self._gym.init, list(given))
+        messages, _ = self._gym.init(list(given))
         if list(messages[:1]) != given:
             raise EnvironmentError(
                 f"{self._env} writes the prompt anew; the task's template is where a prompt is worded"
             )
         return list(messages[1:])
 
-    async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
-        result = await asyncio.to_thread(self._gym.step, message["content"])
+    def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
+        result = self._gym.step(message["content"])
         return list(result["observations"]), bool(result["done"]), {"reward": float(result["reward"])}
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._gym is not None:
-            await asyncio.to_thread(self._gym.close)
+            self._gym.close()
