@@ -14,23 +14,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import threading
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from dora_jax.base.box_digest import LeafBox, added, combined, sums_of
+from dora_jax.base.box_digest import Box, LeafBox, added, box_of, combined, common, sums_of, volume, within
 from dora_jax.base.digest import digest as digest_of
 from dora_jax.config import RunError
 from dora_jax.models import decoder
 from dora_jax.types import Version
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dimension
 Tree = Any  # a pytree: of arrays, of Slices, of ShapeDtypeStructs or of shardings
+
+
+def name_of(path: jax.tree_util.KeyPath) -> str:
+    """The name of a tensor from its path in the tree, as in "layers/q_proj"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def offered_copy(dtype: str, shardings: Tree | None = None) -> Callable[[Tree], Tree]:
@@ -286,32 +288,3 @@ def _engine_layout(weights: Tree, shardings: Tree) -> Tree:
 @functools.lru_cache(maxsize=4)
 def _to_serving(shardings: tuple[jax.sharding.Sharding, ...], shape: jax.tree_util.PyTreeDef) -> Callable[[Tree], Tree]:
     return jax.jit(decoder.serving_layout, out_shardings=jax.tree.unflatten(shape, shardings))
-
-
-# ------------------------------------------------------------------- boxes
-
-
-def name_of(path: jax.tree_util.KeyPath) -> str:
-    """The name of a tensor from its path in the tree, as in "layers/q_proj"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
-    """The box of an index of an array; None: all of it."""
-    spans = [part.indices(size) for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True)]
-    return tuple(a for a, _, _ in spans), tuple(b for _, b, _ in spans)
-
-
-def volume(box: Box) -> int:
-    return math.prod(b - a for a, b in zip(*box, strict=True))
-
-
-def common(a: Box, b: Box) -> Box | None:
-    """The box that is in both; None: they have no element in common."""
-    start, stop = tuple(map(max, a[0], b[0])), tuple(map(min, a[1], b[1]))
-    return (start, stop) if all(low < high for low, high in zip(start, stop, strict=True)) else None
-
-
-def within(box: Box, outer: Box) -> tuple[slice | types.EllipsisType, ...]:
-    """The index of `box` in an array of the outer box."""
-    return (*(slice(a - at, b - at) for a, b, at in zip(*box, outer[0], strict=True)), ...)

@@ -13,8 +13,9 @@ import pytest
 from dora_jax.config import Config, EnvironmentSection, OrchestratorSection, RolloutSection
 from dora_jax.models import decoder, sharding
 from dora_jax.plan import presets
-from dora_jax.rollout.engine import Engine, ReplayEngine
+from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.shapes import shapes_of
+from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.trainer import objective, score
 from tests.fakes import trainer_cases
 from tests.fakes.engine_rig import CFG, EOS, SIZES, VOCAB, finish, ids, params, prompt, submit
@@ -47,14 +48,14 @@ def test_scores_have_the_bits_of_sampling_through_moves_preemption_and_chunks(dt
         if first.holds(id):
             second.import_(first.export(id))
     done |= finish(first, second)
-    replay = exact_engine(ReplayEngine, dtype=dtype)
+    replay = exact_engine(EngineReplay, dtype=dtype)
     answers = [(prompt(id.group_id), sample.out_ids) for id, sample in done.items()]
-    scored = replay.logprobs(weights_of(replay, dtype), answers)
+    scored = replay(params(), answers)
     assert len(done) == 24
     for sample, logprobs in zip(done.values(), scored, strict=True):
         np.testing.assert_array_equal(sample.logprobs.view(np.int32), logprobs.view(np.int32))
     # under other weights the same tokens are scored, which these would not have drawn
-    others = replay.logprobs(weights_of(replay, dtype, seed=1), answers)
+    others = replay(params(1), answers)
     assert all(np.isfinite(x).all() and len(x) == len(out) for x, (_, out) in zip(others, answers, strict=True))
     assert not np.array_equal(others[0], scored[0])
 

@@ -42,6 +42,7 @@ CODE = {
 PIECES = {"functions": 87.9, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 871, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
+READING_ORDER = 3300  # lines until one step is explained: the files that dora_jax/README.md names in order
 
 
 @functools.cache
@@ -167,6 +168,13 @@ def loose():
 @pytest.mark.parametrize("kind", LOOSE)
 def test_what_is_loose_becomes_less(kind):
     only_falls(kind, loose()[kind], LOOSE[kind])
+
+
+def test_one_step_is_explained_in_few_lines():
+    page = (PACKAGE / "README.md").read_text()
+    named = re.findall(r"`(.+?)`", page[page.index("Read in this order") :].partition("\n\n")[0])
+    assert {"types.py", "runtime/instances/rollout_worker.py", "runtime/training/trainer_worker.py"} <= set(named)
+    assert sum(sources()[Path(name)].count("\n") for name in named) <= READING_ORDER
 
 
 def test_no_section_of_the_configuration_is_any():

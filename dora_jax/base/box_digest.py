@@ -1,4 +1,5 @@
-"""The digest of weights in host memory, box by box: the number that `digest.digest` gives for the whole arrays.
+"""Boxes of arrays, and the digest of weights in host memory, box by box: the number that `digest.digest` gives for
+the whole arrays.
 
     box_sums of each box, on whichever process holds it -> added up for each leaf -> combined: the digest
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import types
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +28,28 @@ TASKS = 16  # into which a box is cut for the threads
 THREADS = 8
 
 Sums = tuple[int, int]
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dimension
+
+
+def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    """The box of an index of an array; None: all of it."""
+    spans = [part.indices(size) for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True)]
+    return tuple(a for a, _, _ in spans), tuple(b for _, b, _ in spans)
+
+
+def volume(box: Box) -> int:
+    return math.prod(b - a for a, b in zip(*box, strict=True))
+
+
+def common(a: Box, b: Box) -> Box | None:
+    """The box that is in both; None: they have no element in common."""
+    start, stop = tuple(map(max, a[0], b[0])), tuple(map(min, a[1], b[1]))
+    return (start, stop) if all(low < high for low, high in zip(start, stop, strict=True)) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice | types.EllipsisType, ...]:
+    """The index of `box` in an array of the outer box."""
+    return (*(slice(a - at, b - at) for a, b, at in zip(*box, outer[0], strict=True)), ...)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ no place: their loss and gradient are zero, and what an update divides by still 
 Each branch of an episode is a segment too, and the episode is one trajectory: its branches one behind the other.
 Laws: the shape depends on the config alone, so one compiled step serves every batch; the rows that hold tokens fill
 whole micro-batches first, so the trainer can skip the empty ones; what an update divides by (`loss_weights`) is
-computed here, over the whole update; the result does not depend on the order of the groups.
-
-Stage 4, buffer: group id -> payload, from scoring to training. Holds no rules: what is taken is decided elsewhere.
+computed here, over the whole update; the result does not depend on the order of the groups. The group store holds what
+is scored and not yet trained; which groups a step takes is decided elsewhere.
 """
 
 from __future__ import annotations

@@ -24,16 +24,9 @@ instance None it is answered at once, and recorded tokens go. A Discard has no a
 names the attempt that placed it (events.py). A group that is given up, by mode `evict` or because an instance in
 quarantine sampled a part of it (quarantine.py), is issued again under a new group id.
 
-The brain outlives its body: after the whole job was killed, what a new body owes it.
-
-Consumes an orchestrator as the last fact left it; commits the loss of every instance and names the work that was
-promised and is nowhere now. Laws: samples that had started go on at their own version; nothing that ended is asked for.
-
-The one loop: events in, commands out. Production, tests and simulation run this same function.
+`run` is the one loop, of production, tests and simulation:
 
     world.events() --a batch of facts--> orchestrator.commit each, then decide --requests--> world.execute
-
-Consumes whatever the world reports, produces nothing itself; ends when the orchestrator says `Halt`.
 """
 
 from __future__ import annotations
@@ -249,7 +242,9 @@ class Outstanding:
 
 
 def restart(orchestrator: Orchestrator) -> Outstanding:
-    """Takes every instance away, then lists what is owed. The commands that this causes are in the list, or void.
+    """Takes every instance away, then lists the work that was promised and is nowhere now. The commands that this
+    causes are in the list, or void. Laws: samples that had started go on at their own version; nothing that ended is
+    asked for.
 
     A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
     s = orchestrator.state

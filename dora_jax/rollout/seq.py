@@ -175,7 +175,7 @@ class Seq:
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet
         self.inflight = 0  # decode steps launched and not yet read back
-        self.forced = np.zeros(0, np.int32)  # tokens that it takes in the place of its first draws: see ReplayEngine
+        self.forced = np.zeros(0, np.int32)  # tokens that it takes in the place of its first draws: see EngineReplay
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray, top: np.ndarray | None = None) -> None:
         """Newly sampled: i32[n], f32[n], i32[n, top_k], i32[n, TOP_COLUMNS]; top: None: nobody knows them."""

@@ -267,9 +267,9 @@ class Coordinator:
         recorded = self.samples.waiting(id) is None
         held = self.samples.resume(id, command.version)
         if isinstance(held, Sample):
-            way = {"instance": worker.instance, "incarnation": worker.incarnation}
-            self._outbox.put(ev.SampleResumed(id=id, attempt=command.attempt, **way))
-            self._outbox.put(Finished(sample=held, **way))
+            here = {"instance": worker.instance, "incarnation": worker.incarnation}
+            self._outbox.put(ev.SampleResumed(id=id, attempt=command.attempt, **here))
+            self._outbox.put(Finished(sample=held, **here))
         elif self._episodes and recorded and not len(held.out_ids) and not is_served(id.group_id):
             for event in self._episodes.reopen(id, worker, held.version, command.attempt):
                 self._outbox.put(event)
@@ -294,13 +294,8 @@ class Coordinator:
                         del self.samples.groups[sample.id.group_id]
                     else:
                         self._submit_scores(group)
-                yield ev.SampleDone(
-                    id=sample.id,
-                    instance=instance,
-                    tokens=len(sample.out_ids),
-                    finish=sample.finish,
-                    incarnation=item.incarnation,
-                )
+                here = {"instance": instance, "incarnation": item.incarnation}
+                yield ev.SampleDone(id=sample.id, tokens=len(sample.out_ids), finish=sample.finish, **here)
             case StepDone(version=version):
                 self._tell(item)
                 yield ev.StepPublished(version=version)
@@ -308,12 +303,8 @@ class Coordinator:
                 self._tell(item)
             case InstanceReady():
                 self._ready.append(item)
-            case ev.InstanceDown(
-                instance=instance, incarnation=incarnation
-            ):  # also of one that fell before it was reported as ready
-                self._ready = [
-                    r for r in self._ready if r.event.instance != instance or r.event.incarnation > incarnation
-                ]
+            case ev.InstanceDown(instance=id, incarnation=over):  # also of one that fell before it was ready
+                self._ready = [r for r in self._ready if r.event.instance != id or r.event.incarnation > over]
                 yield item
             case HandedOver(in_flight=in_flight):
                 self.samples.park(in_flight)
@@ -332,17 +323,14 @@ class Coordinator:
         group = self.samples.groups.get(group_id)
         if group is None or not group.submitted:
             return  # it was cancelled, or a sample of it has begun again
-        if isinstance(scored, ScoredGroup) and any(
-            a is not b for a, b in zip(scored.samples, group.submitted, strict=True)
-        ):
-            return  # of samples of which one has begun again since
         if isinstance(scored, GroupFailure):
-            scored = dataclasses.replace(scored, samples=group.submitted)
-        self._tell(scored)
-        if isinstance(scored, GroupFailure):
+            self._tell(dataclasses.replace(scored, samples=group.submitted))
             del self.samples.groups[group_id]
             yield ev.GroupFailed(group_id=group_id, reason=scored.reason)
             return
+        if any(a is not b for a, b in zip(scored.samples, group.submitted, strict=True)):
+            return  # a sample of it has begun again since
+        self._tell(scored)
         trainable = is_training(group_id) and self._trainable(scored)
         if trainable:
             self._groups.put(scored)

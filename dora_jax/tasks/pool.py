@@ -199,15 +199,13 @@ class ScorerPool:
         lengths = tuple(len(sample.out_ids) for sample in samples)
         try:
             scores = [self._score_sample(process, prompt, sample) for sample in samples]
-            terms = [of_sample for of_sample, _ in scores]
-            # Rows of terms -> {name: f32[G]}.
-            names = list(terms[0])
+            first, terms = scores[0][0], [of_sample for of_sample, _ in scores]
             for row in terms:
-                if row.keys() != terms[0].keys():
+                if row.keys() != first.keys():
                     raise NoScore(
-                        f"rewards returned the terms {sorted(names)} for one sample and {sorted(row)} for another"
+                        f"rewards returned the terms {sorted(first)} for one sample and {sorted(row)} for another"
                     )
-            parts = {name: np.array([row[name] for row in terms], dtype=np.float32) for name in names}
+            parts = {name: np.array([row[name] for row in terms], dtype=np.float32) for name in first}
         except NoScore as error:
             return GroupFailure(
                 group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind, response=error.response
@@ -229,13 +227,8 @@ class ScorerPool:
                 # What the worker checks already (rewards.py), checked again: a worker may lie.
                 reply = process.ask(request, self._section.reward_timeout_s, self._who)
                 parts, reward = reply.get("parts"), reply.get("reward")
-                values = parts.values() if isinstance(parts, dict) else ()
-                if (
-                    not isinstance(parts, dict)
-                    or not values
-                    or not isinstance(reward, float)
-                    or not all(isinstance(value, float) and math.isfinite(value) for value in [*values, reward])
-                ):
+                numbers = [*parts.values(), reward] if isinstance(parts, dict) and parts else [None]
+                if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
                     raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")
                 return parts, reward
             except NoAnswer as error:

@@ -30,7 +30,7 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices
 from dora_jax.publish import offered_copy, placed, sliced
 from dora_jax.rollout.device_calls import Calls
-from dora_jax.rollout.engine import Answer, Engine, ReplayEngine
+from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import HostKV
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.runtime.common.seams import Batches, MakeProbe, Pack, Tree
@@ -38,8 +38,9 @@ from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.advantage import Prepare, ZeroWeights
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.recipe import Recipe, new_recipe
+from dora_jax.trainer.score import Answer
 from dora_jax.trainer.step import Probe, Trainer
-from dora_jax.types import InstanceId, ScoredGroup, Version
+from dora_jax.types import InstanceId, SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
     from dora_jax.models.tokenizer import Tokenizer
@@ -49,21 +50,41 @@ class EngineReplay:
     """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.score.Replay` on the first
     devices of the trainer's mesh, as many as an instance has. The weights take the way of a published version: a copy
     in the engines' dtype, then the serving layout.
+
+    Law: where the weights are those that drew an answer, its log-probs are the ones that sampling reported, bit for
+    bit: the same compiled calls take the same positions at the same places, and a forced token enters as a drawn one.
     """
 
     def __init__(self, model: ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, **options: Any):
         """options: those of the engines."""
+        if not section.exact:
+            raise ValueError("an engine without rollout.exact takes no tokens to score")
         shapes = shapes_of(section)
         pages = shapes.slots * shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
         held = dataclasses.replace(section, pages=min(section.pages, pages), residents=1)
         where = sharding.make_mesh(list(mesh.devices.flat[: section.tensor]), 1, 1, section.tensor)
-        self._engine = ReplayEngine(model, held, where, **options)
+        self._engine = Engine(model, held, where, **options)
         self.warmup = self._engine.warmup
         self._copied = offered_copy(str(np.dtype(options["dtype"])))
 
     def __call__(self, params: Any, answers: Sequence[Answer]) -> list[np.ndarray]:
-        weights = placed(sliced(self._copied(params)), self._engine.param_shardings)
-        return self._engine.logprobs(weights, answers)
+        engine, version = self._engine, 0  # the only one that it holds
+        engine.load(version, placed(sliced(self._copied(params)), engine.param_shardings))
+        for i, (prompt_ids, out_ids) in enumerate(answers):
+            id = SampleId(group_id=i, index=0)
+            engine.submit(id, prompt_ids, version, len(out_ids))
+            engine.scheduler.seqs[id].forced = np.asarray(out_ids, np.int32)
+        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(answers)
+        while not engine.idle:
+            for sample in engine.tick().finished:
+                found[sample.id.group_id] = sample.logprobs
+        engine.drop(version)
+        for scored, (_, out_ids) in zip(found, answers, strict=True):
+            if len(scored) != len(out_ids):
+                raise RuntimeError(
+                    f"{len(scored)} tokens of an answer of {len(out_ids)} were scored: it ends earlier here"
+                )
+        return found
 
 
 def new_engine(

@@ -37,15 +37,13 @@ FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside
 
 
 def report_period_s(instances: int) -> float:
-    """Seconds between two reports of an instance. Instances of a large fleet report less often, so that the reports
-    of all
+    """Seconds between two reports of an instance: a large fleet reports less often, so that all of its reports together
     stay below FLEET_REPORTS_PER_S."""
     return max(REPORT_PERIOD_S, instances / FLEET_REPORTS_PER_S)
 
 
 def progress_period_s(instances: int, slots: int) -> float:
-    """How often an instance's report also says how far each of its samples is: decisions can wait for that longer
-    than for
+    """Seconds between two reports that also say how far each sample is: decisions can wait for that longer than for
     pages, and a report of a hundred samples costs ten times one without."""
     return instances * slots / FLEET_SAMPLES_PER_S
 
@@ -84,6 +82,7 @@ class EngineWorker(Worker):
     ):
         super().__init__(f"rollout {instance}", outbox)
         self.instance, self.incarnation = instance, incarnation
+        self._here = {"instance": instance, "incarnation": incarnation}  # of every event
         self.engine = engine
         self.tokens = 0  # sampled since start
         self._paused = False
@@ -123,11 +122,7 @@ class EngineWorker(Worker):
                     self.fetch(version, drop, attempt)
                 else:
                     self.engine.load(version, payload)
-                    self.outbox.put(
-                        ev.WeightsLoaded(
-                            instance=self.instance, version=version, incarnation=self.incarnation, attempt=attempt
-                        )
-                    )
+                    self.outbox.put(ev.WeightsLoaded(version=version, attempt=attempt, **self._here))
             case ev.Move(ids=ids, src=src, dst=to, attempt=attempt) if dst is not None:
                 for id in ids:
                     if self.engine.holds(id):
@@ -141,25 +136,12 @@ class EngineWorker(Worker):
             case ev.Park(ids=ids):
                 for id in filter(self.engine.holds, ids):
                     attempt = self._attempts.get(id, 0)
-                    in_flight = self._export(id)
-                    self.outbox.put(
-                        Parked(
-                            id=id,
-                            instance=self.instance,
-                            in_flight=in_flight,
-                            incarnation=self.incarnation,
-                            attempt=attempt,
-                        )
-                    )
+                    self.outbox.put(Parked(id=id, in_flight=self._export(id), attempt=attempt, **self._here))
             case ev.Resume() if dst is not None:  # an episode whose KV is here goes on at another instance
                 dst.send(message, self.engine.with_kept(payload))
             case ev.Resume(attempt=attempt):
                 self._import(payload, attempt)
-                self.outbox.put(
-                    ev.SampleResumed(
-                        id=payload.id, instance=self.instance, incarnation=self.incarnation, attempt=attempt
-                    )
-                )
+                self.outbox.put(ev.SampleResumed(id=payload.id, attempt=attempt, **self._here))
             case ev.Cancel(ids=ids, reason=reason):
                 for id in ids:
                     self._forget(id)
@@ -213,12 +195,7 @@ class EngineWorker(Worker):
             version = self._versions.pop(id, None)
             self._begun[id] = None
             if version is not None:  # None: it started on another instance and moved here
-                attempt = self._attempts[id]
-                self.outbox.put(
-                    ev.SampleStarted(
-                        id=id, instance=self.instance, version=version, incarnation=self.incarnation, attempt=attempt
-                    )
-                )
+                self.outbox.put(ev.SampleStarted(id=id, version=version, attempt=self._attempts[id], **self._here))
         self._progress.update(result.progress)
         self._grew |= bool(result.progress)
         self._grown.update(dict.fromkeys(result.progress))
@@ -227,14 +204,12 @@ class EngineWorker(Worker):
                 start, _ = self._reported.get(sample.id, (0, 0))
                 self.outbox.put(TopTokens(id=sample.id, start=start, rows=result.tops[sample.id][start:]))
             self._forget(sample.id)
-            self.outbox.put(Finished(sample=sample, instance=self.instance, incarnation=self.incarnation))
+            self.outbox.put(Finished(sample=sample, **self._here))
         for in_flight in result.waiting:
             attempt = self._attempts.get(in_flight.id, 0)
             self._report_rest(in_flight)
             self._forget(in_flight.id)
-            self.outbox.put(
-                Waiting(in_flight=in_flight, instance=self.instance, incarnation=self.incarnation, attempt=attempt)
-            )
+            self.outbox.put(Waiting(in_flight=in_flight, attempt=attempt, **self._here))
         for id in [id for id in result.progress if is_served(id.group_id) and id in self._grown]:
             self._grow(id)  # its client reads along
         now = time.monotonic()

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.publish import within
+from dora_jax.base.box_digest import within
 from dora_jax.runtime.common.channel import KEY_BYTES, Channel
 from dora_jax.runtime.common.credentials import Credential, Member
 from dora_jax.runtime.common.listener import ANSWER_S, Listener, dial

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from dora_jax.base.box_digest import LeafBox, Sums, sums_of
-from dora_jax.publish import Box, Slices, Tree, box_of, common, name_of, sliced, volume, within
+from dora_jax.base.box_digest import Box, LeafBox, Sums, box_of, common, sums_of, volume, within
+from dora_jax.publish import Slices, Tree, name_of, sliced
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused, sound, turns
 
 Leaf: TypeAlias = np.ndarray | jax.Array | jax.ShapeDtypeStruct | Slices
