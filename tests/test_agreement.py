@@ -10,7 +10,6 @@ import pytest
 
 from dora_jax.buffer import layout, pack
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.sample_gaps import SampleGap, SampleGaps
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
@@ -19,6 +18,7 @@ from dora_jax.trainer.advantage import ZeroWeights
 from dora_jax.trainer.step import Probe
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes.coordinator_world import SECTION, Weights
+from tests.fakes.oracle import OracleEngine
 
 
 def scored(group_id, version, samples=2, tokens=4):

@@ -14,7 +14,6 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.publish import HostWeights
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import HeartbeatSender, Turns
@@ -35,6 +34,7 @@ from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from tests.fakes.cluster import LIMITS, FakeHost, begin, eventually
 from tests.fakes.cluster_world import World, events
 from tests.fakes.coordinator_world import STEPS, P, SlowEngine, expected, trained_by
+from tests.fakes.oracle import OracleEngine
 
 IDLE = TickResult(started=(), finished=(), progress={}, tokens=0, free_pages=0)
 

@@ -10,7 +10,6 @@ import pytest
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import each
 from dora_jax.rollout.migrate import observed
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator
 from dora_jax.runtime.common.worker import Finished, ForgetSample, InstanceReady, Waiting
 from dora_jax.runtime.instances import rollout_worker
@@ -31,6 +30,7 @@ from tests.fakes.coordinator_world import (
     play,
     trained_by,
 )
+from tests.fakes.oracle import OracleEngine
 from tests.fakes.remote_pair import REQUEST
 
 LOAD = ev.LoadWeights(instance=0, version=0)

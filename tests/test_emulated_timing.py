@@ -7,13 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.bench import end_to_end
 from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import RolloutSection
 from dora_jax.orchestrate import events as ev
 from dora_jax.plan import presets
 from dora_jax.rollout.migrate import observed, without_pages
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.worker import Crashed, StepDone
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
@@ -21,6 +19,8 @@ from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim import config as sims
 from dora_jax.sim.run import simulate
 from dora_jax.types import Prompt, Sample, SampleId, ScoredGroup, Span
+from tests.fakes.oracle import OracleEngine
+from tests.soak import end_to_end
 
 SECTION = presets.on_cpu(
     RolloutSection(slots=4, pages=64, page_size=8, max_prompt_tokens=8, max_new_tokens=16, decode_steps=2)
@@ -248,7 +248,7 @@ def test_the_bound_is_asserted_where_a_part_is_taken():
 @pytest.mark.parametrize(("mode", "chips"), [("sync", 4), ("one_step", 4), ("partial", 4), ("partial", 0), ("evict", 4),
                                              ("dora_paper", 4), ("dora", 4), ("rollpacker", 4), ("staleflow", 4)])  # fmt: skip
 def test_prediction_and_paced_run_agree(mode, chips):
-    """A small one; the full size is bench.end_to_end."""
+    """A small one; the full size is soak/end_to_end.py."""
     config = sims.replace(end_to_end.setting(steps=3, warmup=2), end_to_end.SMALL | {"hardware.rollout_chips": chips})
     row = sims.Row(label=mode, mode=mode, config=config, published={})
     predicted = simulate(row)

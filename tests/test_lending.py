@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from dora_jax.bench import end_to_end
 from dora_jax.config import Config, ConfigError, OrchestratorSection, RolloutSection
 from dora_jax.config.files import load_file
 from dora_jax.costs import open_costs
@@ -23,6 +22,7 @@ from dora_jax.sim.run import orchestrator_config, simulate
 from dora_jax.sim.table import render
 from dora_jax.types import SampleId
 from tests.fakes.older_snapshots import before_lending, forget_attempts
+from tests.soak import end_to_end
 
 CONFIG = OrchestratorConfig(groups_per_step=2, group_size=2, total_steps=4, max_prompt_tokens=16, max_new_tokens=64,
                             inflight=2.0, lendable=(1,), switch_s=1.0)  # fmt: skip

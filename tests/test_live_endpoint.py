@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.worker import Finished
 from dora_jax.types import is_served
 from tests.fakes.coordinator_world import ORACLE, STEPS, G, P, trained_by
 from tests.fakes.live_endpoint import Run
+from tests.fakes.oracle import OracleEngine
 
 LOADED = STEPS - 3  # for later versions there is no training sample left, so no instance loads them
 

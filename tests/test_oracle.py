@@ -8,8 +8,8 @@ import pytest
 from dora_jax.config import RolloutSection
 from dora_jax.plan import presets
 from dora_jax.rollout.migrate import observed
-from dora_jax.rollout.oracle import OracleEngine, mix
 from dora_jax.types import SampleId
+from tests.fakes.oracle import OracleEngine, mix
 
 SECTION = presets.on_cpu(RolloutSection(residents=2, slots=3, decode_steps=4))
 

@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 
-from dora_jax.bench import end_to_end
 from dora_jax.config.files import load_file
 from dora_jax.sim import config as sims
 from dora_jax.sim.config import SimConfig
 from dora_jax.sim.workload import Workload
 from dora_jax.types import SampleId
 from tests.fakes.pinned_environment import ROOT
+from tests.soak import end_to_end
 
 
 def small(steps, warmup):

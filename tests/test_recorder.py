@@ -6,17 +6,17 @@ import time
 import numpy as np
 import pytest
 
-from dora_jax.bench import end_to_end
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.observe.recorder import COSTS, JOURNAL, Recorder, TimedEngine, fit_ticks
 from dora_jax.sim import replay
 from dora_jax.sim.config import Row
 from dora_jax.sim.run import simulate
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import SECTION, STEPS, Trainer, config_of, make, play
+from tests.fakes.oracle import OracleEngine
+from tests.soak import end_to_end
 
 
 class Engine(OracleEngine):

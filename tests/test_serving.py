@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dora_jax.models import grammar
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.types import SampleId, Sampling
 from tests.fakes.endpoint import END, SECTION, Letters, Rig, sample_of
+from tests.fakes.oracle import OracleEngine
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 FOUR = dataclasses.replace(SECTION, residents=4)

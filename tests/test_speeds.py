@@ -12,7 +12,6 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import snapshot
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.instances import rollout_worker
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
@@ -21,6 +20,7 @@ from dora_jax.sim.world import SimWorld
 from dora_jax.types import SampleId
 from tests.fakes.coordinator_world import SECTION, Task, Weights
 from tests.fakes.older_snapshots import BEFORE_LENDING, before_requests
+from tests.fakes.oracle import OracleEngine
 from tests.fakes.sim_runs import row
 
 CONFIG = OrchestratorConfig(

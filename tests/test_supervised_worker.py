@@ -14,7 +14,6 @@ from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.sample_gaps import SampleGap
 from dora_jax.runtime.common.worker import Finished, StepDone, Waiting
 from dora_jax.runtime.coordinator import Coordinator
@@ -41,6 +40,7 @@ from tests.fakes.coordinator_world import (
 )
 from tests.fakes.faults import SKEW
 from tests.fakes.journal_world import Disk
+from tests.fakes.oracle import OracleEngine
 from tests.fakes.remote_pair import REQUEST
 
 UP = {"slots": 8, "pages": 96, "page_size": 8}

@@ -40,7 +40,6 @@ RENAMED = {
     "dora_jax.bench.drift": "dora_jax.bench.train_step",
     "dora_jax.bench.host_time": "dora_jax.bench.train_step",
     "dora_jax.bench.migrate": "dora_jax.bench.transfer",
-    "dora_jax.bench.paced": "dora_jax.bench.end_to_end",
     "dora_jax.bench.publish": "dora_jax.bench.transfer",
     "dora_jax.bench.real_model": "dora_jax.bench.learning",
     "dora_jax.bench.satisfaction": "dora_jax.bench.learning",
@@ -70,11 +69,12 @@ RENAMED = {
 COMMANDS = {  # programs that are called in another way now
     **{
         f"dora_jax.bench.{name}": f"tests.soak.{name}"
-        for name in ("chaos", "damage", "exact", "fuzz_ports", "gang_kills", "kill_rate")
+        for name in ("chaos", "damage", "end_to_end", "exact", "fuzz_ports", "gang_kills", "kill_rate")
     },
-    "dora_jax.bench.environments": "dora_jax.bench.end_to_end --environments",
+    "dora_jax.bench.environments": "tests.soak.end_to_end --environments",
     "dora_jax.bench.migrate_processes": "dora_jax.bench.transfer migrate --processes",
-    "dora_jax.bench.recorded": "dora_jax.bench.end_to_end --recorded=DIRECTORY",
+    "dora_jax.bench.recorded": "tests.soak.end_to_end --recorded=DIRECTORY",
+    "dora_jax.bench.paced": "tests.soak.end_to_end",
     "dora_jax.bench.smollm": "dora_jax.bench.learning real_model",
     "dora_jax.bench.waiting": "dora_jax.bench.transfer migrate --waiting",
 }

@@ -288,7 +288,7 @@ class JournalSection:
     partial_s: float = field(2.0, "seconds between records of running samples' tokens; 0: they start over", ge=0)
     sync_s: float = field(0.5, "seconds until facts outlive a power cut, 0: at once; in a bucket: a batch", ge=0)
     keep_all: bool = field(False, "keep what no checkpoint needs, so that the audit goes back to the first fact")
-    record: bool = field(False, "WORKDIR/recorded: the orchestrator's facts and what things cost, for bench.end_to_end")
+    record: bool = field(False, "WORKDIR/recorded: the facts and what things cost, for tests.soak.end_to_end")
     watchdog_s: float = field(
         600.0, "seconds without progress that end the run, exit code 42; 0: never", ge=0, tuning=True
     )

@@ -1,4 +1,4 @@
-"""Stage 2: what one engine tick hands out. No JAX, so that the oracle engine needs none.
+"""Stage 2: what one engine tick hands out. No JAX, so that an engine without a model needs none.
 
 Stage 2, pure: what one tick does, as the scheduler planned it. Its calls run in the order swaps, preempts, uploads,
 prefills, decodes.

@@ -226,7 +226,8 @@ class ScorerPool:
             try:
                 # What the worker checks already (rewards.py), checked again: a worker may lie.
                 reply = process.ask(request, self._section.reward_timeout_s, self._who)
-                parts, reward = reply.get("parts"), reply.get("reward")
+                parts: Any = reply.get("parts")
+                reward: Any = reply.get("reward")
                 numbers = [*parts.values(), reward] if isinstance(parts, dict) and parts else [None]
                 if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
                     raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")

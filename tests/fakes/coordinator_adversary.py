@@ -24,7 +24,6 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import lending
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime import coordinator
 from dora_jax.runtime.common.worker import StepDone, Worker
 from dora_jax.runtime.coordinator import Coordinator
@@ -43,6 +42,7 @@ from tests.fakes.coordinator_ends import Ends, Store
 from tests.fakes.coordinator_world import SECTION, TURN_TOKENS, Scorer, Task, Trainer, Weights, expected
 from tests.fakes.environments import ScriptedEnvironments
 from tests.fakes.journal_world import Disk
+from tests.fakes.oracle import OracleEngine
 
 MAX_MOVES = 40_000
 DEATH, SUSPICION, TWICE, KILLED = 0.03, 0.005, 0.2, 0.01

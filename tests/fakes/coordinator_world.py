@@ -12,7 +12,6 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import presets
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.draft_sources import DraftSources
@@ -21,6 +20,7 @@ from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.types import Prompt, ScoredGroup
+from tests.fakes.oracle import OracleEngine
 
 P, G, STEPS = 4, 4, 6
 TURN_TOKENS = 16  # of an episode

@@ -12,12 +12,12 @@ import uvicorn
 
 from dora_jax.config import RolloutSection
 from dora_jax.plan import presets
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import ServedLimits
 from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
 from dora_jax.types import Sample, Span
+from tests.fakes.oracle import OracleEngine
 
 END = 0  # the engines' stop token
 SECTION = presets.on_cpu(

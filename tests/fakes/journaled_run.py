@@ -10,7 +10,6 @@ from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.runtime.common.shutdown import Guard, GuardedWorld
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.coordinator import Coordinator
@@ -25,6 +24,7 @@ from dora_jax.runtime.journal.recovery import recover
 from dora_jax.runtime.training.trainer_worker import TrainerWorker
 from dora_jax.types import is_eval
 from tests.fakes.coordinator_world import SECTION, TURN_TOKENS, G, P, Scorer, Task, Weights, expected
+from tests.fakes.oracle import OracleEngine
 
 STEPS = 5
 

@@ -42,7 +42,7 @@ PATIENCE_S = 300
 SERVER = """
 import dataclasses, json, sys, threading
 import numpy as np
-from dora_jax.rollout.oracle import OracleEngine
+from tests.fakes.oracle import OracleEngine
 from tests.fakes import endpoint
 
 CONTEXT = 1 << 17

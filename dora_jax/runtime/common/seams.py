@@ -7,7 +7,7 @@
 World           Coordinator; JournaledWorld and GuardedWorld in front of it; sim.world (orchestrate/core.py)
 Backend         LocalBackend; cluster.backend.ClusterBackend
 RolloutWorker   EngineWorker (a thread); LocalInstance and RemoteInstance, which may crash and restart
-RolloutEngine   rollout.engine.Engine; OracleEngine; PacedEngine and TimedEngine around one
+RolloutEngine   rollout.engine.Engine; PacedEngine and TimedEngine around one
 PolicyTrainer   trainer.step.Trainer; cluster.RemoteTrainer; PacedTrainer around one
 CheckpointStore trainer.checkpoint.Checkpoints; cluster.RemoteCheckpoints
 Scorer          tasks.pool.ScorerPool; tasks.reward_model.ModelScorer; episodes.EpisodeScorer

@@ -6,7 +6,7 @@
     recorder.engine(engine)                             stands for the engine of every instance, from its start
     run(orchestrator, world, [recorder, ...])           then recorder.close()
 
-Produces journal.jsonl (recording.py) and costs.json (costs/) in `directory`, read by `bench.end_to_end`. Costs are
+Produces journal.jsonl (recording.py) and costs.json (costs/) in `directory`, read by `tests.soak.end_to_end`. Costs are
 times of the wall clock between command and answer, so they hold whatever else went on on the machine at that time.
 """
 

@@ -1,8 +1,8 @@
 """All modes, run for real at the pace of a chip, beside the simulator's prediction of the same work.
 
-    python -m dora_jax.bench.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=24] [--split=predicted|half]
-    [--small] python -m dora_jax.bench.end_to_end --environments [--speedup=40] [--steps=6] [--warmup=3] [--config=FILE]
-    python -m dora_jax.bench.end_to_end --recorded=DIRECTORY [--modes=sync,dora] [--warmup=2, as the recorder's]
+    python -m tests.soak.end_to_end [--modes=sync,dora] [--speedup=30] [--steps=24] [--split=predicted|half]
+    [--small] python -m tests.soak.end_to_end --environments [--speedup=40] [--steps=6] [--warmup=3] [--config=FILE]
+    python -m tests.soak.end_to_end --recorded=DIRECTORY [--modes=sync,dora] [--warmup=2, as the recorder's]
 
 Real are threads, queues, `Coordinator`, workers, orchestrator, migrations, publications and the engine's tokens, which
 prove the version that made them; PACED are ticks, train steps and transfers: each lasts what the cost model says for an
@@ -59,7 +59,6 @@ from dora_jax.orchestrate.core import run as run_loop
 from dora_jax.orchestrate.modes import MODES
 from dora_jax.plan import presets
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended, observed
-from dora_jax.rollout.oracle import OracleEngine
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Recipient, WeightStore
 from dora_jax.runtime.common.worker import HandedOver, Message, Outbox
@@ -86,6 +85,7 @@ from dora_jax.types import (
     TokenTable,
     Version,
 )
+from tests.fakes.oracle import OracleEngine
 
 TOKEN = 64  # tokens of the published experiment that one token here stands for
 CHIPS = 16
