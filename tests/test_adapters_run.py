@@ -77,10 +77,10 @@ def test_a_run_of_adapters_is_killed_goes_on_and_is_exported(tmp_path, monkeypat
         run = subprocess.run(command, capture_output=True, text=True, env=env | {"DORA_FAULT": fault}, check=False)
         return run.returncode, run.stdout + run.stderr
 
-    code, said = train("trainer.after_put:7")
-    assert code == -signal.SIGKILL and "rollout.residents=6" in said, said
-    code, said = train("")
-    assert code == 0 and "resuming at step 6" in said, said
+    code, output = train("trainer.after_put:7")
+    assert code == -signal.SIGKILL and "rollout.residents=6" in output, output
+    code, output = train("")
+    assert code == 0 and "resuming at step 6" in output, output
     assert max(map(int, Path("versions_in_calls").read_text().split())) >= 4
     assert_nothing_is_lost_or_mixed(tmp_path / "run")
     assert_exported(tmp_path)
@@ -117,8 +117,8 @@ def test_a_cluster_trains_publishes_and_serves_adapters(tmp_path):
     asked = [f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run", "--config.lora.rank=4"]
     command = [sys.executable, "-m", "dora_jax.train", *asked]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = run.stdout + run.stderr
-    assert run.returncode == 0, said
-    assert "rollout.residents=4" in said and "version 4 is published" in said
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output
+    assert "rollout.residents=4" in output and "version 4 is published" in output
     books = audit(tmp_path / "run" / "journal")
     assert books.ok and books.trained == 8, books

@@ -93,14 +93,14 @@ class Fleet:
     """Instances that are doubted; `step` ends a step of samples of so many instances, with these gaps."""
 
     def __init__(self, instances=3):
-        self.said, self.suspicions, self._versions, self._groups = [], [], itertools.count(1), itertools.count()
+        self.notes, self.suspicions, self._versions, self._groups = [], [], itertools.count(1), itertools.count()
         self.pool = [types.SimpleNamespace(instance=i, incarnation=0) for i in range(instances)]
         for worker in self.pool:
             worker.mark_unhealthy = lambda incarnation, reason, i=worker.instance: self.suspicions.append(
                 (i, incarnation, reason)
             )
         self._gaps = {}
-        self.agreement = Agreement(0.2, self.gaps, self.pool, self.said.append)
+        self.agreement = Agreement(0.2, self.gaps, self.pool, self.notes.append)
 
     def gaps(self, version):
         return self._gaps[version]
@@ -149,11 +149,11 @@ def test_where_no_instance_agrees_none_is_blamed_and_it_is_reported_once():
     fleet = Fleet()
     for _ in range(3):
         fleet.step(0.5, 0.4, 0.3)
-    assert not fleet.suspicions and len(fleet.said) == 1 and "no instance is blamed" in fleet.said[0]
+    assert not fleet.suspicions and len(fleet.notes) == 1 and "no instance is blamed" in fleet.notes[0]
     Fleet().step(0.5, None, None)  # what the others sample is not known yet
     fleet = Fleet(1)
     fleet.step(0.5)
-    assert not fleet.suspicions and fleet.said
+    assert not fleet.suspicions and fleet.notes
 
 
 @pytest.mark.parametrize(

@@ -390,14 +390,14 @@ def test_what_does_not_fit_is_refused_with_the_field_that_helps():
 
 def test_the_compilers_verdict_becomes_one_sentence():
     place = aot_slices.SlicePlacement(slice_name="v5e-4", mesh=sharding.make_mesh(jax.devices()[:4], 1, 4, 1))
-    for said in (
+    for reported in (
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.34G) "
             "exceeds available HBM (15.75G)."
         ),
         "Ran out of memory in memory space hbm. Used 21.34G of 15.75G hbm.",
     ):
-        got = aot_roles.verdict(RuntimeError(said), run_of(), place.role(aot_roles.TRAINER), "train")
+        got = aot_roles.verdict(RuntimeError(reported), run_of(), place.role(aot_roles.TRAINER), "train")
         assert isinstance(got, aot_roles.DoesNotFit)
         assert "trainer: train needs 21.3 GiB a chip on v5e-4, which has 14.9: " in str(got)
     scalars = RuntimeError("RESOURCE_EXHAUSTED: allocation (size=2097152) would exceed memory, space=smem")

@@ -99,7 +99,7 @@ def test_a_run_s_workdir_given_as_the_model_and_a_section_that_is_none(workspace
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, message",
     [
         ({"model": "gone", "prompts": ROWS}, "model.path: gone does not exist"),
         ({"model": "model"}, "task.path: empty"),
@@ -116,8 +116,8 @@ def test_a_run_s_workdir_given_as_the_model_and_a_section_that_is_none(workspace
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused_by_name(workspace, given, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_run_is_refused_by_name(workspace, given, message):
+    with pytest.raises(ConfigError, match=message):
         dora_jax.fit(workdir="w", **given)
 
 
@@ -202,7 +202,7 @@ def test_a_callable_that_no_worker_can_import_is_refused_with_the_reason(workspa
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         (None, "defined in a notebook or at a prompt, .* %%writefile"),
         ("my-run.py", "my-run.py, which is no name of a module"),
@@ -210,7 +210,7 @@ def test_a_callable_that_no_worker_can_import_is_refused_with_the_reason(workspa
         ("my_run.py", None),
     ],
 )
-def test_a_function_of_the_program_that_runs_is_named_by_its_file(tmp_path, monkeypatch, name, said):
+def test_a_function_of_the_program_that_runs_is_named_by_its_file(tmp_path, monkeypatch, name, message):
     main = types.ModuleType("__main__")
     if name:
         main.__file__ = str(tmp_path / name)
@@ -219,10 +219,10 @@ def test_a_function_of_the_program_that_runs_is_named_by_its_file(tmp_path, monk
     main.mine.__qualname__ = "mine"
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.syspath_prepend(tmp_path)
-    if said is None:
+    if message is None:
         assert callables.path_of(main.mine) == "my_run.mine"
         return
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         callables.path_of(main.mine)
 
 

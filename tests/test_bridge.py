@@ -20,7 +20,7 @@ def played(tokenizer, n, seed=0):
     """(dialogues that were played, branches, breaks of a run that renders and encodes everything again)"""
     draw, branches, breaks = random.Random(seed), 0, 0
     for _ in range(n):
-        question = dialogues.said(draw)
+        question = dialogues.phrase(draw)
         bridge = Bridge(tokenizer, "", lambda group_id, question=question: [{"role": "user", "content": question}])
         engine = dialogues.Engine(tokenizer, bridge, question)
         turns = draw.randrange(2, 7)

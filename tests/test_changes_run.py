@@ -64,16 +64,16 @@ def test_a_run_that_dies_of_memory_goes_on_with_half_the_slots_and_another_start
         run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         return run.returncode, run.stdout + run.stderr
 
-    code, said = train()
-    assert code == 1 and "error: out of memory: " in said and "Traceback" not in said, said
-    code, said = train("--config.rollout.slots=8")
-    assert code == 0 and "changed since the last start: rollout.slots 16 -> 8" in said, said
+    code, output = train()
+    assert code == 1 and "error: out of memory: " in output and "Traceback" not in output, output
+    code, output = train("--config.rollout.slots=8")
+    assert code == 0 and "changed since the last start: rollout.slots 16 -> 8" in output, output
     assert audit(Path("run/journal")).ok and checkpoint.steps("run/checkpoints")[-1] == 6
     (row,) = map(json.loads, Path("run/changes.jsonl").read_text().splitlines())
     assert row["changed"] == {"rollout.slots": [16, 8]} and 2 <= row["step"] < 6
 
-    code, said = train("--config.rollout.slots=8", "--config.model.path=run", "--config.steps=2", workdir="child")
-    assert code == 0 and "model.path: checkpoint 6 of run is exported to run/hf/6" in said, said
+    code, output = train("--config.rollout.slots=8", "--config.model.path=run", "--config.steps=2", workdir="child")
+    assert code == 0 and "model.path: checkpoint 6 of run is exported to run/hf/6" in output, output
     assert workdirs.read(Path("child"))["model"]["path"] == "run/hf/6"
     params = checkpoint.read_arrays("run/checkpoints", 6, "params")
     jax.tree.map(np.testing.assert_array_equal, hf.load("run/hf/6")[1], params)

@@ -146,15 +146,15 @@ def test_what_poses_as_the_controller_is_found_out(tmp_path, monkeypatch, role, 
     process = ControllerConnection(real.address, Credential(authority.issue("rollout 0", 1)), ended.set)
     process.hello(hello(1))
     registry = RunRegistry(str(tmp_path))
-    heard = []
-    posing = new_listener(heard.append, own=Credential(authority.issue(role, incarnation)))
+    received = []
+    posing = new_listener(received.append, own=Credential(authority.issue(role, incarnation)))
     registry.announce(posing.address)
     process.wait_for_another(str(tmp_path), 0, 0.5)
     eventually(lambda: came)
     came[0].hang_up()
     assert ended.wait(10)
     time.sleep(0.1)
-    assert all(_ended(channel) for channel in heard)
+    assert all(_ended(channel) for channel in received)
     for listener in (real, posing):
         listener.close()
 

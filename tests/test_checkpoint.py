@@ -202,8 +202,8 @@ def test_a_parameter_that_is_not_finite_is_never_saved(tmp_path):
 
 
 def test_a_full_disk_keeps_training_with_an_alarm_and_the_last_good_step(tmp_path, monkeypatch):
-    said = []
-    store = store_of(tmp_path, said, keep=1)
+    notes = []
+    store = store_of(tmp_path, notes, keep=1)
     save(store, small(1), 1)
     store.wait()
 
@@ -221,19 +221,19 @@ def test_a_full_disk_keeps_training_with_an_alarm_and_the_last_good_step(tmp_pat
             save(store, small(2), 2)
             with contextlib.suppress(RunError):
                 store.wait()
-        assert len(said) == 1 and "no space left" in said.pop() and checkpoint.latest(tmp_path, full=True) == 1
+        assert len(notes) == 1 and "no space left" in notes.pop() and checkpoint.latest(tmp_path, full=True) == 1
         assert {p.name for p in tmp_path.iterdir()} == {"1"}
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()  # a part of the failed save that came late
     save(store, small(2), 3)
     store.close()
-    assert not said and checkpoint.latest(tmp_path, full=True) == 3
+    assert not notes and checkpoint.latest(tmp_path, full=True) == 3
     assert {p.name for p in tmp_path.iterdir()} == {"3"}
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_of_a_save_that_the_system_refuses_one_sentence_is_left(tmp_path, caplog):
     """Arrays larger than a file may be, met by the library's own threads."""
-    store = store_of(tmp_path, said := [])
+    store = store_of(tmp_path, notes := [])
     rng = np.random.default_rng(0)
     params = {f"w{i}": jax.numpy.asarray(rng.normal(size=(100, 100)), np.float32) for i in range(6)}
     digest(params)  # compiled before files may no longer be as large as a compiled program
@@ -246,7 +246,7 @@ def test_of_a_save_that_the_system_refuses_one_sentence_is_left(tmp_path, caplog
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     gc.collect()
-    assert len(said) == 1 and "step 1 failed in the background" in said[0]
+    assert len(notes) == 1 and "step 1 failed in the background" in notes[0]
     assert [record.getMessage() for record in caplog.records] == []
     store.save(1, params, params, {}, {})  # there is room again
     store.wait()
@@ -265,7 +265,7 @@ def test_writes_that_a_full_disk_leaves_behind_are_not_logged_with_their_traces(
 
 
 def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path, monkeypatch):
-    store = store_of(tmp_path, said := [])
+    store = store_of(tmp_path, notes := [])
 
     def full_disk(*args, **kwargs):
         raise ValueError('RESOURCE_EXHAUSTED: Error writing "w/0.0" in OCDBT database: No space left on device [...]')
@@ -274,7 +274,7 @@ def test_a_disk_without_room_is_named_and_not_what_was_being_written(tmp_path, m
         broken.setattr(checkpoint.ocp.CheckpointManager, "save", full_disk)
         save(store, small(1), 3)
     store.close()
-    assert said == [
+    assert notes == [
         (
             f"the checkpoint of step 3 failed in the background: {tmp_path}: No space left on device; training goes "
             "on, and the newest good one is None"

@@ -44,8 +44,8 @@ def test_a_step_without_a_manifest_that_nobody_adopts_is_set_aside_and_one_in_pa
     killed_before_its_manifest(tmp_path, small())
     (tmp_path / "6" / "params").mkdir(parents=True)
     (tmp_path / "6" / "params" / "d").write_bytes(b"weights")
-    store = store_of(tmp_path, said := [])
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["4.unproved", "6.broken"] and len(said) == 2
+    store = store_of(tmp_path, notes := [])
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["4.unproved", "6.broken"] and len(notes) == 2
     assert store.aside() == ["4.unproved", "6.broken"]
     save(store, small(), 4)
     store.close()
@@ -115,9 +115,9 @@ def test_a_writer_steps_over_what_is_broken_and_says_so(tmp_path):
         save(store, small(number), number)
     store.close()
     (tmp_path / "2" / "manifest.json").write_text('{"step": 2}')
-    said = []
-    again = store_of(tmp_path, said, keep=3)
-    assert again.steps() == [1, 3] and len(said) == 1 and "manifest" in said[0]
+    notes = []
+    again = store_of(tmp_path, notes, keep=3)
+    assert again.steps() == [1, 3] and len(notes) == 1 and "manifest" in notes[0]
     again.set_aside(3, "broken")
     save(again, small(2), 2)
     again.close()
@@ -152,14 +152,14 @@ def test_500_faults_are_noticed_or_proved_harmless(tmp_path):
 
 
 def test_what_a_fallback_undoes_makes_room(tmp_path):
-    store = store_of(tmp_path, said := [], keep=3)
+    store = store_of(tmp_path, notes := [], keep=3)
     for number in (1, 2, 3):
         save(store, small(number), number)
     store.wait()
     store.undo_after(1)
     save(store, small(9), 2)
     store.close()
-    assert store.steps() == [1, 2] and len(said) == 2
+    assert store.steps() == [1, 2] and len(notes) == 2
     assert_equal(checkpoint.read_arrays(tmp_path, 2, "params"), host(small(9).params))
 
 

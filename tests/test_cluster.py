@@ -25,8 +25,8 @@ def test_gangs_that_are_killed_lose_nothing_and_repeat_nothing(tmp_path, mode, m
     world = World(tmp_path / "journal", mode, max_versions)
     killer, kills = at_random(world, seed, lambda host: host.die())
     check(world, world.run([killer]))
-    lost = [text for text in world.said if "is lost" in text]
-    assert len(kills) > 1 and lost, (kills, world.said)
+    lost = [text for text in world.notes if "is lost" in text]
+    assert len(kills) > 1 and lost, (kills, world.notes)
 
 
 def test_samples_of_a_lost_gang_go_on_from_their_tokens(tmp_path):
@@ -44,15 +44,15 @@ def test_samples_of_a_lost_gang_go_on_from_their_tokens(tmp_path):
 
     world.world.listen(note)
     check(world, world.run([watch]))
-    said = events(world.folder)
-    assert seen and any(isinstance(event, ev.SampleResumed) for event in said)
-    reports = [event for event in said if isinstance(event, ev.InstanceReported)]
+    notes = events(world.folder)
+    assert seen and any(isinstance(event, ev.SampleResumed) for event in notes)
+    reports = [event for event in notes if isinstance(event, ev.InstanceReported)]
     assert {event.instance for event in reports if event.sampled and event.row_s >= event.busy_s > 0} == {0, 1}
 
 
 def test_a_gang_that_says_nan_is_in_quarantine(tmp_path):
     world = World(tmp_path / "journal", length=lambda version, group, index, limit: 60, instances=2)
-    begun, said, quarantined = [], [], []
+    begun, notes, quarantined = [], [], []
 
     def watch(event, commands):
         if isinstance(event, ev.SampleStarted) and event.instance == 0 and not begun:
@@ -61,11 +61,11 @@ def test_a_gang_that_says_nan_is_in_quarantine(tmp_path):
             out_ids = np.ones(1, np.int32)
             garbage = Partial(id=event.id, version=event.version, start=0, out_ids=out_ids, logprobs=nan)
             world.hosts(0)[0].link.send(garbage)
-        said.extend([event] if isinstance(event, ev.InstanceUnhealthy) else [])
+        notes.extend([event] if isinstance(event, ev.InstanceUnhealthy) else [])
         quarantined.extend(command for command in commands if isinstance(command, ev.Quarantine))
 
     check(world, world.run([watch]))
-    assert [event.instance for event in said] == [command.instance for command in quarantined] == [0]
-    assert "log-probs are not finite" in said[0].reason
+    assert [event.instance for event in notes] == [command.instance for command in quarantined] == [0]
+    assert "log-probs are not finite" in notes[0].reason
     starts = [event for event in events(world.folder) if isinstance(event, ev.SampleStarted) and event.id == begun[0]]
     assert len(starts) == 2  # it began again

@@ -162,9 +162,9 @@ class Trainer:
 
 
 def test_a_step_is_one_when_all_processes_have_put_it_and_old_ones_make_room(tmp_path):
-    store, said = Objects(f"file://{tmp_path}/store"), []
+    store, notes = Objects(f"file://{tmp_path}/store"), []
     trainer, steps = Trainer(store), StepBucket(store.url)
-    checkpoints = RemoteCheckpoints(steps, CheckpointSection(keep=2, keep_best=0), trainer, said.append)
+    checkpoints = RemoteCheckpoints(steps, CheckpointSection(keep=2, keep_best=0), trainer, notes.append)
     checkpoints.protect(2)
     for step in (1, 2, 3):
         trainer.saved(0, step)
@@ -172,7 +172,7 @@ def test_a_step_is_one_when_all_processes_have_put_it_and_old_ones_make_room(tmp
         assert step not in checkpoints.steps(), "the other process is not so far"
         trainer.saved(1, step)
         checkpoints.wait()
-    assert checkpoints.steps() == StepBucket(store.url).steps() == [2, 3] and not said
+    assert checkpoints.steps() == StepBucket(store.url).steps() == [2, 3] and not notes
     for rank, step in ((0, 4), (1, 5), (0, 6), (1, 6), (0, 7), (1, 7)):
         trainer.saved(rank, step)
         checkpoints.wait()
@@ -181,9 +181,9 @@ def test_a_step_is_one_when_all_processes_have_put_it_and_old_ones_make_room(tmp
 
 
 def test_a_store_that_fails_is_an_alarm_and_the_step_comes_later(tmp_path, monkeypatch):
-    store, said = Objects(f"file://{tmp_path}/store"), []
+    store, notes = Objects(f"file://{tmp_path}/store"), []
     trainer, steps = Trainer(store), StepBucket(store.url)
-    checkpoints = RemoteCheckpoints(steps, CheckpointSection(), trainer, said.append)
+    checkpoints = RemoteCheckpoints(steps, CheckpointSection(), trainer, notes.append)
     trainer.saved(0, 1), trainer.saved(1, 1)
 
     def fail(store, key, data):
@@ -191,10 +191,10 @@ def test_a_store_that_fails_is_an_alarm_and_the_step_comes_later(tmp_path, monke
 
     monkeypatch.setattr(Objects, "put", fail)
     checkpoints.wait(), checkpoints.wait()
-    assert len(said) == 1 and "kept up (UNAVAILABLE: 503): the newest that is whole is None" in said[0]
+    assert len(notes) == 1 and "kept up (UNAVAILABLE: 503): the newest that is whole is None" in notes[0]
     monkeypatch.undo()
     checkpoints.close()
-    assert checkpoints.steps() == [1] and len(said) == 1
+    assert checkpoints.steps() == [1] and len(notes) == 1
 
 
 def test_the_number_of_instances_is_an_object_too(tmp_path):

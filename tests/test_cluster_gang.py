@@ -134,7 +134,7 @@ def test_what_a_process_says_last_is_the_reason():
         kept.up()
         kept.hosts()[1].link.send(messages.ProcessFailed(error="ValueError: no"))
         kept.up(2)
-        assert "ValueError: no" in kept.said[1] and kept.said[1].startswith("rollout 0 (epoch 1) is lost")
+        assert "ValueError: no" in kept.notes[1] and kept.notes[1].startswith("rollout 0 (epoch 1) is lost")
 
 
 def beating(busy):
@@ -155,14 +155,14 @@ def test_silence_is_a_death():
     with Kept(
         FakeLauncher(incarnation=incarnation), limits=dataclasses.replace(LIMITS, heartbeat_timeout_s=0.3)
     ) as kept:
-        eventually(lambda: any("has sent nothing" in text for text in kept.said))
+        eventually(lambda: any("has sent nothing" in text for text in kept.notes))
 
 
 def test_standstill_is_a_death():
     with Kept(
         FakeLauncher(incarnation=beating(busy=True)), limits=dataclasses.replace(LIMITS, stall_timeout_s=0.3)
     ) as kept:
-        eventually(lambda: any("has work and has not moved" in text for text in kept.said))
+        eventually(lambda: any("has work and has not moved" in text for text in kept.notes))
 
 
 def test_waiting_for_work_is_no_standstill():
@@ -248,7 +248,7 @@ def test_a_gang_that_is_reported_to_leave_hands_over_first_and_another_comes():
         kept.up(3)  # a process that leaves with notice has not come to nothing
         assert kept.events[:4] == ["up 1", ev.InstanceReported(instance=0, free=3), "down 1", "up 2"]
         assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) received SIGTERM"
-        assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.said)
+        assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.notes)
 
 
 def test_who_leaves_has_left_once_every_process_has_reported_so():
@@ -262,7 +262,7 @@ def test_who_leaves_has_left_once_every_process_has_reported_so():
 
     with Kept(FakeLauncher(incarnation=incarnation)) as kept:
         kept.up().leave("preempted")
-        eventually(lambda: "rollout 0: all is handed over" in kept.said)
+        eventually(lambda: "rollout 0: all is handed over" in kept.notes)
         kept.hosts()[1].link.send(ev.InstanceReported(instance=0, free=3))  # its part takes longer
         kept.hosts()[1].link.send(messages.HandOverDone(hosts=2))
         kept.up(2)
@@ -309,7 +309,7 @@ def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic, monkeypatch
             assert "was not ready" in str(kept.events[0])
             return
         time.sleep(1.0)
-        assert len(launcher.started) == 1 and kept.said == ["rollout 0 waits for a place; the others go on"]
+        assert len(launcher.started) == 1 and kept.notes == ["rollout 0 waits for a place; the others go on"]
         for host in kept.hosts():
             threading.Thread(target=host.live, daemon=True).start()
         kept.up()
@@ -339,8 +339,8 @@ def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
         link.start()
         eventually(lambda: len(beats) > 1)
         os.kill(started.pids[0], signal.SIGINT)
-        said = len(beats)
-        eventually(lambda: len(beats) > said + 1 or started.ended())
+        notes = len(beats)
+        eventually(lambda: len(beats) > notes + 1 or started.ended())
         assert not started.ended() and not any(isinstance(item, messages.ProcessFailed) for item in beats)
     finally:
         started.kill()

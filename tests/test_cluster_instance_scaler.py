@@ -18,7 +18,7 @@ def test_gangs_that_come_and_go_lose_nothing_and_repeat_nothing(tmp_path, mode, 
     preempt, left = at_random(world, seed, lambda host: host.link.send(messages.PreemptionNotice(reason="SIGTERM")))
     check(world, world.run([preempt]))
     reasons = [event.reason for event in events(world.folder) if isinstance(event, ev.InstanceDown)]
-    assert len(left) > 1 and reasons and all(reason.startswith("preempted") for reason in reasons), world.said
+    assert len(left) > 1 and reasons and all(reason.startswith("preempted") for reason in reasons), world.notes
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -82,10 +82,10 @@ class Instance:
 def test_a_number_in_the_workdir_says_how_many_there_are_to_be(tmp_path, text, wanted):
     if text is not None:
         (tmp_path / WANTED).write_text(text)
-    instances, said = [Instance() for _ in range(3)], []
-    InstanceScaler(wish_at(str(tmp_path)), instances, said.append).close()
+    instances, notes = [Instance() for _ in range(3)], []
+    InstanceScaler(wish_at(str(tmp_path)), instances, notes.append).close()
     assert [instance.wanted for instance in instances] == [number < wanted for number in range(3)]
-    assert said == ([f"{wanted} of 3 rollout gangs are wanted from now on"] if text else [])
+    assert notes == ([f"{wanted} of 3 rollout gangs are wanted from now on"] if text else [])
 
 
 @pytest.mark.parametrize("content", [b"0", b"4", b"two", b"-1", b"1.5", b"9" * 5000, b"\xff\x00", b"[" * 10**5, None])
@@ -93,23 +93,23 @@ def test_what_is_no_number_is_refused_at_the_start_and_changes_nothing_later(tmp
     def write():
         (tmp_path / WANTED).mkdir() if content is None else (tmp_path / WANTED).write_bytes(content)
 
-    instances, said = [Instance() for _ in range(3)], []
-    scaler = InstanceScaler(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
+    instances, notes = [Instance() for _ in range(3)], []
+    scaler = InstanceScaler(wish_at(str(tmp_path)), instances, notes.append, look_s=0.01)
     write()
-    eventually(lambda: said)
+    eventually(lambda: notes)
     scaler.close()
-    assert all(instance.wanted for instance in instances) and len(said[0]) < 400
+    assert all(instance.wanted for instance in instances) and len(notes[0]) < 400
     with pytest.raises(ConfigError, match=f"{WANTED}.*write the number of rollout gangs into it, or remove it$"):
         InstanceScaler(wish_at(str(tmp_path)), instances, print)
 
 
 def test_the_number_may_change_and_go_again(tmp_path):
-    instances, said = [Instance() for _ in range(3)], []
-    scaler = InstanceScaler(wish_at(str(tmp_path)), instances, said.append, look_s=0.01)
+    instances, notes = [Instance() for _ in range(3)], []
+    scaler = InstanceScaler(wish_at(str(tmp_path)), instances, notes.append, look_s=0.01)
     (tmp_path / WANTED).write_text("1")
     eventually(lambda: [instance.wanted for instance in instances] == [True, False, False])
     (tmp_path / WANTED).write_text("many")
-    eventually(lambda: "no number" in said[-1])
+    eventually(lambda: "no number" in notes[-1])
     assert not instances[1].wanted
     (tmp_path / WANTED).unlink()
     eventually(lambda: all(instance.wanted for instance in instances))

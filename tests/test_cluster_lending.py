@@ -73,7 +73,7 @@ def cut_short(folder):
     ]
 
 
-def said(console, pattern):
+def notes(console, pattern):
     return re.findall(f"^{pattern}.*$", console.read_text(), re.MULTILINE)
 
 
@@ -131,9 +131,9 @@ def test_instances_have_a_incarnation_for_each_lend(tmp_path, monkeypatch, dies,
     lends = sum(isinstance(command, ev.Lend) for command in asked)
     assert 1 <= len(ups) <= len(passes["chips.lent"]) and len(downs) <= len(passes["chips.returned"])
     assert lends - 1 <= len(downs) <= lends and len(ups) >= 1 and all(len(up.versions) == 1 for up in ups)
-    assert len(blows) == 2 and len(downs) - len(ups) <= 2, (blows, world.said)
-    lost = sum("rollout 3" in text and "is lost" in text for text in world.said)
-    assert lost in ((1, 2) if dies == "a process" else (0,)), world.said  # one may be on its way back by then
+    assert len(blows) == 2 and len(downs) - len(ups) <= 2, (blows, world.notes)
+    lost = sum("rollout 3" in text and "is lost" in text for text in world.notes)
+    assert lost in ((1, 2) if dies == "a process" else (0,)), world.notes  # one may be on its way back by then
 
 
 def test_an_instance_whose_every_incarnation_is_lost_stays_away(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_an_instance_whose_every_incarnation_is_lost_stays_away(tmp_path, monkey
 
     monkeypatch.setattr(world.launcher, "start", stillborn)
     check(world, world.run())
-    assert len(killed) == 2 and sum("and it stays away" in text for text in world.said) == 1, world.said
+    assert len(killed) == 2 and sum("and it stays away" in text for text in world.notes) == 1, world.notes
 
 
 def begun(start, blows, ticket, *args):
@@ -167,11 +167,11 @@ def test_the_trainer_s_gang_is_killed_while_it_is_lent_and_then_the_controller(t
     try:
         for epoch in range(1, 6):  # what is lent now may be back before the blow
             while process.poll() is None and not (
-                lent(tmp_path) and (up := said(console, f"trainer .epoch {epoch}. is up"))
+                lent(tmp_path) and (up := notes(console, f"trainer .epoch {epoch}. is up"))
             ):
                 time.sleep(0.01)
             os.kill(int(up[0].rpartition(", ")[2]), signal.SIGTERM if epoch == 1 else signal.SIGKILL)
-            while process.poll() is None and not said(console, f"trainer .epoch {epoch}. (is lost|has left)"):
+            while process.poll() is None and not notes(console, f"trainer .epoch {epoch}. (is lost|has left)"):
                 time.sleep(0.01)
             if cut_short(tmp_path) and epoch > 1:
                 break

@@ -111,11 +111,11 @@ def test_kv_that_comes_and_kv_that_does_not_change_no_token(tmp_path, share, kil
     driver.run(kill_after)
     for sample in driver.done.values():
         np.testing.assert_array_equal(sample.out_ids, expected(sample))
-    said = [text for text in world.said if "did not reach" in text]
+    notes = [text for text in world.notes if "did not reach" in text]
     assert set(driver.done) == set(IDS) and driver.moves > 5 and porters.taken, (driver.moves, porters.taken)
-    assert share or not said, world.said
+    assert share or not notes, world.notes
     if kill_after is None:
-        assert bool(said) == bool(share), world.said
+        assert bool(notes) == bool(share), world.notes
         eventually(lambda: not porters.offered)
         assert not any(porter.here for porter in porters.all), "what was fetched was taken or left"
 
@@ -152,7 +152,7 @@ def test_kv_is_taken_once_every_process_has_its_part(carried):
     assert not gangs[1].posts
     answer(remotes, number, 0)
     (receive,) = gangs[1].posts
-    assert (receive.what, receive.number) == (MOVE, number) and not gangs[1].said
+    assert (receive.what, receive.number) == (MOVE, number) and not gangs[1].notes
     assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
 
 
@@ -163,7 +163,7 @@ def test_where_one_process_cannot_fetch_its_part_all_make_the_kv_again(carried):
     receive, leave = gangs[1].posts
     assert (receive.what, receive.number, leave) == (MOVE, 0, messages.ReleaseKV(number=number))
     assert gangs[0].posts[-1] == messages.ReleaseKV(number=number)
-    assert gangs[1].said == [
+    assert gangs[1].notes == [
         "the KV of sample (3, 1) did not reach rollout 1, where it is made again: process 1: the peer is gone"
     ]
 
@@ -291,8 +291,8 @@ def test_kv_of_an_episode_that_waits_stays_in_its_process():
     outlet.put(Waiting(in_flight=turn, instance=0))
     other = dataclasses.replace(waiting.in_flight, version=turn.version + 1)
     assert not outlet.with_own_pages(other).n_pages, "KV of another version"
-    told = outlet.recall(lambda: outlet.put(Waiting(in_flight=turn, instance=0)))
-    assert [type(item) for item in told] == [HandedOver] and not told[0].in_flight.n_pages
+    received = outlet.recall(lambda: outlet.put(Waiting(in_flight=turn, instance=0)))
+    assert [type(item) for item in received] == [HandedOver] and not received[0].in_flight.n_pages
 
 
 def test_kv_that_a_gang_keeps_is_made_again_at_another_and_reported(pair):
@@ -301,7 +301,7 @@ def test_kv_that_a_gang_keeps_is_made_again_at_another_and_reported(pair):
         remotes[0].send(RESUME, REQUEST, remotes[1])
     assert gangs[0].posts == [messages.Command(what=ForgetSample(id=A))] * 9
     assert gangs[1].posts == [messages.Command(what=RESUME, payload=REQUEST)] * 9 and not REQUEST.n_pages
-    assert gangs[1].said == [
+    assert gangs[1].notes == [
         "sample (3, 1) leaves rollout 0, which kept its KV, and is prefilled again (1 samples so far)"
     ]
     remotes[0].send(ForgetSample(id=A))

@@ -105,7 +105,7 @@ class Incarnations(World):
 
     def again(self, kill=lambda event: False, trusted=True):
         found = recover(
-            EventLog(FileLogStore(self.folder, read_only=True)), self.config, [0], lambda v: True, self.said.append
+            EventLog(FileLogStore(self.folder, read_only=True)), self.config, [0], lambda v: True, self.notes.append
         )
         return self.incarnation(kill, found, trusted)
 
@@ -139,7 +139,7 @@ def test_gangs_go_on_and_the_next_controller_takes_them_over(tmp_path, mode, max
             time.sleep(draw.choice([0.0, 0.1]))
             halt = incarnations.again(counted(ev.SampleDone, draw.randrange(2, 20)))
     incarnations.check(halt or incarnations.again())
-    assert {epoch for _, epoch in incarnations.launcher.gangs} == {1}, incarnations.said
+    assert {epoch for _, epoch in incarnations.launcher.gangs} == {1}, incarnations.notes
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -184,7 +184,7 @@ def test_a_gang_whose_process_ended_meanwhile_is_begun_anew_and_the_others_are_t
     incarnations.launcher.gangs["rollout 1", 1].pop()
     incarnations.check(incarnations.again())
     assert set(incarnations.launcher.gangs) == {("rollout 0", 1), ("rollout 1", 1), ("rollout 1", 2), ("rollout 2", 1)}
-    assert "rollout 1 (epoch 1) is not taken over: it has ended" in incarnations.said
+    assert "rollout 1 (epoch 1) is not taken over: it has ended" in incarnations.notes
 
 
 def test_gangs_of_another_build_are_ended_and_begun_anew(tmp_path, monkeypatch):
@@ -194,7 +194,7 @@ def test_gangs_of_another_build_are_ended_and_begun_anew(tmp_path, monkeypatch):
     incarnations.check(incarnations.again())
     assert {epoch for _, epoch in incarnations.launcher.gangs} == {1, 2}
     assert incarnations.launcher.killed.count(("rollout 0", 1)) == 1 and any(
-        "by other code" in text for text in incarnations.said
+        "by other code" in text for text in incarnations.notes
     )
 
 
@@ -311,15 +311,15 @@ def test_a_run_that_ends_itself_leaves_nobody_waiting(tmp_path, scheme):
 
 
 def test_a_storage_that_refuses_is_spoken_of_and_stops_no_keeper(tmp_path):
-    said = []
-    roster = RunRegistry(str(tmp_path), "build", said.append)
+    notes = []
+    roster = RunRegistry(str(tmp_path), "build", notes.append)
     roster.announce("127.0.0.1:9")
 
     in_its_way = tmp_path / f".{ROSTER}.partial"
     in_its_way.mkdir()
     roster.enter("trainer", 3, (7, 8))
     in_its_way.rmdir()
-    assert len(said) == 1 and "is not up to date" in said[0] and RunRegistry(str(tmp_path), "build").left == {}
+    assert len(notes) == 1 and "is not up to date" in notes[0] and RunRegistry(str(tmp_path), "build").left == {}
     roster.strike("rollout 0")  # whatever is written next says all of it
     assert RunRegistry(str(tmp_path), "build").left.keys() == {"trainer"}
 

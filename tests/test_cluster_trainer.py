@@ -89,15 +89,15 @@ class Rig:
         self.launcher = Learners(tmp_path / "checkpoints", dies)
         self.stored = StoredWeights(tmp_path)
         self.stored.clear()
-        self.hub, self.said, self.journal = GangListener("127.0.0.1", RunRegistry()), [], []
-        self.steps = StepFolder(self.launcher.folder, self.said.append)
-        self.publisher = WeightPublisher(self.stored, paths, self.said.append)
+        self.hub, self.notes, self.journal = GangListener("127.0.0.1", RunRegistry()), [], []
+        self.steps = StepFolder(self.launcher.folder, self.notes.append)
+        self.publisher = WeightPublisher(self.stored, paths, self.notes.append)
         self.journaled = journaled
         self.trainer = RemoteTrainer(
             self.steps,
             lambda v: [s for s in self.journal if s.base >= v],
             self.publisher,
-            self.said.append,
+            self.notes.append,
             self._keeper,
         )
 
@@ -145,7 +145,7 @@ class Rig:
 
     def _keeper(self, name, **hooks):
         return GangSupervisor(
-            self.hub, self.launcher, name, 2, "", begin=begin, notify=self.said.append, limits=LIMITS, **hooks
+            self.hub, self.launcher, name, 2, "", begin=begin, notify=self.notes.append, limits=LIMITS, **hooks
         )
 
 
@@ -219,7 +219,7 @@ def test_a_lost_trainer_comes_back_from_its_checkpoint_and_the_journal(tmp_path)
             "RestoreCheckpoint",
             *["TrainGroups", "FinishStep"] * 2,
         ]
-        assert "the trainer is back at version 5: checkpoint 3, 2 steps made again, 0 remembered" in rig.said[-1]
+        assert "the trainer is back at version 5: checkpoint 3, 2 steps made again, 0 remembered" in rig.notes[-1]
 
 
 def test_versions_that_only_the_lost_trainer_held_are_published_again(tmp_path):
@@ -254,7 +254,7 @@ def test_a_gang_whose_copy_is_not_the_one_that_was_published_ends_and_another_on
         reason = (
             "its copy of version 2 has the digest 0000000000000042, and the one that was published 0000000000000002"
         )
-        assert any(reason in sentence for sentence in rig.said), rig.said
+        assert any(reason in sentence for sentence in rig.notes), rig.notes
 
 
 def test_a_checkpoint_later_than_a_version_that_only_the_lost_trainer_held_is_no_start(tmp_path):
@@ -268,7 +268,7 @@ def test_a_checkpoint_later_than_a_version_that_only_the_lost_trainer_held_is_no
         rig.kill()
         rig.trainer.catch_up()
         eventually(lambda: 2 in rig.stored.versions)
-        assert "the trainer is back at version 4: checkpoint 1, 3 steps made again" in rig.said[-1]
+        assert "the trainer is back at version 4: checkpoint 1, 3 steps made again" in rig.notes[-1]
 
 
 def test_a_checkpoint_that_does_not_verify_is_no_start(tmp_path):
@@ -308,7 +308,7 @@ def test_weights_that_come_out_otherwise_are_spoken_of(tmp_path):
         rig.journal[0] = dataclasses.replace(rig.journal[0], published=Published(epoch=0, digest=1))
         rig.kill()
         rig.trainer.catch_up()
-        assert any("version 1 came out with other weights" in text for text in rig.said)
+        assert any("version 1 came out with other weights" in text for text in rig.notes)
 
 
 def test_processes_that_disagree_end_the_run(tmp_path):
@@ -324,11 +324,11 @@ def test_processes_that_disagree_end_the_run(tmp_path):
 
 def test_a_save_that_a_death_cuts_short_is_reported_and_the_run_goes_on(tmp_path):
     with Rig(tmp_path, dies=("SaveCheckpoint",)) as rig:
-        checkpoints = RemoteCheckpoints(rig.steps, CheckpointSection(), rig.trainer, rig.said.append)
+        checkpoints = RemoteCheckpoints(rig.steps, CheckpointSection(), rig.trainer, rig.notes.append)
         rig.step(0)
         checkpoints.save(1, None, None, {"cursors": (1, 2)}, {"reward/mean": np.float32(0.5)})
         checkpoints.wait()
-        assert any("did not finish with its checkpoint" in text for text in rig.said)
+        assert any("did not finish with its checkpoint" in text for text in rig.notes)
         rig.step(1)
         checkpoints.save(2, None, None, {}, {})
         checkpoints.close()
@@ -393,7 +393,7 @@ def refusing(rig, params):
 def test_what_a_gang_says_of_a_save_is_taken_once(tmp_path):
     rig = refusing(Rig(tmp_path), {1: 11})
     with rig:
-        store = RemoteCheckpoints(rig.steps, CheckpointSection(), rig.trainer, rig.said.append)
+        store = RemoteCheckpoints(rig.steps, CheckpointSection(), rig.trainer, rig.notes.append)
         rig.step(0)
         store.save(1, None, None, {"cursors": (1, 2)}, {})
         assert store.take_saves(wait=True) == [(1, Digests(11, 2, 3))] and store.take_saves(wait=True) == []
@@ -411,4 +411,4 @@ def test_a_new_gang_steps_over_a_checkpoint_with_other_digests(tmp_path):
         rig.kill()
         rig.trainer.catch_up()
         assert rig.trained() == [steps(3)] * 2
-        assert "checkpoint 2 cannot be trusted and is stepped over: params came back with other" in " ".join(rig.said)
+        assert "checkpoint 2 cannot be trusted and is stepped over: params came back with other" in " ".join(rig.notes)

@@ -25,12 +25,12 @@ class Gang:
 
     def __init__(self, name, stored, epoch=1):
         self.name, self.epoch, self.hosts = name, epoch, 1
-        self.told, self.casts, self.reason, self.dead = [], [], None, False
+        self.received, self.casts, self.reason, self.dead = [], [], None, False
         self.swift = False  # the next write is answered before its caller goes on
         self._stored = stored
 
     def tell_all(self, what):
-        self.told.append(what)
+        self.received.append(what)
 
     def cast(self, what, then):
         if self.dead:
@@ -141,23 +141,23 @@ def test_a_replica_goes_on_where_the_trainer_dies_over_its_first_version(rig):
     loaded = []
     publish(publisher, trainer, 1)
     publisher.want(replica, 1, lambda: loaded.append(1))
-    key = replica.told[-1].key
+    key = replica.received[-1].key
     publisher.tell(ex.Accepted(key=key, host=0, shards=()))
-    assert isinstance(trainer.told[-1], ex.Offer)
+    assert isinstance(trainer.received[-1], ex.Offer)
     publisher.down(trainer)
-    assert isinstance(replica.told[-1], ex.Abort) and "trainer is gone" in replica.told[-1].reason
+    assert isinstance(replica.received[-1], ex.Abort) and "trainer is gone" in replica.received[-1].reason
     publisher.drop(7)  # anything may come meanwhile
     assert replica.reason is None
     again = Gang("trainer", publisher.stored, epoch=2)
     publisher.up(again)
     publish(publisher, again, 1)
     again.written()
-    publisher.tell(ex.Accepted(key=replica.told[-1].key, host=0, shards=()))
-    assert isinstance(again.told[-1], ex.Offer)
+    publisher.tell(ex.Accepted(key=replica.received[-1].key, host=0, shards=()))
+    assert isinstance(again.received[-1], ex.Offer)
     publisher.down(again)
-    key = replica.told[-1].key
+    key = replica.received[-1].key
     publisher.tell(ex.Accepted(key=key, host=0, shards=()))
-    assert isinstance(replica.told[-1], ex.Read), "storage has it by now"
+    assert isinstance(replica.received[-1], ex.Read), "storage has it by now"
     publisher.tell(ex.Staged(key=key, host=0, sums=()))
     publisher.tell(ex.Committed(key=key, host=0))
     assert loaded == [1]
@@ -168,7 +168,7 @@ def test_a_version_that_nobody_will_ever_bring_ends_the_gang_that_needs_it(rig):
     publisher.want(replica, 3, lambda: None)
     eventually(lambda: replica.reason)
     assert replica.reason == "version 3 cannot be brought to it: no process holds version 3"
-    assert not any(isinstance(what, messages.DropWeights) for what in trainer.told)
+    assert not any(isinstance(what, messages.DropWeights) for what in trainer.received)
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -182,12 +182,12 @@ def test_what_an_instance_staged_must_have_the_digest_that_the_trainer_or_the_jo
         publisher.kept(trainer, 1, digest=5)
     assert publisher.digests[1] == 5
     publisher.want(replica, 1, lambda: pytest.fail("it was taken into use"))
-    key = replica.told[-1].key
+    key = replica.received[-1].key
     publisher.tell(ex.Accepted(key=key, host=0, shards=()))
     if not found:
         publisher.tell(ex.Offered(key=key, host=0, manifests=((),)))
     publisher.tell(ex.Staged(key=key, host=0, sums=()))
-    (abort,) = [what for what in replica.told if isinstance(what, ex.Abort)]
+    (abort,) = [what for what in replica.received if isinstance(what, ex.Abort)]
     assert (
         "the digest of what arrived is 0000000000000000, and the version was published with 0000000000000005"
         in abort.reason

@@ -177,8 +177,8 @@ def test_a_reward_of_one_s_own_may_run_programs_if_the_config_says_so(tmp_path, 
 def test_the_tool_tells_a_model_what_its_program_did():
     assert code.python_tool("print(6 * 7)") == "42\n"
     assert code.python_tool("print(input())", "in") == "in\n"
-    told = code.python_tool("print('a'); 1 / 0")
-    assert told.startswith("a\nTraceback") and told.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
+    outputs = code.python_tool("print('a'); 1 / 0")
+    assert outputs.startswith("a\nTraceback") and outputs.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
     assert code.python_tool("while True: pass", limits=programs.Limits(wall_s=0.2)) == "[ended at its limit of time]"
     long = code.python_tool("print('x' * 10**5)")
     assert len(long) < 5000 and f"[{10**5 + 1 - code.REPORTED_CHARS} characters left out]" in long
@@ -189,19 +189,19 @@ def test_the_tool_tells_a_model_what_its_program_did():
 
 def episode(*messages, answer="42"):
     async def played():
-        tool, told = code.PythonTool(), []
+        tool, outputs = code.PythonTool(), []
         await tool.reset(EpisodePrompt(text="", answer=answer, seed=0))
         for message in messages:
-            told.append(await tool.step({"role": "assistant", "content": message}))
-        return told
+            outputs.append(await tool.step({"role": "assistant", "content": message}))
+        return outputs
 
     return asyncio.run(played())
 
 
 @needs_sandbox
 def test_the_tool_is_an_environment():
-    told = episode("Let me see.\n```python\nprint(6 * 7)\n```", "So it is\n42\n")
-    assert told == [([{"role": "tool", "content": "42\n"}], False, {}), ([], True, {"right": 1.0})]
+    outputs = episode("Let me see.\n```python\nprint(6 * 7)\n```", "So it is\n42\n")
+    assert outputs == [([{"role": "tool", "content": "42\n"}], False, {}), ([], True, {"right": 1.0})]
     assert episode("41") == episode("") == [([], True, {"right": 0.0})]
 
 
@@ -234,9 +234,9 @@ def test_environment_workers_run_programs_from_behind_their_own_sandbox():
     try:
         assert pool.wait_ready() == ("right",)
         (prompt, _), id = group("x"), SampleId(0, 0)
-        said = np.array([ord(c) for c in "```python\nprint(6 * 7)\n```"], np.int32)
-        mask, logprobs = np.ones(len(said), bool), np.zeros(len(said), np.float32)
-        tokens = np.append(prompt.token_ids, said)
+        reported = np.array([ord(c) for c in "```python\nprint(6 * 7)\n```"], np.int32)
+        mask, logprobs = np.ones(len(reported), bool), np.zeros(len(reported), np.float32)
+        tokens = np.append(prompt.token_ids, reported)
         pool.turn(prompt, EpisodeSoFar(id=id, version=0, tokens=tokens, mask=mask, logprobs=logprobs, room=1000))
         while not (answers := pool.poll()):
             time.sleep(0.01)

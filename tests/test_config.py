@@ -378,7 +378,7 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
 
 
 @pytest.mark.parametrize(
-    "fields, told",
+    "fields, reason",
     [
         (
             {"orchestrator__group_size": 1},
@@ -399,9 +399,9 @@ def test_the_nearest_name_is_the_nearest_of_all_though_few_are_compared_in_full(
         ({"eval__solved": "right > 1"}, "eval.solved: 'right > 1' is not of the form TERM or TERM >= NUMBER"),
     ],
 )
-def test_what_would_learn_or_measure_nothing_is_refused(fields, told):
+def test_what_would_learn_or_measure_nothing_is_refused(fields, reason):
     (problem,) = problems(**fields)
-    assert told in problem
+    assert reason in problem
 
 
 def test_a_group_of_one_goes_with_advantages_that_need_no_group():

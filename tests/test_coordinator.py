@@ -144,11 +144,11 @@ def test_an_instance_says_how_far_all_its_samples_are_in_one_report():
         worker.execute(start(SampleId(0, i)), Task().prompt_at(0))
     while worker.busy:
         worker.work()
-    said = [outbox.get() for _ in range(outbox.qsize())]
-    reports = [item for item in said if isinstance(item, ev.InstanceReported)]
-    ended = said.index(next(item for item in said if isinstance(item, Finished)))
+    reported = [outbox.get() for _ in range(outbox.qsize())]
+    reports = [item for item in reported if isinstance(item, ev.InstanceReported)]
+    ended = reported.index(next(item for item in reported if isinstance(item, Finished)))
     assert any(report.indices == (0, 1) for report in reports)
-    assert all(0 not in report.indices for report in said[ended:] if isinstance(report, ev.InstanceReported))
+    assert all(0 not in report.indices for report in reported[ended:] if isinstance(report, ev.InstanceReported))
     assert report_period_s(2) == 0.1 and report_period_s(10_000) == 1.0
 
 
@@ -161,13 +161,13 @@ def test_a_turn_s_end_is_reported_behind_its_start_and_its_tokens():
     prompt = dataclasses.replace(Task().prompt_at(0), turn_tokens=5)
     worker.execute(start(id, other), prompt)
 
-    def said():
+    def reported():
         while worker.busy:
             worker.work()
         items = [outbox.get() for _ in range(outbox.qsize())]
         return [item for item in items if not isinstance(item, ev.InstanceReported | ev.WeightsLoaded)]
 
-    first = said()
+    first = reported()
     assert [type(item) for item in first] == [ev.SampleStarted] * 2 + [Partial, Waiting] * 2 and first[
         2
     ].out_ids.shape == (5,)
@@ -175,9 +175,9 @@ def test_a_turn_s_end_is_reported_behind_its_start_and_its_tokens():
     worker.execute(ev.Move(ids=(id,), src=0, dst=1, attempt=1), dst=mock.Mock())
     worker.execute(ev.Park(ids=(id,), instance=0))
     worker.execute(ev.Cancel(ids=(other,), instance=0, reason="not needed"))
-    assert [type(item) for item in said()] == [ev.MoveFailed, ev.SampleCancelled]
+    assert [type(item) for item in reported()] == [ev.MoveFailed, ev.SampleCancelled]
     worker.execute(ev.Resume(ids=(id,), instance=0, version=0, attempt=2), observed(in_flight, np.array([9, 9])))
-    resumed, partial, waiting = said()
+    resumed, partial, waiting = reported()
     assert (first[0].attempt, first[3].attempt, resumed.attempt, waiting.attempt) == (1, 1, 2, 2)
     assert isinstance(resumed, ev.SampleResumed) and (partial.start, len(partial.out_ids)) == (7, 5)
     assert (
@@ -262,8 +262,8 @@ def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports()
         for _ in range(7):
             worker.work()
             now[0] += 1.0
-    said = [outbox.get() for _ in range(outbox.qsize())]
-    reports = [item for item in said if isinstance(item, ev.InstanceReported)]
+    reported = [outbox.get() for _ in range(outbox.qsize())]
+    reports = [item for item in reported if isinstance(item, ev.InstanceReported)]
     assert [bool(report.tokens) for report in reports] == [True, False, False, True, False, False, True]
     assert [report.sampled for report in reports[1:4]] == [0, 0, 3 * SECTION.decode_steps]  # since it said so last
     assert progress_period_s(100, 100) <= 0.1 and progress_period_s(10_000, 100) == 10.0

@@ -37,9 +37,9 @@ def check(sample, environments):
     want = ORACLE.expected(span.version, *sample.id, len(sample.out_ids))
     np.testing.assert_array_equal(sample.out_ids[sample.mask], want[sample.mask])
     assert not sample.logprobs[~sample.mask].any() and (sample.logprobs[sample.mask] < 0).all()
-    said = [environments.opened(sample.id)] if environments.opening else []
-    said += [environments.observed(sample.id, turn) for turn in range(1, environments.turns(sample.id))]
-    np.testing.assert_array_equal(sample.out_ids[~sample.mask], np.concatenate([np.zeros(0, int), *said]))
+    reported = [environments.opened(sample.id)] if environments.opening else []
+    reported += [environments.observed(sample.id, turn) for turn in range(1, environments.turns(sample.id))]
+    np.testing.assert_array_equal(sample.out_ids[~sample.mask], np.concatenate([np.zeros(0, int), *reported]))
     assert sample.terms == {"right": float(sample.id.index % 2)} and sample.finish == "stop"
 
 
@@ -69,10 +69,10 @@ class Slow(ScriptedEnvironments):
         super().__init__(**options)
         self.slow, self.left, self.kept = None, publications, None
 
-    def turn(self, prompt, told):
-        super().turn(prompt, told)
-        if self.slow is None and told.version and self.turns(told.id) > 1:
-            self.slow, self.kept = told.id, self.asked.pop(told.id)
+    def turn(self, prompt, so_far):
+        super().turn(prompt, so_far)
+        if self.slow is None and so_far.version and self.turns(so_far.id) > 1:
+            self.slow, self.kept = so_far.id, self.asked.pop(so_far.id)
 
     def received(self, event):
         if isinstance(event, ev.StepPublished) and self.kept and self.left:

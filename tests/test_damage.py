@@ -89,8 +89,8 @@ def test_the_true_state_is_exact(truth, good):
     ],
 )
 def test_what_is_not_of_the_history_is_wrong(truth, good, changes, why):
-    verdict, said = judge(truth, good, dataclasses.replace(good, **changes), NEWEST)
-    assert verdict == WRONG and why in said
+    verdict, reason = judge(truth, good, dataclasses.replace(good, **changes), NEWEST)
+    assert verdict == WRONG and why in reason
 
 
 def test_an_older_state_is_right_only_where_nothing_better_was_left_and_with_a_sentence(truth, good):

@@ -73,17 +73,17 @@ def power_fails():
 
 @pytest.mark.parametrize("at", (1, 4))
 def test_a_process_dies_while_its_drafts_are_on_the_device(at):
-    here, there, done, told = engine(f"dies at {at}"), engine("there"), {}, {}
+    here, there, done, output = engine(f"dies at {at}"), engine("there"), {}, {}
     for id in ids((0,), size=4):
         submit(here, id)
     with Cut(here, at, power_fails) as cut, pytest.raises(PowerCut):
         for _ in range(100):
-            told = {id: here.sampled(id) for id in here.scheduler.seqs}  # as reports have it
+            output = {id: here.sampled(id) for id in here.scheduler.seqs}  # as reports have it
             calls, result = cut.calls, here.tick()
             done |= {sample.id: sample for sample in result.finished}
             assert cut.calls == calls or result.drafted  # a verifying call's tokens tell no decode step's time
-    assert told
-    for id, tokens in told.items():
+    assert output
+    for id, tokens in output.items():
         there.import_(
             InFlightSample(
                 id=id,

@@ -11,7 +11,7 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.rollout.migrate import observed
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import CFG, VOCAB, ids, loaded, params, undisturbed
-from tests.fakes.episode_rig import TURN, assert_quiet, begin, play, quiet, said
+from tests.fakes.episode_rig import TURN, assert_quiet, begin, play, quiet, reply
 
 
 def test_a_turn_is_sampled_as_an_answer_is_and_what_is_observed_has_no_draw():
@@ -66,7 +66,7 @@ def test_only_what_is_observed_is_prefilled():
         covered |= {*new}
     for in_flight in waiting:
         n = len(in_flight.prompt_ids) + len(in_flight.out_ids)
-        assert {*range(n - 1, n - 1 + len(said(in_flight)))} <= covered
+        assert {*range(n - 1, n - 1 + len(reply(in_flight)))} <= covered
     fed = np.flatnonzero(sample.mask[:-1] & sample.mask[1:]) + len(sample.prompt_ids)
     assert not covered & {*fed.tolist()}, "sampled tokens keep their KV"
 
@@ -107,7 +107,7 @@ def test_an_episode_ends_by_length_and_never_inside_what_is_observed():
             result = engine.tick()
             done |= {sample.id: sample for sample in result.finished}
             for in_flight in result.waiting:
-                engine.import_(observed(in_flight, full_answer if in_flight.id == full else said(in_flight)))
+                engine.import_(observed(in_flight, full_answer if in_flight.id == full else reply(in_flight)))
             engine.check()
     assert {sample.finish for sample in done.values()} == {"length"} and len(done) == 3
     for sample in done.values():

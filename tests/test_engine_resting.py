@@ -11,7 +11,7 @@ import pytest
 from dora_jax.rollout.migrate import HostKV, ended, observed
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import assert_undisturbed, finish, ids, loaded, new_engine, submit, weights
-from tests.fakes.episode_rig import begin, play, quiet, said
+from tests.fakes.episode_rig import begin, play, quiet, reply
 from tests.fakes.requests import request
 
 
@@ -53,9 +53,9 @@ def test_with_pages_to_spare_nothing_is_copied(monkeypatch):
         assert engine.free_pages == engine.section.pages - engine.shapes.pages_for(19), "its prompt's prefix alone"
         assert not engine.scheduler.seqs, "its slot is free"
         copies = watched(engine, monkeypatch)
-        engine.import_(observed(held, said(held)))
+        engine.import_(observed(held, reply(held)))
         (second,) = play(engine, turns=2).values()
-    assert copies == {"out": 0, "in": 0, "prefilled": len(said(held)) + len(reported_after(second))}
+    assert copies == {"out": 0, "in": 0, "prefilled": len(reply(held)) + len(reported_after(second))}
 
 
 def reported_after(sample):
@@ -79,11 +79,11 @@ def test_pages_go_to_the_host_for_others_and_back_without_a_prefill(monkeypatch)
         assert copies["out"] and next(iter(held)) in engine.host, "the longest-waiting first"
         others_prefill, copies["prefilled"] = copies["prefilled"], 0
         for in_flight in held.values():
-            engine.import_(observed(in_flight, said(in_flight)))
+            engine.import_(observed(in_flight, reply(in_flight)))
         first = engine.tick()
         while not (done := {in_flight.id: in_flight for in_flight in first.waiting}):
             first = engine.tick()
-        assert copies["in"] and copies["prefilled"] <= sum(len(said(each)) for each in held.values())
+        assert copies["in"] and copies["prefilled"] <= sum(len(reply(each)) for each in held.values())
         assert others_prefill and done
         for in_flight in done.values():
             n = len(in_flight.out_ids)
@@ -104,7 +104,7 @@ def test_its_own_version_may_leave_the_instance_and_come_back():
         engine.drop(0)
         assert engine.free_pages == engine.section.pages and id in engine.host
         engine.load(0, weights(engine))
-        engine.import_(observed(held, said(held)))
+        engine.import_(observed(held, reply(held)))
         sample = play(engine, turns=2)[id]
     n = len(sample.out_ids)
     np.testing.assert_array_equal(sample.out_ids, whole.out_ids[:n])
@@ -158,7 +158,7 @@ def test_random_schedules_of_episodes(seed):
                 if 0 not in there.versions:
                     there.load(0, weights(there))
                 mine = in_flight if there is keeper else keeper.with_kept(in_flight)
-                there.import_(observed(mine, said(mine)))
+                there.import_(observed(mine, reply(mine)))
             elif act < 0.4 and held:
                 parked.append(engine.export(rng.choice(held)))
             elif act < 0.45 and parked and 0 in engine.versions:
@@ -201,7 +201,7 @@ def test_float8_kv_and_keep_sets_go_to_the_host_and_back():
         for in_flight in held.values():
             held_in = engine.with_kept(in_flight) if elsewhere else in_flight
             assert not elsewhere or held_in.k_pages.dtype == ml_dtypes.float8_e4m3fn
-            engine.import_(observed(held_in, said(in_flight)))
+            engine.import_(observed(held_in, reply(in_flight)))
         while len(after) < 2:
             after |= {in_flight.id: in_flight for in_flight in engine.tick().waiting}
         for id in waits:

@@ -18,7 +18,7 @@ from dora_jax.rollout.migrate import cut_kv, observed
 from dora_jax.rollout.pages import LOCAL, PagePool
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import VOCAB, finish, ids, submit
-from tests.fakes.episode_rig import begin, play, said
+from tests.fakes.episode_rig import begin, play, reply
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 WINDOW = 6
@@ -226,7 +226,7 @@ def test_episodes_wait_with_their_pages_and_go_back_behind_their_window():
             pass
         if name == "freed":
             assert engine.scheduler.hole(engine.scheduler.resting[id])[1] > 25
-        engine.import_(observed(waiting[0], said(waiting[0]), keep=25))
+        engine.import_(observed(waiting[0], reply(waiting[0]), keep=25))
         (cut[name],) = play(engine, turns=1).values()
     np.testing.assert_array_equal(cut["freed"].out_ids, cut["kept"].out_ids)
     np.testing.assert_allclose(cut["freed"].logprobs, cut["kept"].logprobs, rtol=0, atol=1e-5)

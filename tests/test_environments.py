@@ -161,10 +161,10 @@ def test_an_episode_of_a_killed_process_is_made_again_by_its_messages(opening):
 @pytest.mark.slow
 def test_an_episode_of_a_killed_controller_is_made_again_where_the_policy_saw_the_same():
     player = Player(None)
-    for turn, said in enumerate(("a", "b", "c"), start=1):
+    for turn, reported in enumerate(("a", "b", "c"), start=1):
         player.pool = open_pool()
         try:
-            assert player.observed(player.ask(said)) == f"<{turn}:{said}>"
+            assert player.observed(player.ask(reported)) == f"<{turn}:{reported}>"
         finally:
             player.pool.close()
     player.tokens[-2], player.pool = ord("x"), open_pool()
@@ -232,14 +232,14 @@ def test_a_late_answer_and_a_process_that_hangs_fail_their_episodes(monkeypatch)
 
 
 def test_an_environment_that_cannot_be_is_refused_in_a_sentence():
-    for changes, said in (
+    for changes, reported in (
         ({"name": "tests.fakes.nothing.Here"}, "environment.name: tests.fakes.nothing.Here cannot be imported"),
         ({"name": "tests.fakes.environments.Lawless"}, "has no replays, reset, step, close"),
         ({"params": {"colour": 1}}, "environment.params: TypeError"),
     ):
         pool = open_pool(**changes)
         try:
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=reported):
                 pool.wait_ready()
         finally:
             pool.close()
@@ -286,9 +286,9 @@ def test_an_environment_of_token_ids_hears_and_says_them():
 
 def test_token_ids_that_do_not_extend_an_episode_begin_a_branch():
     bridge, tokens = TokenBridge((33,)), ids_of("ask ab!")
-    told = bridge.begin(prompt_of())
+    received = bridge.begin(prompt_of())
     for whole, more, keep in (("ask ab!X", "X", None), ("ask abXY", "XY", 6), ("ask ", " ", 3), ("ask ab!", "", None)):
-        ids, kept = bridge.observe(told, tokens, tokens[4:], [{"token_ids": ids_of(whole).tolist()}])
+        ids, kept = bridge.observe(received, tokens, tokens[4:], [{"token_ids": ids_of(whole).tolist()}])
         assert (Letters().decode(ids), kept) == (more, keep)
 
 

@@ -180,9 +180,9 @@ def test_a_damaged_manifest_is_an_error_with_a_sentence():
 
 
 def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path, monkeypatch):
-    said = []
+    notes = []
     monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
-    journal = EventLog(FileLogStore(tmp_path), said.append)
+    journal = EventLog(FileLogStore(tmp_path), notes.append)
     journal.rotate([b"head"])
     write, room = os.write, [200]
 
@@ -207,7 +207,7 @@ def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path,
     journal.append(whole[-1])
     assert journal.commit() and journal.durable
     assert journal.read(1).records == (b"head", *whole)
-    assert len(said) == 2 and "No space left" in said[0] and "durable again" in said[1]
+    assert len(notes) == 2 and "No space left" in notes[0] and "durable again" in notes[1]
 
 
 def test_what_waits_for_space_is_bounded(tmp_path, monkeypatch):
@@ -220,12 +220,12 @@ def test_what_waits_for_space_is_bounded(tmp_path, monkeypatch):
 
 
 def test_a_journal_that_cannot_be_written_to_the_end_says_so(tmp_path, monkeypatch):
-    journal = EventLog(FileLogStore(tmp_path), (said := []).append)
+    journal = EventLog(FileLogStore(tmp_path), (notes := []).append)
     journal.rotate([b"head"])
     journal.append(b"x")
     monkeypatch.setattr(jn.os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     journal.close()
-    assert "could not be made durable before the end" in said[-1]
+    assert "could not be made durable before the end" in notes[-1]
 
 
 def test_what_is_written_is_made_durable_in_time(tmp_path, monkeypatch):
@@ -268,7 +268,7 @@ def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_aga
 
     monkeypatch.setattr(jn.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(jn.os, "fdatasync", slow_then_failing)
-    journal = EventLog(FileLogStore(tmp_path), (said := []).append, sync_s=0.5)
+    journal = EventLog(FileLogStore(tmp_path), (notes := []).append, sync_s=0.5)
     journal.rotate([b"head"])
     for now[0] in (100.6, 100.7, 101.3):  # the second and the third while the first is still on its way
         journal.append(b"%d" % (10 * now[0]))
@@ -276,9 +276,9 @@ def test_nobody_waits_for_a_disk_that_is_slow_and_what_it_forgets_is_written_aga
     may_end.set()
     journal.wait_synced()
     journal.append(b"later")
-    assert not journal.commit() and "Input/output" in said[-1]
+    assert not journal.commit() and "Input/output" in notes[-1]
     now[0], failing[0] = 103.0, False
-    assert journal.commit() and "durable again" in said[-1]
+    assert journal.commit() and "durable again" in notes[-1]
     assert journal.read(1) == Segment((b"head", b"1006", b"1007", b"1013", b"later"), None, 0)
     journal.close()
 
@@ -303,7 +303,7 @@ def test_what_a_step_is_made_of_is_synced_while_it_is_made(tmp_path, monkeypatch
 
 def test_a_segment_that_a_child_begins_holds_the_state_at_the_fork_and_what_came_since(new_log):
     log, state = new_log(), [b"snapshot"]
-    journal = EventLog(log, (said := []).append)
+    journal = EventLog(log, (notes := []).append)
     journal.rotate([b"head", *state])
     journal.append(b"before")
     journal.rotate_behind(lambda: [b"head", *state])
@@ -316,18 +316,18 @@ def test_a_segment_that_a_child_begins_holds_the_state_at_the_fork_and_what_came
     journal.append(b"later")
     journal.close()
     again = EventLog(new_log())
-    assert number == 2 and again.segments() == [1, 2] and not said
+    assert number == 2 and again.segments() == [1, 2] and not notes
     assert again.read(1).records == (b"head", b"snapshot", b"before", b"meanwhile")
     assert again.read(2).records == (b"head", b"snapshot", b"meanwhile", b"later")
 
 
 def test_a_child_that_fails_or_is_not_waited_for_leaves_the_present_segment(tmp_path, capfd):
-    journal = EventLog(FileLogStore(tmp_path), (said := []).append)
+    journal = EventLog(FileLogStore(tmp_path), (notes := []).append)
     journal.rotate([b"head"])
     journal.rotate_behind(lambda: 1 / 0)
     while journal.rotating:
         assert journal.rotated() is None
-    assert "ZeroDivisionError" in capfd.readouterr().err and "could not be begun" in said[0]
+    assert "ZeroDivisionError" in capfd.readouterr().err and "could not be begun" in notes[0]
     journal.rotate_behind(lambda: iter(lambda: b"without end", b""))
     journal.append(b"goes on")
     journal.close()

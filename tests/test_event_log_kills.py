@@ -97,8 +97,8 @@ def killed_again_and_again(history, schedule):
 def whole_chain_agrees_with_its_last_segment(history):
     """Snapshot + tail = full replay."""
     journal = EventLog(history.disk)
-    last = replay(journal, journal.segments()[-1:], history.said.append)
-    whole = replay(journal, journal.segments(), history.said.append)
+    last = replay(journal, journal.segments()[-1:], history.notes.append)
+    whole = replay(journal, journal.segments(), history.notes.append)
     assert whole.orchestrator.snapshot() == last.orchestrator.snapshot()
     books = [[CODEC.encode(item) for item in each.payloads.records()] for each in (whole, last)]
     assert books[0] == books[1] and whole.payloads.digests == last.payloads.digests
@@ -142,7 +142,7 @@ def test_a_fact_that_cannot_be_ends_one_incarnation_and_not_the_run(fact):
         history.live()
     assert fact in [entry.event for entry in facts(history.disk)]
     assert history.live().ok
-    assert any("cannot be followed" in sentence for sentence in history.said)
+    assert any("cannot be followed" in sentence for sentence in history.notes)
     history.audit(brains[-1])
     whole_chain_agrees_with_its_last_segment(history)
 
@@ -231,22 +231,22 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     waiting.clear()
     written = dict(history.disk.content)
     for format in (2, records.FORMAT + 1):
-        history.disk.content, said = dict(written), []
+        history.disk.content, notes = dict(written), []
         rewritten(history.disk, format)
         with pytest.raises(UnknownFormat, match=f"of format {format}, and this version of dora_jax reads 3 to"):
-            recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
-        assert not said
+            recover(EventLog(history.disk), config, [0], lambda v: True, notes.append)
+        assert not notes
     history.disk.content = dict(written)
-    before = recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
+    before = recover(EventLog(history.disk), config, [0], lambda v: True, notes.append)
     for format in (8, 7, 5, 4, 3):
         history.disk.content = dict(written)
         rewritten(history.disk, format)
         assert (b"TokenTable" in b"".join(history.disk.content.values())) == (format > 3) and history.known
-        after = recover(EventLog(history.disk), config, [0], lambda v: True, said.append)
+        after = recover(EventLog(history.disk), config, [0], lambda v: True, notes.append)
         assert list(map(CODEC.encode, after.payloads.records())) == list(map(CODEC.encode, before.payloads.records()))
         assert list(before.payloads.records()) and after.base == before.base
     history.arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
-    assert history.live().ok and history.incarnations == 2 and not history.said
+    assert history.live().ok and history.incarnations == 2 and not history.notes
     history.audit(brains[-1])
 
 
@@ -262,7 +262,7 @@ def test_a_batch_that_is_too_large_for_one_record_is_decided_on_once(monkeypatch
     original = history.arm
     history.arm = lambda body, *rest: (brains.append(body.brain), original(body, *rest))
     assert history.live(kill_fact=60) is None and history.live(kill_fact=30) is None
-    assert history.live().ok and not history.said
+    assert history.live().ok and not history.notes
     history.audit(brains[-1])
 
 

@@ -53,7 +53,7 @@ def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatc
     store = Unanswering()
     monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
     log = ObjectLogStore(store)
-    journal = EventLog(log, (said := []).append)
+    journal = EventLog(log, (notes := []).append)
     journal.rotate([b"head"])
     for store.lost in (True, False):
         journal.append(b"one")
@@ -61,4 +61,4 @@ def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatc
         store.lost = None
         journal.append(b"two")
         assert journal.commit()
-    assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(said) == 4
+    assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(notes) == 4

@@ -76,12 +76,12 @@ def test_answers_are_cut_out_of_packed_rows_as_the_engine_had_them(share):
 
 
 def test_what_cannot_be_replayed_to_the_bit_is_refused_by_name():
-    def said(**sections):
+    def problems(**sections):
         return " ".join(objective.exact_problems(Config(rollout=RolloutSection(exact=True), **sections)))
 
-    assert said() == ""
-    assert "orchestrator.mode: rollout.exact=True" in said(orchestrator=OrchestratorSection(mode="partial"))
-    assert "environment.name: rollout.exact=True" in said(environment=EnvironmentSection(name="a:b"))
+    assert problems() == ""
+    assert "orchestrator.mode: rollout.exact=True" in problems(orchestrator=OrchestratorSection(mode="partial"))
+    assert "environment.name: rollout.exact=True" in problems(environment=EnvironmentSection(name="a:b"))
     with pytest.raises(ValueError, match="rollout.exact takes every token by calls of one shape"):
         shapes_of(presets.on_cpu(RolloutSection(exact=True, drafts=3, pages=64)))
 

@@ -158,7 +158,7 @@ FULL = {name: dict(SIZES | extras) for name, extras in EXTRAS.items()}
 def test_a_field_that_is_left_out_says_what_it_says_in_transformers_or_is_refused(tmp_path, family):
     """Each field of the class, one at a time: read as what transformers then writes in full."""
     library = transformers()
-    file, whole, said = tmp_path / "config.json", tmp_path / "whole", {}
+    file, whole, reported = tmp_path / "config.json", tmp_path / "whole", {}
     whole.mkdir()
     known = FULL.get(family)
     config = library.AutoConfig.for_model(family, **known) if known else torch_model(family, tied=False).config
@@ -173,8 +173,8 @@ def test_a_field_that_is_left_out_says_what_it_says_in_transformers_or_is_refuse
         try:
             ours = read_config(tmp_path)
         except ValueError:
-            said[name] = "refused"
+            reported[name] = "refused"
             continue
         assert ours == theirs, name
-        said[name] = "equal"
-    assert list(said.values()).count("equal") > 20, said
+        reported[name] = "equal"
+    assert list(reported.values()).count("equal") > 20, reported

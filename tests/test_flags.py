@@ -320,7 +320,7 @@ def test_every_flag_that_commands_may_have_is_accepted_or_refused_with_its_new_n
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("train", "seed=0"),
         ("sft", "sft.steps=300"),
@@ -330,7 +330,7 @@ def test_every_flag_that_commands_may_have_is_accepted_or_refused_with_its_new_n
         ("simulate", "hardware.chip=h800"),
     ],
 )
-def test_every_program_has_help(workspace, name, said):
+def test_every_program_has_help(workspace, name, message):
     done = subprocess.run(
         [sys.executable, "-m", f"dora_jax.{name}", "-h"],
         capture_output=True,
@@ -339,7 +339,7 @@ def test_every_program_has_help(workspace, name, said):
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "") and said in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and message in done.stdout
 
 
 @pytest.mark.parametrize(

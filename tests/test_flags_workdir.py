@@ -315,16 +315,16 @@ def test_what_the_configuration_names_stays_where_it_is(workspace):
 
 
 @pytest.mark.parametrize(
-    "args, said",
+    "args, message",
     [
         (["--workdir=w", "--begin_anew=../elsewhere"], "is no name of a history folder"),
         (["--workdir=w", "--begin_anew=checkpoints"], "is no name of a history folder"),
         (["--workdir=file:///tmp/w", "--begin_anew=history.1", "--dry_run"], "a run in a bucket cannot"),
     ],
 )
-def test_where_a_run_cannot_begin_anew(workspace, args, said):
+def test_where_a_run_cannot_begin_anew(workspace, args, message):
     (problem,) = refusal("--config=c.py", *args)
-    assert problem.startswith("begin_anew: ") and said in problem
+    assert problem.startswith("begin_anew: ") and message in problem
 
 
 def test_a_run_does_not_begin_anew_beside_another(workspace):

@@ -204,13 +204,13 @@ def test_journal_segments_whose_frames_are_whole_and_whose_records_are_not():
     for _ in range(N):
         at = draw.randrange(len(records))
         bad = [*records[:at], damaged(draw, records[at]), *records[at + 1 :]]
-        journal, said = EventLog(Bytes(segment(bad))), []
+        journal, notes = EventLog(Bytes(segment(bad))), []
         try:
-            found = recover(journal, cfg, [0], lambda v: True, said.append)
+            found = recover(journal, cfg, [0], lambda v: True, notes.append)
         except (JournalError, ValueError) as error:
             assert len(str(error)) > 10
             count += 1
         else:
-            count += bool(said)
+            count += bool(notes)
             assert found is None or found.base == 0
     assert count > N // 2

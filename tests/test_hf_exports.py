@@ -27,27 +27,27 @@ def exports(tmp_path, monkeypatch):
     program.write_text(EXPORT.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setattr(hf_exports.sys, "executable", str(program))
-    said = []
-    made = HfExports(tmp_path, lambda step: step % 2 == 0, said.append)
-    yield made, said, tmp_path / "hf"
+    notes = []
+    made = HfExports(tmp_path, lambda step: step % 2 == 0, notes.append)
+    yield made, notes, tmp_path / "hf"
     made.close()
 
 
 def test_the_steps_that_are_due_are_exported_and_a_failure_is_reported_once(exports):
-    made, said, folder = exports
+    made, notes, folder = exports
     made.finish([1, 2, 3, 4])
     made.finish([2, 4, 6])
     assert sorted(path.name for path in folder.iterdir()) == ["2", "4.partial", "6"]
     assert (folder / "6" / "config.json").read_text() == f"{folder.parent} 6"
-    assert said == ["step 4 is not exported as a Hugging Face folder: error: step: checkpoint 4 cannot be trusted"]
+    assert notes == ["step 4 is not exported as a Hugging Face folder: error: step: checkpoint 4 cannot be trusted"]
 
 
 def test_a_rerun_makes_what_a_killed_one_left_in_half(exports):
-    made, said, folder = exports
+    made, notes, folder = exports
     (folder / "2.partial" / "half").mkdir(parents=True)
     (folder / "6").mkdir()
     made.finish([2, 6])
-    assert not said and not (folder / "2" / "half").exists() and not list((folder / "6").iterdir())
+    assert not notes and not (folder / "2" / "half").exists() and not list((folder / "6").iterdir())
 
 
 def test_polling_waits_for_no_export(exports):
@@ -60,5 +60,5 @@ def test_polling_waits_for_no_export(exports):
 @pytest.mark.parametrize("every, export, fits", [(20, 40, True), (20, 0, True), (20, 30, False), (0, 10, False)])
 def test_only_what_is_saved_is_exported(every, export, fits):
     config = Config(checkpoint=CheckpointSection(every=every, export_hf_every=export))
-    said = [problem for problem in validate.problems(config) if problem.startswith("checkpoint.export_hf_every: ")]
-    assert bool(said) != fits
+    notes = [problem for problem in validate.problems(config) if problem.startswith("checkpoint.export_hf_every: ")]
+    assert bool(notes) != fits

@@ -130,8 +130,8 @@ def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(downloa
 
 def test_a_download_is_whole_holds_no_code_and_is_made_once(download, tmp_path):
     folder = tmp_path / "models/org/tiny"
-    code, out, said = download("org/tiny", "--download", "--dry_run")
-    assert code == 0 and "note: model.path: --download would fetch org/tiny" in out and Hub.asked == [], said
+    code, out, output = download("org/tiny", "--download", "--dry_run")
+    assert code == 0 and "note: model.path: --download would fetch org/tiny" in out and Hub.asked == [], output
     Hub.broken.add("model.safetensors")
     code, out, errors = download("org/tiny", "--download")
     assert (code, out, len(errors)) == (1, "", 1) and "model.path: org/tiny cannot be downloaded: " in errors[0], errors

@@ -56,8 +56,8 @@ def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
     with pulse.waits:
         pulse.start()
         eventually(lambda: len(beats) == 4)
-    said = [beat.waited_s for beat in beats]
-    assert sorted(set(said)) == said
+    waited = [beat.waited_s for beat in beats]
+    assert sorted(set(waited)) == waited
 
 
 def test_no_step_has_more_waiting_than_time(clock, tmp_path):

@@ -33,24 +33,24 @@ class Instance:
 
 
 def put_on(tmp_path, orchestrator=None, **changes):
-    instance, said = Instance(), []
+    instance, notes = Instance(), []
     orchestrator = orchestrator or Orchestrator(OrchestratorConfig(groups_per_step=1, group_size=1, total_steps=1))
     side, recorder = recording.instrument(
-        dataclasses.replace(Config(), **changes), tmp_path, [instance], "weights", SIDE, orchestrator, said.append
+        dataclasses.replace(Config(), **changes), tmp_path, [instance], "weights", SIDE, orchestrator, notes.append
     )
-    return instance, side, recorder, said
+    return instance, side, recorder, notes
 
 
 def test_nothing_is_worn_unasked(tmp_path):
-    instance, side, recorder, said = put_on(tmp_path)
-    assert (instance.engine, instance.weights, side, recorder, said) == ("engine", "weights", SIDE, None, [])
+    instance, side, recorder, notes = put_on(tmp_path)
+    assert (instance.engine, instance.weights, side, recorder, notes) == ("engine", "weights", SIDE, None, [])
 
 
 def test_a_pace_is_worn_by_all_and_reported(tmp_path):
-    instance, side, recorder, (said,) = put_on(tmp_path, pace="h800")
+    instance, side, recorder, (notes,) = put_on(tmp_path, pace="h800")
     assert isinstance(instance.engine, PacedEngine) and isinstance(instance.weights, PacedWeights)
     assert isinstance(side.trainer, PacedTrainer) and side.pack == side.trainer.pack
-    assert recorder is None and said.startswith("PACED") and "h800" in said
+    assert recorder is None and notes.startswith("PACED") and "h800" in notes
 
 
 def test_a_recorder_watches_what_is_paced(tmp_path):

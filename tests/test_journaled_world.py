@@ -84,10 +84,10 @@ def test_a_quarantine_outlives_the_process_that_decided_it():
     disk, brain = Disk(), make()
     world = mock.Mock()
     started = ev.SampleStarted(id=A, instance=0, version=0)
-    told = [[up(0, versions=(0,))], [started], [ev.InstanceUnhealthy(instance=0, reason="NaN")]]
-    world.events.side_effect = told
+    batches = [[up(0, versions=(0,))], [started], [ev.InstanceUnhealthy(instance=0, reason="NaN")]]
+    world.events.side_effect = batches
     durable = JournaledWorld(world, EventLog(disk), brain, PayloadState())
-    for _ in told:
+    for _ in batches:
         for event in durable.events():
             brain.commit(event)
         for command in brain.decide():

@@ -85,16 +85,16 @@ PIP = "-m pip install --quiet --disable-pip-version-check -r "
 def test_first_run_installs_and_second_run_does_not(clone):
     put(clone, "python3.12", "3.12")
     args = ["--config=configs/quickstart.py", "--dry_run"]
-    done, told = local(clone, *args)
+    done, called = local(clone, *args)
     assert done.returncode == 0, done.stderr
-    assert told == [PIP + "requirements.txt", "-m dora_jax.train " + " ".join(args)]
-    assert local(clone, *args)[1] == told[1:]
+    assert called == [PIP + "requirements.txt", "-m dora_jax.train " + " ".join(args)]
+    assert local(clone, *args)[1] == called[1:]
 
 
 def test_arguments_arrive_as_they_were_given(clone):
     put(clone, "python3.12", "3.12")
-    _, told = local(clone, "--config.task.template=two  words *", "", JOIN="|")
-    assert told[-1] == "-m|dora_jax.train|--config.task.template=two  words *|"
+    _, called = local(clone, "--config.task.template=two  words *", "", JOIN="|")
+    assert called[-1] == "-m|dora_jax.train|--config.task.template=two  words *|"
 
 
 def test_changed_requirements_are_installed_again(clone):
@@ -107,8 +107,8 @@ def test_changed_requirements_are_installed_again(clone):
 
 def test_a_failed_installation_is_loud_and_repeated(clone):
     put(clone, "python3.12", "3.12")
-    done, told = local(clone, PIP_CODE="1")
-    assert (done.returncode, len(told)) == (1, 1) and "pip could not install requirements.txt" in done.stderr
+    done, called = local(clone, PIP_CODE="1")
+    assert (done.returncode, len(called)) == (1, 1) and "pip could not install requirements.txt" in done.stderr
     assert "No gcc is here, and reasoning-gym's pycosat is built with one." in done.stderr
     assert len(local(clone)[1]) == 2
 
@@ -156,8 +156,8 @@ def test_the_newest_supported_python_that_runs_is_chosen(clone, machine, chosen)
 def test_what_cannot_be_set_up_is_refused_in_one_line(clone, environment, why):
     put(clone, "python3.13", "3.13")
     put(clone, "python3", "3.13")
-    done, told = local(clone, **environment)
-    assert (done.returncode, done.stderr, told) == (2, why + "\n", [])
+    done, called = local(clone, **environment)
+    assert (done.returncode, done.stderr, called) == (2, why + "\n", [])
     assert not (clone / ".venv").exists()
 
 
@@ -191,9 +191,9 @@ def test_uv_brings_a_python_to_a_machine_that_has_none(clone, there):
         (clone.parent / "tools/chmod").symlink_to(shutil.which("chmod"))
     place = str(clone / ".cache/python")
     fetched = put(clone, "fetched", "3.12")
-    done, told = local(clone, FETCHED=fetched)
+    done, called = local(clone, FETCHED=fetched)
     assert done.returncode == 0, done.stderr
-    assert told == [
+    assert called == [
         *([] if there else ["-m pip install --quiet --target=.cache/uv -r launch/requirements-uv.txt"]),
         f"uv python install --no-bin 3.12 in {place}",
         f"uv python find --managed-python 3.12 in {place}",
@@ -230,8 +230,8 @@ def test_the_accelerator_picks_the_wheel_and_is_remembered(clone):
     put(clone, "python3.12", "3.12")
     assert local(clone, DORA_ACCELERATOR="tpu")[1][0] == PIP + "requirements.txt jax[tpu]"
     assert len(local(clone)[1]) == 1  # nothing to install: still tpu
-    done, told = local(clone, DORA_ACCELERATOR="cpu")
-    assert (done.returncode, told) == (2, []) and "made for tpu" in done.stderr
+    done, called = local(clone, DORA_ACCELERATOR="cpu")
+    assert (done.returncode, called) == (2, []) and "made for tpu" in done.stderr
     assert local(clone, DORA_ACCELERATOR="cuda", DORA_VENV="other")[1][0] == PIP + "requirements.txt jax[cuda12]"
 
 
@@ -244,14 +244,14 @@ def test_a_broken_environment_is_made_again(clone):
 
 def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
     put(clone, "python3.12", "3.12")
-    done, told = run(clone, "clone/tests/run.sh", "-k", "config")
+    done, called = run(clone, "clone/tests/run.sh", "-k", "config")
     assert done.returncode == 0, done.stderr
     parts = [
         "-m pytest -m not slow -n auto --dist loadfile",
         "-m pytest -m slow and not alone -n auto --dist load --maxschedchunk=1",
         "-m pytest -m slow and alone",
     ]
-    assert told == [
+    assert called == [
         PIP + "requirements.txt",
         PIP + "tests/requirements.txt",
         PIP + "tests/requirements-heavy.txt",
@@ -278,9 +278,9 @@ def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
 )
 def test_any_failing_part_fails_the_tests(clone, codes, expected, parts):
     put(clone, "python3.12", "3.12")
-    done, told = run(clone, "clone/tests/run.sh", **codes)
+    done, called = run(clone, "clone/tests/run.sh", **codes)
     assert done.returncode == expected
-    assert len([line for line in told if "pytest" in line]) == parts
+    assert len([line for line in called if "pytest" in line]) == parts
 
 
 @pytest.mark.parametrize("home", [False, True])
@@ -297,11 +297,11 @@ def test_ci_runs_the_quick_tests_on_the_other_python_where_there_is_one(clone, h
     else:
         put(clone, "python3.12", "3.12")
         variables = {"PYTHON": "python3.11"}
-    done, told = run(clone, "clone/.ci/run", **variables)
+    done, called = run(clone, "clone/.ci/run", **variables)
     assert done.returncode == 0, done.stderr
     quick = "-m pytest -m not slow -n auto --dist loadfile"
     installed = [PIP + "requirements.txt", PIP + "tests/requirements.txt"]
-    assert told[-4:] == ["-m pytest -m slow and alone", *installed, quick]
+    assert called[-4:] == ["-m pytest -m slow and alone", *installed, quick]
     assert "version=3.12\n" in (clone / ".venv-3.12/bin/python").read_text()
     assert run(clone, "clone/.ci/run", QUICK_CODE="1", **variables)[0].returncode == 1
     other = run(clone, "clone/tests/other_python.sh", "-x", QUICK_CODE="1", **variables)
@@ -311,14 +311,14 @@ def test_ci_runs_the_quick_tests_on_the_other_python_where_there_is_one(clone, h
 def test_ci_passes_where_the_other_python_or_its_packages_are_not_to_be_had(clone):
     put(clone, "python3.11", "3.11")
     put(clone, "python3.12")
-    done, told = run(clone, "clone/tests/other_python.sh")
+    done, called = run(clone, "clone/tests/other_python.sh")
     assert done.returncode == 0 and done.stderr.endswith(
         "there is no Python 3.12 here, so they ran on one Python only\n"
     )
     put(clone, "python3.12", "3.12")
-    done, told = run(clone, "clone/tests/other_python.sh", PIP_CODE="1", PYTHON="")
+    done, called = run(clone, "clone/tests/other_python.sh", PIP_CODE="1", PYTHON="")
     assert done.returncode == 0 and "the packages for Python 3.12 are not to be had" in done.stderr
-    assert not [line for line in told if "pytest" in line]
+    assert not [line for line in called if "pytest" in line]
 
 
 @pytest.mark.parametrize(

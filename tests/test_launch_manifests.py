@@ -70,7 +70,7 @@ def strict(schema):
 
 
 @pytest.mark.parametrize("name, kinds", [("gke_queue", ["JobSet"] * 3), ("ray_queue", ["RayJob"])])
-def test_kueue_is_told_which_queue_each_object_waits_in(name, kinds):
+def test_each_object_names_the_kueue_queue_it_waits_in(name, kinds):
     found = manifests(name)
     assert [manifest["kind"] for manifest in found] == kinds
     assert all(each["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a" for each in found)

@@ -31,7 +31,7 @@ def test_a_dry_run_prints_what_it_always_did_and_runs_its_checks_alone(here, nam
     here.answer(STAGED if name == "tpu_vm_staged" else "")
     done = launch(here, *CASES[name], "--dry_run")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(words[:2] in (["bash", "launch/preflight.sh"], ["bash", "launch/local.sh"]) for words in here.told())
+    assert all(words[:2] in (["bash", "launch/preflight.sh"], ["bash", "launch/local.sh"]) for words in here.called())
     golden = GOLDENS / f"{name}.txt"
     if os.environ.get("DORA_REWRITE"):
         golden.write_text(done.stdout)
@@ -57,33 +57,33 @@ def test_a_real_run_runs_what_the_dry_run_prints(here, name):
     here.answer(answer + (STAGED if name == "tpu_vm_staged" else ""))
     done = launch(here, *CASES[name])
     assert done.returncode == 0, done.stderr
-    told = [words for words in here.told()]
+    called = [words for words in here.called()]
     printed = [words for words in commands(launch(here, *CASES[name], "--dry_run").stdout) if words[0] != "mkdir"]
     printed = [words[words.index("bash") :] if words[0] == "env" else words for words in printed]
-    assert told == printed
+    assert called == printed
 
 
 @pytest.mark.parametrize(
-    "said, fit",
+    "output, fit",
     [(["jax=1"] * 4, True), (["jax=1"] * 3, False), (["jax=1", "jax=1", "jax=2", "jax=1"], False), ([], False)],
 )
-def test_workers_of_different_versions_start_nothing(here, said, fit):
-    lines = "; ".join(f'echo "versions: {version}"' for version in said) or "exit 1"
+def test_workers_of_different_versions_start_nothing(here, output, fit):
+    lines = "; ".join(f'echo "versions: {version}"' for version in output) or "exit 1"
     here.answer(f'[[ "$*" != *"preflight.sh host"* ]] || {{ {lines}; }}')
     done = launch(here, *CASES["tpu_vm_four_hosts"])
     assert (done.returncode == 0) == fit
-    assert any("job.sh start" in words[-1] for words in here.told()) == fit
+    assert any("job.sh start" in words[-1] for words in here.called()) == fit
     assert fit or done.stderr.startswith("error: ")
 
 
 def test_attaching_ends_as_the_job_does_and_a_second_job_is_refused(here):
     here.answer('[[ "$*" != *"job.sh attach"* ]] || exit 42')
     assert launch(here, *CASES["tpu_vm_attach"]).returncode == 42
-    here.told()
+    here.called()
     here.answer("""[[ "$*" != *"job.sh status"* ]] || echo 'job: running since noon'""")
     done = launch(here, *CASES["tpu_vm_one_host"])
     assert (done.returncode, done.stderr) == (2, "error: a job runs on demo; attach to it, or stop it first.\n")
-    assert not [words for words in here.told() if "scp" in words]
+    assert not [words for words in here.called() if "scp" in words]
 
 
 def test_what_lies_on_this_machine_alone_is_refused_without_a_bucket_to_stage_it_in(here):
@@ -97,7 +97,7 @@ def test_what_lies_on_this_machine_alone_is_refused_without_a_bucket_to_stage_it
                 "where the workers read it.\n"
             ),
         )
-        assert not [words for words in here.told() if words[0] == "gcloud"]
+        assert not [words for words in here.called() if words[0] == "gcloud"]
     assert launch(here, *CASES["tpu_vm_one_host"], "--stage=gs://runs/mine", "--dry_run").returncode == 0
 
 
@@ -105,7 +105,7 @@ def test_a_misfit_is_refused_before_anything_is_allocated(here):
     here.answer('[[ "$*" != *"preflight.sh"*plan* ]] || exit 2')
     for name, dry in itertools.product(("tpu_vm_one_host", "queued_spot", "gke", "ray"), ((), ("--dry_run",))):
         assert launch(here, *CASES[name], *dry).returncode == 2
-        assert [words[1:3] for words in here.told()] == [["launch/preflight.sh", "plan"]]
+        assert [words[1:3] for words in here.called()] == [["launch/preflight.sh", "plan"]]
 
 
 def test_what_is_not_committed_is_named_and_a_config_that_is_not_is_refused(here):
@@ -114,9 +114,9 @@ def test_what_is_not_committed_is_named_and_a_config_that_is_not_is_refused(here
         [[ "$*" != "cat-file -e HEAD:./mine.py" ]] || exit 128""")
     done = launch(here, *CASES["tpu_vm_one_host"], "--dry_run")
     assert (done.returncode, done.stderr) == (0, "note: not committed, so left behind: dora_jax/sft.py my_rewards.py\n")
-    here.told()
+    here.called()
     done = launch(here, "tpu_vm.sh", "run", *VM, "--type=v6e-8", "--config=mine.py:8", "--dry_run")
-    assert (done.returncode, done.stdout, done.stderr, here.told()) == (
+    assert (done.returncode, done.stdout, done.stderr, here.called()) == (
         2,
         "",
         "error: --config=mine.py is not in the commit that is checked out, and only that is sent: commit it.\n",
@@ -147,8 +147,8 @@ def queue(here, states, codes=(0,), *args, jobs=()):
     (here.folder / "jobs").write_text("".join(f"{job}\n" for job in jobs))
     done = launch(here, "queued_resources.sh", *VM, "--type=v5p-8", "--spot", "--poll_s=0", *args, BUCKET, CONFIG)
     short = {"create": "create", "delete": "delete", "job.sh start": "start", "job.sh attach": "attach"}
-    told = [" ".join(words) for words in here.told()]
-    return done, [short[key] for line in told for key in short if "gcloud" in line and key in line]
+    called = [" ".join(words) for words in here.called()]
+    return done, [short[key] for line in called for key in short if "gcloud" in line and key in line]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def queue(here, states, codes=(0,), *args, jobs=()):
     ],
 )
 def test_a_slice_that_is_taken_away_is_asked_for_again(here, states, codes, expected):
-    done, told = queue(here, states, codes)
-    assert (done.returncode, told) == (0, expected), done.stderr
+    done, called = queue(here, states, codes)
+    assert (done.returncode, called) == (0, expected), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -198,18 +198,18 @@ def test_a_slice_that_is_taken_away_is_asked_for_again(here, states, codes, expe
     ],
 )
 def test_a_job_that_goes_on_alone_is_not_started_again(here, jobs, codes, expected):
-    done, told = queue(here, ["ACTIVE"] * len(codes), codes, jobs=jobs)
-    assert (done.returncode, told) == (0, expected), done.stderr
+    done, called = queue(here, ["ACTIVE"] * len(codes), codes, jobs=jobs)
+    assert (done.returncode, called) == (0, expected), done.stderr
 
 
 def test_what_waiting_cannot_mend_ends_the_queue(here):
     for code in (1, 2):
-        done, told = queue(here, ["ACTIVE", "ACTIVE"], [code])
-        assert (done.returncode, told) == (code, ["start", "attach"]) and "still there" in done.stderr
-    done, told = queue(here, ["BROKEN"])
-    assert (done.returncode, told) == (1, []) and "you are nobody" in done.stderr
-    done, told = queue(here, ["NONE", "FAILED", "NONE", "FAILED"], [], "--attempts=2")
-    assert (done.returncode, told) == (1, ["create", "delete", "create"]) and "2 times" in done.stderr
+        done, called = queue(here, ["ACTIVE", "ACTIVE"], [code])
+        assert (done.returncode, called) == (code, ["start", "attach"]) and "still there" in done.stderr
+    done, called = queue(here, ["BROKEN"])
+    assert (done.returncode, called) == (1, []) and "you are nobody" in done.stderr
+    done, called = queue(here, ["NONE", "FAILED", "NONE", "FAILED"], [], "--attempts=2")
+    assert (done.returncode, called) == (1, ["create", "delete", "create"]) and "2 times" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_waiting_cannot_mend_ends_the_queue(here):
 def test_what_cannot_be_is_refused_in_one_line(here, args, why):
     (here.root / "open").write_text("token")
     done = launch(here, *args)
-    assert (done.returncode, done.stderr, here.told()) == (2, f"error: {why}\n", [])
+    assert (done.returncode, done.stderr, here.called()) == (2, f"error: {why}\n", [])
 
 
 # ---------------------------------------------------------------- on a host
@@ -310,7 +310,7 @@ def test_a_host_joins_with_a_token_and_without_the_variables_of_several_slices(h
         MEGASCALE_COORDINATOR_ADDRESS="head:8080",
     )
     assert done.returncode == 0, done.stderr
-    assert here.told() == [
+    assert here.called() == [
         ["install", "ray", "launch/ray/requirements.txt"],
         ["ray", "start", "--address=10.0.0.2:6379", "--disable-usage-stats", "--block"],
     ]
@@ -344,16 +344,16 @@ def test_a_machine_of_a_larger_slice_can_be_one_by_itself(here, type, topology):
 
 def test_without_a_token_ray_is_reached_from_its_own_machine_only(here):
     here.run("launch/host.sh", "head")
-    assert "--node-ip-address=127.0.0.1" in here.told()[-1]
+    assert "--node-ip-address=127.0.0.1" in here.called()[-1]
     assert here.run("launch/host.sh", "join", "10.0.0.2").returncode == 2
     os.chmod(here.root / "token", 0o640)
     assert here.run("launch/host.sh", "head", DORA_TOKEN_FILE="token").returncode == 2
-    assert all(words[0] == "install" for words in here.told())
+    assert all(words[0] == "install" for words in here.called())
 
 
 def test_a_job_on_a_host_is_the_local_one(here):
     done = here.run("launch/host.sh", "train", "--config=c.py", "two  words")
-    assert done.returncode == 0 and here.told() == [["bash", "launch/local.sh", "--config=c.py", "two  words"]]
+    assert done.returncode == 0 and here.called() == [["bash", "launch/local.sh", "--config=c.py", "two  words"]]
     assert here.run("launch/host.sh", "dance").returncode == 2
 
 
@@ -365,24 +365,24 @@ def job(here, action, *args):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_job_outlives_who_started_it_and_ends_as_it_is_told(here):
+def test_a_job_outlives_who_started_it_and_ends_as_it_is_asked(here):
     assert job(here, "status") == (0, "job: none\n")
     assert job(here, "attach") == job(here, "logs") == (1, "error: no job was started on this machine.\n")
     here.answer("""
         trap 'echo asked to stop; exit 42' TERM
         echo "step 1 of ${*: -1}"
         sleep 60 & wait $!""")
-    code, said = job(here, "start", "--config=c.py", "two  words")
-    assert code == 0 and said.startswith("job: running since ")
-    assert job(here, "status")[1] == said
-    code, said = job(here, "start", "--config=c.py")
-    assert code == 2 and "a job runs on this machine, running since" in said
+    code, output = job(here, "start", "--config=c.py", "two  words")
+    assert code == 0 and output.startswith("job: running since ")
+    assert job(here, "status")[1] == output
+    code, output = job(here, "start", "--config=c.py")
+    assert code == 2 and "a job runs on this machine, running since" in output
     while "step 1 of two  words\n" not in job(here, "logs")[1]:
         pass
-    code, said = job(here, "stop")
-    assert code == 0 and said.startswith("job: ended with 42, ")
-    code, said = job(here, "attach")
-    assert code == 42 and said.startswith("step 1 of two  words\nasked to stop\njob: ended with 42, ")
+    code, output = job(here, "stop")
+    assert code == 0 and output.startswith("job: ended with 42, ")
+    code, output = job(here, "attach")
+    assert code == 42 and output.startswith("step 1 of two  words\nasked to stop\njob: ended with 42, ")
     assert job(here, "stop")[0] == 0
 
 
@@ -390,8 +390,8 @@ def test_a_job_outlives_who_started_it_and_ends_as_it_is_told(here):
 def test_attaching_follows_a_job_to_its_end(here, code):
     here.answer(f"echo one; sleep 0.3; echo two; exit {code}")
     job(here, "start")
-    ended, said = job(here, "attach")
-    assert ended == code and said.startswith(f"one\ntwo\njob: ended with {code}, ")
+    ended, output = job(here, "attach")
+    assert ended == code and output.startswith(f"one\ntwo\njob: ended with {code}, ")
 
 
 def test_a_job_that_a_machine_took_with_it_is_lost_and_may_be_started_again(here):

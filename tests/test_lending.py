@@ -58,8 +58,8 @@ def test_more_instances_decode_faster_until_only_weights_are_read():
 def waiting():
     """(an orchestrator whose trainer waits for a second group that has long to go, the commands of that moment)"""
     brain = Orchestrator(CONFIG)
-    said = brain.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
-    ids = [id for command in said if isinstance(command, ev.Start) for id in command.ids]
+    answer = brain.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
+    ids = [id for command in answer if isinstance(command, ev.Start) for id in command.ids]
     brain.step(*(ev.SampleStarted(id=id, instance=0, version=0) for id in ids))
     for n in range(8):  # a decode step takes longer the more rows it has
         report = ev.InstanceReported.of(
@@ -86,8 +86,8 @@ def end(brain, group_id):
 
 
 def test_the_trainer_begins_once_its_chips_are_back():
-    brain, said = waiting()
-    assert kinds(said) == ["Lend"]
+    brain, answer = waiting()
+    assert kinds(answer) == ["Lend"]
     brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))
     assert kinds(end(brain, 1)) == ["Return"]
     assert not brain.state.fleet.has_room(brain.state.fleet.instances[1])
@@ -106,13 +106,13 @@ def waiting_for_a_deadline():
     """(an orchestrator whose trainer has a whole batch of version 1 ready and waits for the last groups of version 0,
     the commands of that moment)"""
     brain = Orchestrator(dataclasses.replace(CONFIG, max_versions=2))
-    said = list(brain.step(ev.InstanceUp(instance=0, versions=(0,), residents=2, **UP | {"slots": 16})))
+    answer = list(brain.step(ev.InstanceUp(instance=0, versions=(0,), residents=2, **UP | {"slots": 16})))
     started, tokens = set(), {}
 
     def play(*events):
-        said.extend(brain.step(*events))
-        for command in [c for c in said if isinstance(c, ev.Start | ev.LoadWeights)]:
-            said.remove(command)
+        answer.extend(brain.step(*events))
+        for command in [c for c in answer if isinstance(c, ev.Start | ev.LoadWeights)]:
+            answer.remove(command)
             if isinstance(command, ev.LoadWeights):
                 play(ev.WeightsLoaded(instance=0, version=command.version))
             else:
@@ -129,23 +129,23 @@ def waiting_for_a_deadline():
             play(ev.StepPublished(version=1))
         play(*(ev.SampleDone(id=SampleId(group, i), instance=0, tokens=16, finish="stop") for i in range(2)))
         play(ev.GroupScored(group_id=group, trainable=True))
-    said.clear()
+    answer.clear()
     play(ev.TimePassed(now_s=81.0))
-    return brain, said
+    return brain, answer
 
 
 def test_chips_are_lent_to_the_old_version_that_the_trainer_waits_for():
-    brain, said = waiting_for_a_deadline()
+    brain, answer = waiting_for_a_deadline()
     assert brain.state.ledger.awaited() == (0, 2)
-    assert [command for command in said if isinstance(command, ev.Lend)] == [ev.Lend(instance=1, version=0)]
+    assert [command for command in answer if isinstance(command, ev.Lend)] == [ev.Lend(instance=1, version=0)]
 
 
 def test_a_version_that_an_instance_on_its_way_will_hold_does_not_retire():
     brain, _ = waiting_for_a_deadline()
-    said = [command for group in (2, 3) for command in end(brain, group)]
-    assert not any(isinstance(command, ev.Retire) for command in said)
-    said = brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))
-    assert kinds(said) == ["Return"] and ev.Retire(version=0) in said
+    answer = [command for group in (2, 3) for command in end(brain, group)]
+    assert not any(isinstance(command, ev.Retire) for command in answer)
+    answer = brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP))
+    assert kinds(answer) == ["Return"] and ev.Retire(version=0) in answer
 
 
 @pytest.mark.parametrize("came_up", [False, True])

@@ -22,7 +22,7 @@ class Rig:
 
     def __init__(self, trainer):
         self.trainer, self.state, self.made = trainer, LentState(trainer), threading.Event()
-        self.said, self.came = [], threading.Condition()
+        self.reported, self.came = [], threading.Condition()
         memory = LentMemory(self.state, trainer.free)
         spare = RestartPolicy(new_engine=self._new_engine, vocab_size=256, hung_s=0.0)
         common = Weights(), self, 0.0, spare, {}, lambda sentence: None
@@ -34,18 +34,18 @@ class Rig:
 
     def put(self, item):
         with self.came:
-            self.said.append(item)
+            self.reported.append(item)
             if admit := getattr(item, "admit", None):
                 admit()
             self.came.notify_all()
 
     def kinds(self):
-        return [type(item).__name__ for item in self.said]
+        return [type(item).__name__ for item in self.reported]
 
     def hears(self, kind, n=1):
         with self.came:
-            assert self.came.wait_for(lambda: sum(type(item).__name__ == kind for item in self.said) == n, 20), (
-                self.said
+            assert self.came.wait_for(lambda: sum(type(item).__name__ == kind for item in self.reported) == n, 20), (
+                self.reported
             )
 
 
@@ -126,5 +126,5 @@ def test_a_state_that_cannot_move_stays_where_it_is_and_one_that_cannot_come_bac
             rig.state.reload()
     rig.hears("InstanceDown")
     assert rig.trainer.here == (full == "host")
-    assert any(isinstance(item, Crashed) for item in rig.said) == (full == "device")
+    assert any(isinstance(item, Crashed) for item in rig.reported) == (full == "device")
     rig.instance.stop()

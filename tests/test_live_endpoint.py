@@ -21,15 +21,17 @@ def short(version, group, index, limit):
 
 def test_each_answer_is_of_the_version_it_names_while_the_run_trains_as_it_would_without():
     with Run(short, hold_versions=1, hold_s=600.0) as run:
-        told = [run.ask(session="a")]
+        received = [run.ask(session="a")]
         for _ in range(LOADED):
             run.publish(1)
-            told += [run.ask(session="a"), run.ask(session=f"new {len(told)}"), run.ask(model="policy@0")]
-    assert {status for status, _ in told} == {200} and run.halt.ok
-    assert {answer["weight_version"] for _, answer in told} == set(range(LOADED + 1))
-    assert [answer["weight_version"] for _, answer in told[:1] + told[1::3] + told[3::3]] == [0] * (2 * LOADED + 1)
+            received += [run.ask(session="a"), run.ask(session=f"new {len(received)}"), run.ask(model="policy@0")]
+    assert {status for status, _ in received} == {200} and run.halt.ok
+    assert {answer["weight_version"] for _, answer in received} == set(range(LOADED + 1))
+    assert [answer["weight_version"] for _, answer in received[:1] + received[1::3] + received[3::3]] == [0] * (
+        2 * LOADED + 1
+    )
     tokens = {tuple(ORACLE.expected(s.version, *s.id, len(s.out_ids))): s.version for s in served(run)}
-    for _, answer in told:
+    for _, answer in received:
         assert tokens[tuple(answer["choices"][0]["token_ids"])] == answer["weight_version"]
     trained = [group for _, group in trained_by(run.records)]
     assert len(trained) == STEPS * P and all(len(group.samples) == G for group in trained)
@@ -80,13 +82,13 @@ class Stuck(OracleEngine):
 
 
 def test_a_client_that_waits_when_the_run_ends_is_answered_so():
-    said = []
+    notes = []
     with Run(short, engine=Stuck) as run:
-        client = threading.Thread(target=lambda: said.append(run.ask(session="a")))
+        client = threading.Thread(target=lambda: notes.append(run.ask(session="a")))
         client.start()
         run.until(lambda: any(map(is_served, run.brain.state.groups)))
     client.join()
-    assert run.halt.ok and said[0][0] == 503 and said[0][1]["message"] == "the run has ended"
+    assert run.halt.ok and notes[0][0] == 503 and notes[0][1]["message"] == "the run has ended"
 
 
 def served(run):

@@ -33,11 +33,11 @@ class Pool:
 
     def submit(self, prompt, samples):
         self.asked.append((prompt, samples))
-        said = "".join(message["content"] for message in prompt.answer["next"])
-        if said == "?":
+        reported = "".join(message["content"] for message in prompt.answer["next"])
+        if reported == "?":
             self.done.append(GroupFailure(group_id=prompt.group_id, reason="no score", lengths=(1,)))
             return
-        value = np.array([len(said)], np.float32)
+        value = np.array([len(reported)], np.float32)
         self.done.append(
             ScoredGroup(group_id=prompt.group_id, version=0, samples=samples, rewards=value, parts={"right": value})
         )
@@ -69,8 +69,8 @@ def answers(sessions, observed, text="4\0", version=3):
     tokens = np.concatenate([prompt.token_ids, observed.token_ids, turn])
     mask = np.concatenate([np.zeros(len(tokens) - len(prompt.token_ids) - len(turn), bool), np.ones(len(turn), bool)])
     logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
-    told = EpisodeSoFar(id=observed.id, version=version, tokens=tokens, mask=mask, logprobs=logprobs, room=64)
-    sessions.turn(prompt, told)
+    so_far = EpisodeSoFar(id=observed.id, version=version, tokens=tokens, mask=mask, logprobs=logprobs, room=64)
+    sessions.turn(prompt, so_far)
 
 
 def test_a_session_takes_the_oldest_place_and_its_next_message_is_the_score():
@@ -80,14 +80,14 @@ def test_a_session_takes_the_oldest_place_and_its_next_message_is_the_score():
     assert isinstance(observed, Observed) and observed.id == A and not promise.done()
     assert Tokenizer().decode([*prompt_ids(), *observed.token_ids]) == "user: 2 + 2 =\n"
     answers(sessions, observed)
-    told = promise.result(0)
-    assert (told.version, told.ids.tolist(), told.finish) == (3, [ord("4"), 0], "stop")
+    so_far = promise.result(0)
+    assert (so_far.version, so_far.ids.tolist(), so_far.finish) == (3, [ord("4"), 0], "stop")
     assert take(sessions, "s", ASKED) is promise  # a retry
-    said = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "yes"}]
-    assert "temperature" in take(sessions, "s", said, differs="temperature is not the run's")  # the episode is over
+    reported = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "yes"}]
+    assert "temperature" in take(sessions, "s", reported, differs="temperature is not the run's")  # the episode is over
     assert sessions.poll() == [EpisodeEnded(id=A, terms={"right": 3.0}, finish="length")]
     ((prompt, (sample,)),) = pool.asked
-    assert prompt.answer == {"messages": ASKED, "next": said[2:]} and prompt.text == "user: 2 + 2 =\n"
+    assert prompt.answer == {"messages": ASKED, "next": reported[2:]} and prompt.text == "user: 2 + 2 =\n"
     assert sample.out_ids.tolist() == [ord("4"), 0]
 
 
@@ -122,8 +122,8 @@ def test_a_score_that_fails_fails_the_episode_and_a_place_given_up_says_so():
     sessions = make()
     take(sessions, "s", ASKED)
     answers(sessions, *sessions.poll())
-    said = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "?"}]
-    take(sessions, "s", said, differs="it is not trained")
+    reported = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "?"}]
+    take(sessions, "s", reported, differs="it is not trained")
     assert sessions.poll() == [EpisodeFailed(id=A, reason="no score", kind="error")]
     promise = take(sessions, "t", ASKED)
     sessions.drop(B)
@@ -153,14 +153,16 @@ def test_an_episode_goes_on_behind_the_exact_tokens_of_its_turn():
     sessions = make()
     take(sessions, "s", ASKED)
     answers(sessions, *sessions.poll())
-    said = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "and 3 + 3 ="}]
-    assert not take(sessions, "s", said).done()
+    reported = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "and 3 + 3 ="}]
+    assert not take(sessions, "s", reported).done()
     (observed,) = sessions.poll()
     assert observed.id == A and Tokenizer().decode(observed.token_ids) == "user: and 3 + 3 =\n"
     answers(sessions, observed, "6\0")
-    said += [{"role": "assistant", "content": "6"}, {"role": "user", "content": "thanks"}]
-    assert "has had its 2 turns" in take(sessions, "s", said)
-    assert "goes on without training" in take(sessions, "s", [*said, {"role": "assistant", "content": "hm"}, *ASKED])
+    reported += [{"role": "assistant", "content": "6"}, {"role": "user", "content": "thanks"}]
+    assert "has had its 2 turns" in take(sessions, "s", reported)
+    assert "goes on without training" in take(
+        sessions, "s", [*reported, {"role": "assistant", "content": "hm"}, *ASKED]
+    )
     assert sessions.poll() == [EpisodeEnded(id=A, terms={"right": 11.0 + 6.0}, finish="length")]
 
 
@@ -170,8 +172,8 @@ def test_a_turn_may_be_short_and_end_at_a_stop_string():
     (observed,) = sessions.poll()
     assert (observed.turn_tokens, observed.stop) == (5, ("=",))
     answers(sessions, observed, text="4 =")
-    said = [*ASKED, {"role": "assistant", "content": "4 ="}, {"role": "user", "content": "and?"}]
-    take(sessions, "s", said)
+    reported = [*ASKED, {"role": "assistant", "content": "4 ="}, {"role": "user", "content": "and?"}]
+    take(sessions, "s", reported)
     (observed,) = sessions.poll()
     assert (observed.turn_tokens, observed.stop) == (8, ())
     assert Tokenizer().decode(observed.token_ids, keep_special=True) == "\0user: and?\n", "behind all of the turn"
@@ -209,8 +211,12 @@ def test_a_session_goes_on_from_a_tool_call_however_its_client_spells_it():
         take(sessions, "s", ASKED, shown=shown)
         answers(sessions, *sessions.poll(), text="so <call>\0")
         sent = {"id": "x", "type": "function", "function": {"name": "add", "arguments": arguments}}
-        said = [*ASKED, {"role": "assistant", "content": "so", "tool_calls": [sent]}, {"role": "tool", "content": "3"}]
-        promise = take(sessions, "s", said)
+        reported = [
+            *ASKED,
+            {"role": "assistant", "content": "so", "tool_calls": [sent]},
+            {"role": "tool", "content": "3"},
+        ]
+        promise = take(sessions, "s", reported)
         answered, *ended = sessions.poll()[::-1] if goes_on else sessions.poll()
         assert answered.id == (A if goes_on else B) and not isinstance(promise, str)
         if goes_on:
@@ -250,8 +256,8 @@ def test_rewards_of_turns_add_up_and_may_come_after_the_end():
     take(sessions, "s", ASKED)
     answers(sessions, *sessions.poll())
     assert sessions.reward("s", {0: 1.0}) == ""
-    said = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
-    take(sessions, "s", said)
+    reported = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
+    take(sessions, "s", reported)
     answers(sessions, *sessions.poll())
     sessions.end("s")
     assert [*sessions.poll(), *sessions.poll()] == [], "the reward of the second turn may come"
@@ -287,7 +293,7 @@ def short(version, group, index, limit):
 @pytest.mark.slow
 def test_a_run_trains_on_what_its_users_say():
     """Every sample is one session's answer by the version that the session was told, worth what was said to it."""
-    told, lock = {}, threading.Lock()
+    so_far, lock = {}, threading.Lock()
 
     def use(run, number):
         for count in range(1000):
@@ -299,9 +305,9 @@ def test_a_run_trains_on_what_its_users_say():
                 choice = answer["choices"][0]
                 says = "yes" if sum(choice["token_ids"]) % 2 else "no"
                 with lock:
-                    told[tuple(choice["token_ids"])] = (answer["weight_version"], says)
-                said = [*asked, {"role": "assistant", "content": choice["message"]["content"]}]
-                run.ask(session=session, messages=[*said, {"role": "user", "content": says}], max_tokens=1)
+                    so_far[tuple(choice["token_ids"])] = (answer["weight_version"], says)
+                reported = [*asked, {"role": "assistant", "content": choice["message"]["content"]}]
+                run.ask(session=session, messages=[*reported, {"role": "user", "content": says}], max_tokens=1)
             except OSError:  # the run has ended
                 return
 
@@ -320,5 +326,5 @@ def test_a_run_trains_on_what_its_users_say():
         for sample, reward in zip(group.samples, group.rewards, strict=True):
             turn = sample.out_ids[sample.mask]
             np.testing.assert_array_equal(turn, expected(sample)[sample.mask])
-            version, says = told[tuple(turn.tolist())]
+            version, says = so_far[tuple(turn.tolist())]
             assert version == group.version and reward == len(says)

@@ -170,5 +170,5 @@ def test_the_plan_of_memory_counts_what_there_is():
     for cfg in CONFIGS.values():
         for target in ("attention", "mlp", "experts"):
             shape = Lora(rank=3, targets=("attention", target) if target != "attention" else (target,))
-            told = adapter_params(cfg, shape)
-            assert told == sum(x.size for x in jax.tree.leaves(lora.abstract(cfg, shape))), (cfg.family, target)
+            planned = adapter_params(cfg, shape)
+            assert planned == sum(x.size for x in jax.tree.leaves(lora.abstract(cfg, shape))), (cfg.family, target)

@@ -116,19 +116,19 @@ def test_tensorboard_holds_the_same_scalars(tmp_path):
 
 
 def test_samples_are_text_in_tensorboard_and_rows_in_the_other_sinks(tmp_path):
-    told, group = [], {"group": 3, "prompt": "a | b\n<b>", "expected": "2"}
+    reason, group = [], {"group": 3, "prompt": "a | b\n<b>", "expected": "2"}
     group["samples"] = [{"reward": 1.0, "text": "x" * 5000, "tokens": 9}, {"reward": 0.0, "text": "no", "tokens": 1}]
-    sink = types.SimpleNamespace(write=lambda *_: None, samples=lambda *row: told.append(row))
+    sink = types.SimpleNamespace(write=lambda *_: None, samples=lambda *row: reason.append(row))
     with Writer(tmp_path, quiet(), [sink]) as writer:
         writer.write(3, {"reward/mean": 0.25})
         for kind in ("heldout", "trained"):
             writer.samples(4, kind, [group])
         writer.samples(4, "heldout", [])
-    assert [(step, kind, [row["text"][:2] for row in rows]) for step, kind, rows in told] == [
+    assert [(step, kind, [row["text"][:2] for row in rows]) for step, kind, rows in reason] == [
         (4, "heldout", ["xx"]),
         (4, "trained", ["xx", "no"]),
     ]
-    assert told[0][2][0].keys() == {"group", "prompt", "expected", "reward", "text"}
+    assert reason[0][2][0].keys() == {"group", "prompt", "expected", "reward", "text"}
     (_, _), (_, text) = texts(tmp_path / "tensorboard")
     lines = text.splitlines()
     assert lines[0] == "| group | prompt | expected | reward | text |" and len(lines) == 4 and len(lines[2]) < 4100
@@ -160,7 +160,7 @@ def test_the_step_line_shows_what_a_person_watches():
 
 
 @pytest.mark.parametrize(
-    "changed, told",
+    "changed, reason",
     [
         ({"versions/live": 1}, "  1 version  "),
         ({"groups/failed_share": 0.76}, "reward 0.432  failed 76%  "),
@@ -170,8 +170,8 @@ def test_the_step_line_shows_what_a_person_watches():
         ({"time/left_s": 86400 * 3.2}, "  ETA 3 days  "),
     ],
 )
-def test_a_step_line_says(changed, told):
-    assert told in step_line(12, STEP | changed, WAITS)
+def test_a_step_line_says(changed, reason):
+    assert reason in step_line(12, STEP | changed, WAITS)
 
 
 def test_a_step_line_that_is_too_long_loses_what_matters_least():

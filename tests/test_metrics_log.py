@@ -53,19 +53,19 @@ def test_a_term_that_only_some_groups_have_is_the_mean_of_those():
 
 
 def test_episodes_that_fail_are_reported_once_by_cause_and_length():
-    said = []
+    notes = []
     stats = {"environment/failed_share": 0.01, "environment/failed_deadline_to_256": 3, "environment/turns": 9}
-    failures = EpisodeFailures(types.SimpleNamespace(stats=lambda: stats), said.append)
-    assert failures.metrics() == stats and not said
+    failures = EpisodeFailures(types.SimpleNamespace(stats=lambda: stats), notes.append)
+    assert failures.metrics() == stats and not notes
     stats["environment/failed_share"] = 0.02
     assert failures.metrics() == failures.metrics() == stats
-    assert said == [
+    assert notes == [
         (
             "2.0% of the episodes have failed, and their groups with them; by cause and response length: "
             "failed_deadline_to_256 3"
         )
     ]
-    assert EpisodeFailures(None, said.append).metrics() == {} and len(said) == 1
+    assert EpisodeFailures(None, notes.append).metrics() == {} and len(notes) == 1
 
 
 def test_accuracy_is_reported_with_and_without_noise():
@@ -129,13 +129,13 @@ class State:
         self.evaluating = {4: len(ids)}
 
 
-def told(state):
+def received(state):
     records, lines = {}, []
     return Evaluations(state, Solved(term="right"), lambda v, m: records.update({v: m}), lines.append), records, lines
 
 
 def test_an_evaluation_ends_though_a_group_of_it_fails():
-    evaluations, records, _ = told(State())
+    evaluations, records, _ = received(State())
     evaluations.scored(group(-1, 4, right=[1]))
     evaluations.failed(GroupFailure(group_id=-2, reason="no", lengths=(2,)))
     assert not records
@@ -144,7 +144,7 @@ def test_an_evaluation_ends_though_a_group_of_it_fails():
 
 
 def test_groups_that_an_earlier_process_scored_count_once():
-    evaluations, records, _ = told(State(ids=(-2,)))
+    evaluations, records, _ = received(State(ids=(-2,)))
     evaluations.scored(group(-1, 4, right=[1]))  # from the journal: the orchestrator has counted it
     assert not records
     evaluations.scored(group(-2, 4, right=[0]))
@@ -152,7 +152,7 @@ def test_groups_that_an_earlier_process_scored_count_once():
 
 
 def test_an_evaluation_without_any_score_is_reported():
-    evaluations, records, lines = told(State(ids=(-1,)))
+    evaluations, records, lines = received(State(ids=(-1,)))
     evaluations.failed(GroupFailure(group_id=-1, reason="no", lengths=(2,)))
     assert lines == ["version 4 is not evaluated: none of its 1 groups has a score"] and not records
 

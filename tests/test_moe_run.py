@@ -72,9 +72,9 @@ def test_a_mixture_that_is_killed_goes_on_with_the_routes_of_sampling(tmp_path):
         chunk.table.routes is not None for c in recorded.values() for chunk in c
     )
 
-    said, _ = (run := train(tmp_path)).communicate()
-    assert run.returncode == 0, said[-2000:]
-    assert re.search(r"[1-9]\d* samples go on with [1-9]\d* tokens", said)
+    reported, _ = (run := train(tmp_path)).communicate()
+    assert run.returncode == 0, reported[-2000:]
+    assert re.search(r"[1-9]\d* samples go on with [1-9]\d* tokens", reported)
     journal, shape = EventLog(log), RouteShape.of(model)
     steps = replay(journal, journal.segments(), print).steps
     samples = [sample for step in steps for group in step.groups for sample in group.samples]

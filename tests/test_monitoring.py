@@ -212,10 +212,10 @@ def test_wandb_gets_every_record_offline_and_a_resumed_run_is_the_same_run(tmp_p
     assert done.returncode == 0, done.stderr
     files = sorted(map(str, Path(tmp_path).glob("wandb/offline-run-*/run-*.wandb")))
     read = subprocess.run([python, "-c", WANDB_READ, *files], capture_output=True, text=True, check=True).stdout
-    told = [json.loads(line) for line in read.splitlines()]
-    runs = [row for row in told if "id" in row]
+    rows = [json.loads(line) for line in read.splitlines()]
+    runs = [row for row in rows if "id" in row]
     assert {row["id"] for row in runs} == {(tmp_path / "wandb_id").read_text()} and runs[0]["project"] == "sums"
-    records = [row for row in told if "id" not in row and "reward/mean" in row]
+    records = [row for row in rows if "id" not in row and "reward/mean" in row]
     assert records == [{"step": n, "reward/mean": n / 10} for n in (1, 2, 3, 2, 3)]
     tables = [json.loads(file.read_text()) for file in tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json")]
     assert [table["columns"] for table in tables] == [["group", "prompt", "expected", "reward", "text"]] * 2

@@ -87,7 +87,7 @@ def test_a_newest_segment_of_another_version_is_refused_and_nothing_changes(kill
     assert str(refused.value).startswith(
         f"workdir: journal segment {newest} was written by another version of dora_jax"
     )
-    assert sentence in str(refused.value) and killed.disk.content == before and not killed.said
+    assert sentence in str(refused.value) and killed.disk.content == before and not killed.notes
 
 
 def test_frames_of_another_layout_are_refused(killed):
@@ -118,29 +118,30 @@ def test_an_older_segment_of_another_version_is_refused_where_a_start_needs_it(k
 
 
 def test_a_damaged_head_is_stepped_over_with_a_note(killed):
-    newest, said = killed.disk.segments()[-1], []
+    newest, notes = killed.disk.segments()[-1], []
     data = bytearray(killed.disk.content[newest])
     data[40] ^= 1
     killed.disk.content[newest] = bytes(data)
-    assert found(killed, said.append).base >= 0
-    assert said == [
+    assert found(killed, notes.append).base >= 0
+    assert notes == [
         f"journal segment {newest}: record 1 at byte 16 does not match its checksum; the segment is stepped over"
     ]
     rewrite(killed.disk, newest - 1, lambda rows: rows[0].__setitem__(1, "9"))
-    said.clear()
-    found(killed, said.append)
+    notes.clear()
+    found(killed, notes.append)
     assert (
-        f"segment {newest - 1} has no readable head: it does not say its format; the segment is stepped over" in said[0]
+        f"segment {newest - 1} has no readable head: it does not say its format; the segment is stepped over"
+        in notes[0]
     )
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("value", [None, 7, [], {}, "x", -1])
 def test_a_head_that_makes_no_sense_is_stepped_over_with_a_note(killed, at, value):
-    newest, said = killed.disk.segments()[-1], []
+    newest, notes = killed.disk.segments()[-1], []
     rewrite(killed.disk, newest, lambda rows: rows[0].__setitem__(at, value))
     try:
-        found(killed, said.append)
+        found(killed, notes.append)
     except (RuntimeError, ConfigError) as error:
-        said.append(str(error))
-    assert said or (at, value) in ((2, 7), (2, -1), (5, {}), (6, 0)), "an epoch may be any number, digests may be none"
+        notes.append(str(error))
+    assert notes or (at, value) in ((2, 7), (2, -1), (5, {}), (6, 0)), "an epoch may be any number, digests may be none"

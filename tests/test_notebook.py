@@ -47,11 +47,13 @@ def test_the_notebook_runs_and_a_reward_of_a_cell_is_refused_with_what_to_do(tmp
     tokenizer_folder.folder(model, vocab=["<pad>", "<eos>", "<unk>", *"0123456789 +="])
     written, run, shown = cells()
     refused = written.partition("\n")[2] + run.replace("from my_rewards import right\n", "")
-    told = json.dumps([refused, written, run, shown, "run"])
+    outputs = json.dumps([refused, written, run, shown, "run"])
     command = [sys.executable, "-c", KERNEL]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, input=told, capture_output=True, text=True, check=False)
-    said = [line for line in done.stdout.splitlines() if line.startswith(("Out:", "Error:"))]
-    assert "right is defined in a notebook or at a prompt" in said[0] and "%%writefile my_rewards.py" in said[0]
-    assert said[1] == "Out: None" and re.match(r"Out: \(array\(\[.*\]\), '", said[2]), done.stdout + done.stderr
-    assert said[3] == "Out: RunResult(exit_code=0, workdir='runs/notebook', 2 steps, 2 evaluations, checkpoints=(2,))"
+    done = subprocess.run(command, cwd=tmp_path, env=env, input=outputs, capture_output=True, text=True, check=False)
+    printed = [line for line in done.stdout.splitlines() if line.startswith(("Out:", "Error:"))]
+    assert "right is defined in a notebook or at a prompt" in printed[0] and "%%writefile my_rewards.py" in printed[0]
+    assert printed[1] == "Out: None" and re.match(r"Out: \(array\(\[.*\]\), '", printed[2]), done.stdout + done.stderr
+    assert (
+        printed[3] == "Out: RunResult(exit_code=0, workdir='runs/notebook', 2 steps, 2 evaluations, checkpoints=(2,))"
+    )

@@ -169,8 +169,8 @@ def test_a_step_that_was_damaged_here_comes_from_the_store_and_one_made_again_go
 
 
 def test_a_store_that_fails_is_an_alarm_and_never_half_a_step(url, monkeypatch):
-    said, folder = [], begun(url)
-    with workdir_mirror.mirrored(folder, said.append) as mirror:
+    notes, folder = [], begun(url)
+    with workdir_mirror.mirrored(folder, notes.append) as mirror:
         put, left = object_storage.Objects.put, [1]
 
         def failing(store, key, data):
@@ -183,10 +183,10 @@ def test_a_store_that_fails_is_an_alarm_and_never_half_a_step(url, monkeypatch):
         monkeypatch.setattr(object_storage.Objects, "put", failing)
         with pytest.raises(Stop, match="503.*the same command goes on"):
             mirror.settle()
-        assert mirror.steps() == [] and len(said) == 1 and "cannot be written" in said[0]
+        assert mirror.steps() == [] and len(notes) == 1 and "cannot be written" in notes[0]
         left[0] = 100
         mirror.settle()
-        assert mirror.steps() == [5] and "written again" in said[1]
+        assert mirror.steps() == [5] and "written again" in notes[1]
 
 
 def train(url, tmp_path, **env):

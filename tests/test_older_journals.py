@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_an_older_journal(format, monkeypatch):
     )
     arm = history.arm
     history.arm = lambda body, *rest: (brains.append(body.brain), arm(body, *rest))
-    assert history.live().ok and not history.said and history.continued
+    assert history.live().ok and not history.notes and history.continued
     history.audit(brains[-1])
     written = EventLog(history.disk)
     heads = [records.CODEC.decode(written.read(number).records[0]) for number in written.segments()[-1:]]

@@ -42,7 +42,7 @@ def test_facts_that_come_together_are_decided_on_once():
         brain.state.ledger.check()
     assert not brain.state.out and brain.summary()["groups"]["filtered"] == 1
     together = brain.decide()
-    started = [[id for c in said if isinstance(c, ev.Start) for id in c.ids] for said in (together, alone)]
+    started = [[id for c in reported if isinstance(c, ev.Start) for id in c.ids] for reported in (together, alone)]
     assert sorted(started[0]) == sorted(started[1]) != [] and len(together) <= len(alone)
     assert brain.decide() == () == brain.step()
 

@@ -29,16 +29,16 @@ def body(answers=STAGES, **config) -> Body:
 
 def tell(made: Body, text: str) -> list[str]:
     """Several facts, one a line; the answer to the last."""
-    said = []
+    answer = []
     for line in text.strip().splitlines():
-        said = made.ask(line.split())
-    return said
+        answer = made.ask(line.split())
+    return answer
 
 
 def two_stragglers() -> Body:
     """Instances 0 and 1 hold a straggler of version 0 each; a move of 2.0 from 1 to 0 has been asked for."""
     made = body("loaded started resumed scored", groups_per_step=2, group_size=2, max_versions=4, inflight=2.0)
-    said = tell(made, """
+    answer = tell(made, """
         up 0
         up 1
         progress 0.0,2.0 30
@@ -46,7 +46,7 @@ def two_stragglers() -> Body:
         done 3.0-1
         done 4.0-1,5.0-1
         published 1""")  # fmt: skip
-    assert said[-1] == "Move ids=2.0 src=1 dst=0"
+    assert answer[-1] == "Move ids=2.0 src=1 dst=0"
     return made
 
 
@@ -67,8 +67,8 @@ def test_the_end_of_an_untrained_straggler_lets_the_batch_go(end):
         done 0.0""") == ["LoadWeights instance=0 version=1 drop=0", "Retire version=0"]  # fmt: skip
     waits = "trainer waits for rewards (1 of 1 groups ready, 1 scoring); rollouts wait for rewards"
     assert made.brain.summary()["waits"] == waits
-    said = [line for line in tell(made, end) if not line.startswith("Discard")]
-    assert said[0] == "Train group_ids=2 base_version=1"
+    answer = [line for line in tell(made, end) if not line.startswith("Discard")]
+    assert answer[0] == "Train group_ids=2 base_version=1"
 
 
 # ---------------------------------------------------------------- new weights under running samples
@@ -205,8 +205,11 @@ def test_the_first_instance_that_is_free_takes_a_version_without_a_host():
     asked = next(h for h in hosts.values() if h.coming == 0)
     free = next(h for h in hosts.values() if h is not asked)
     (running,) = free.units.values()
-    said = tell(made, f"done {running.group.id}.0")
-    assert said == [f"LoadWeights instance={free.id} version=0 drop=1", f"Resume ids=0.0 instance={free.id} version=0"]
+    answer = tell(made, f"done {running.group.id}.0")
+    assert answer == [
+        f"LoadWeights instance={free.id} version=0 drop=1",
+        f"Resume ids=0.0 instance={free.id} version=0",
+    ]
 
 
 def test_an_idle_instance_takes_no_weights_after_the_last_step():
@@ -244,8 +247,8 @@ def test_a_swap_of_many_samples_costs_one_rebalance(monkeypatch):
     monkeypatch.setattr(
         "dora_jax.orchestrate.balance.rebalance", lambda s, real=balance.rebalance: (counted.append(s), real(s))
     )
-    said = tell(made, "published 1")
-    assert said[0].startswith("Park ids=1.0-39") and len(counted) <= 2
+    answer = tell(made, "published 1")
+    assert answer[0].startswith("Park ids=1.0-39") and len(counted) <= 2
 
 
 # ---------------------------------------------------------------- snapshot

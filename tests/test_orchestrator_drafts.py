@@ -52,8 +52,8 @@ def learned(gain, config=CONFIG):
     """An orchestrator with 8 samples on one instance, of which few rows gain so much by drafts. One sample has ended,
     whose tokens took as long as those of the reports."""
     brain = Orchestrator(config, evaluate_start=False)
-    said = brain.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
-    ids = [id for command in said if isinstance(command, ev.Start) for id in command.ids]
+    commands = brain.step(ev.InstanceUp(instance=0, versions=(0,), **UP))
+    ids = [id for command in commands if isinstance(command, ev.Start) for id in command.ids]
     brain.step(*(ev.SampleStarted(id=id, instance=0, version=0) for id in ids))
     brain.step(*map(report, PLAIN), *(report(rows, gain) for rows in FEW))
     took_s = (sum(PLAIN) + sum(FEW) / gain) * TOKENS * STEP_S
@@ -82,8 +82,8 @@ def test_what_is_left_of_few_samples_is_expected_sooner():
 def test_chips_are_not_lent_for_a_wait_that_drafts_make_short(gain, lent):
     brain = learned(gain, dataclasses.replace(CONFIG, lendable=(1,), switch_s=0.0))
     brain.state.roles.back_s = 0.2 * expected_wait(learned(1.0).state).seconds
-    said = brain.step(ev.TimePassed(now_s=1000.0))
-    assert [command.instance for command in said if isinstance(command, ev.Lend)] == lent
+    commands = brain.step(ev.TimePassed(now_s=1000.0))
+    assert [command.instance for command in commands if isinstance(command, ev.Lend)] == lent
 
 
 def test_a_snapshot_knows_what_drafts_are_worth_and_an_older_one_is_read():

@@ -29,12 +29,12 @@ def where(brain: Orchestrator, kind: type, id: SampleId, **fields) -> ev.Event:
 
 
 def done(brain: Orchestrator, *ids: SampleId) -> tuple[ev.Command, ...]:
-    said = ()
+    answer = ()
     for id in ids:
         instance = brain.state.unit(id).instance
         incarnation = brain.state.fleet.instances[instance].incarnation
-        said += brain.step(ev.SampleDone(id=id, instance=instance, tokens=5, finish="stop", incarnation=incarnation))
-    return said
+        answer += brain.step(ev.SampleDone(id=id, instance=instance, tokens=5, finish="stop", incarnation=incarnation))
+    return answer
 
 
 def of(kind: type, commands: tuple[ev.Command, ...]) -> list:
@@ -49,8 +49,8 @@ def test_a_sample_that_begins_again_is_cancelled_where_its_group_fails():
     ready(brain)
     started(brain, A)
     brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
-    said = brain.step(ev.GroupFailed(group_id=0, reason="its environment broke"))
-    assert said == (ev.Cancel(ids=(A,), instance=None, reason="its environment broke"),)  # B has never started
+    answer = brain.step(ev.GroupFailed(group_id=0, reason="its environment broke"))
+    assert answer == (ev.Cancel(ids=(A,), instance=None, reason="its environment broke"),)  # B has never started
     assert brain.step(ev.SampleCancelled(id=A, reason="")) == (
         ev.Discard(group_id=0, reason="its last sample has ended"),
     )
@@ -63,8 +63,8 @@ def test_a_group_whose_other_samples_never_started_is_discarded_when_it_is_given
     brain.step(ev.WeightsLoaded(instance=0, version=0))
     started(brain, A)
     done(brain, A)
-    said = brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
-    assert [command.group_id for command in of(ev.Discard, said)] == [0] and not of(ev.Cancel, said)
+    answer = brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
+    assert [command.group_id for command in of(ev.Discard, answer)] == [0] and not of(ev.Cancel, answer)
     assert brain.state.redo == [100_000_000]
 
 
@@ -75,8 +75,8 @@ def test_a_group_that_was_scored_is_discarded_only_where_it_is_given_up(trainabl
     started(brain, A, B)
     done(brain, A, B)
     brain.step(ev.GroupScored(group_id=0, trainable=trainable))
-    said = brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
-    assert [command.group_id for command in of(ev.Discard, said)] == [0] * trainable
+    answer = brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
+    assert [command.group_id for command in of(ev.Discard, answer)] == [0] * trainable
 
 
 def test_a_prompt_that_was_given_up_is_not_displaced_by_a_new_one_near_the_end():
@@ -87,12 +87,12 @@ def test_a_prompt_that_was_given_up_is_not_displaced_by_a_new_one_near_the_end()
         brain.step(ev.WeightsLoaded(instance=instance, version=0))
     started(brain, A, B)
     done(brain, A)  # on instance 0
-    said = brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
-    assert of(ev.Cancel, said) == [ev.Cancel(ids=(B,), instance=1, reason="instance 0 is in quarantine: NaN")]
-    said = brain.step(up(0, slots=1, versions=(0,), incarnation=1))
-    assert not of(ev.Start, said), "of group 1, which the only step would train in the place of prompt 0"
-    said = brain.step(ev.SampleCancelled(id=B, reason=""))
-    assert {id.group_id for start in of(ev.Start, said) for id in start.ids} == {100_000_000}
+    answer = brain.step(ev.InstanceUnhealthy(instance=0, reason="NaN"))
+    assert of(ev.Cancel, answer) == [ev.Cancel(ids=(B,), instance=1, reason="instance 0 is in quarantine: NaN")]
+    answer = brain.step(up(0, slots=1, versions=(0,), incarnation=1))
+    assert not of(ev.Start, answer), "of group 1, which the only step would train in the place of prompt 0"
+    answer = brain.step(ev.SampleCancelled(id=B, reason=""))
+    assert {id.group_id for start in of(ev.Start, answer) for id in start.ids} == {100_000_000}
 
 
 @pytest.mark.parametrize("mode", ["evict", "rollpacker"])
@@ -209,9 +209,9 @@ def test_what_an_incarnation_that_is_over_has_left_is_not_trained():
     healthy = [u.id for g in brain.state.groups.values() for u in g.units if u is not None and u.state == "starting"]
     started(brain, *healthy)
     late = ev.InstanceUnhealthy(instance=0, reason="its log-probs are far off", incarnation=0)
-    said = brain.step(late)
-    (named,) = of(ev.Quarantine, said)
-    assert named.instance == 0 and {command.group_id for command in of(ev.Discard, said)} == {0}
+    answer = brain.step(late)
+    (named,) = of(ev.Quarantine, answer)
+    assert named.instance == 0 and {command.group_id for command in of(ev.Discard, answer)} == {0}
     assert brain.state.groups[1].abandoned == "evicted", "a sample of it had ended there"
     assert brain.state.fleet.instances[0].incarnation == 1, "its next incarnation goes on"
     assert all(brain.state.unit(id).state == "running" for id in healthy if id.group_id != 1)

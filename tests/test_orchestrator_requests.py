@@ -43,8 +43,8 @@ def test_a_request_goes_before_samples_that_wait_for_their_first_slot():
     brain.step(CAME)
     first = next(iter(brain.state.fleet.instances[0].units))
     brain.step(ev.SampleStarted(id=first, instance=0, version=0))
-    said = brain.step(ev.SampleDone(id=first, instance=0, tokens=3, finish="stop"))
-    assert [c.ids for c in said if isinstance(c, ev.Start)] == [(ID,)]
+    commands = brain.step(ev.SampleDone(id=first, instance=0, tokens=3, finish="stop"))
+    assert [c.ids for c in commands if isinstance(c, ev.Start)] == [(ID,)]
 
 
 def test_a_client_that_leaves_frees_the_slot():
@@ -62,7 +62,7 @@ def test_a_client_that_leaves_frees_the_slot():
 
 def published(brain: Orchestrator, version: int) -> tuple[ev.Command, ...]:
     """All that the trainer asks for until this version is there; then the commands of that moment."""
-    said: list[ev.Command] = []
+    commands: list[ev.Command] = []
     while brain.state.ledger.base < version:
         for unit in [u for g in list(brain.state.groups.values()) for u in g.units if u and u.id != ID]:
             if unit.state == "starting":
@@ -72,11 +72,11 @@ def published(brain: Orchestrator, version: int) -> tuple[ev.Command, ...]:
         for group in [g for g in brain.state.groups.values() if not g.left]:
             brain.step(ev.GroupScored(group_id=group.id, trainable=True))
         if not brain.state.ledger.missing:
-            said = list(brain.step(ev.StepPublished(version=brain.state.ledger.base + 1)))
+            commands = list(brain.step(ev.StepPublished(version=brain.state.ledger.base + 1)))
         for instance in brain.state.fleet.instances.values():
             if instance.phase == "loading":
-                said += brain.step(ev.WeightsLoaded(instance=instance.id, version=instance.coming))
-    return tuple(said)
+                commands += brain.step(ev.WeightsLoaded(instance=instance.id, version=instance.coming))
+    return tuple(commands)
 
 
 def answered(hold_versions: int) -> Orchestrator:
@@ -94,8 +94,8 @@ def answered(hold_versions: int) -> Orchestrator:
 def test_a_version_retires_under_its_sessions_where_none_is_held():
     brain = answered(hold_versions=0)
     assert 0 not in brain.state.alive
-    said = brain.step(ev.RequestCame(group_id=FIRST - 1, version=0))
-    assert said == (ev.Discard(group_id=FIRST - 1, reason="version 0 has retired"),)
+    commands = brain.step(ev.RequestCame(group_id=FIRST - 1, version=0))
+    assert commands == (ev.Discard(group_id=FIRST - 1, reason="version 0 has retired"),)
 
 
 def test_a_version_is_held_for_its_sessions_so_long_and_no_longer():

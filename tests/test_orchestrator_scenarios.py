@@ -19,11 +19,11 @@ FILES = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_scenario(path):
-    told = path.read_text()
-    now = play(told)
+    text = path.read_text()
+    now = play(text)
     if os.environ.get("DORA_REWRITE"):
         path.write_text(now)
-    assert now == told, f"{path.name}: the answers have changed; if that is meant, run with DORA_REWRITE=1"
+    assert now == text, f"{path.name}: the answers have changed; if that is meant, run with DORA_REWRITE=1"
 
 
 def test_there_are_scenarios():

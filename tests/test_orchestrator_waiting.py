@@ -23,10 +23,10 @@ def roomy(slots: int = 32, **changes) -> Orchestrator:
 
 
 def waits(brain: Orchestrator, *ids, tokens: int = 8) -> tuple[ev.Command, ...]:
-    said = ()
+    commands = ()
     for id in ids:
-        said += brain.step(ev.SampleWaiting(id=id, instance=brain.state.unit(id).instance, tokens=tokens))
-    return said
+        commands += brain.step(ev.SampleWaiting(id=id, instance=brain.state.unit(id).instance, tokens=tokens))
+    return commands
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -122,7 +122,7 @@ def test_what_was_observed_moves_no_advantage_and_no_length(seed, name):
     groups = groups_of(seed, 2, 3)
     objective = Prepare(cases.section(advantage=name, overlong_cache=4), 10)
 
-    def told(groups):
+    def described(groups):
         batch = pack.pack(groups, shape_of(groups), objective)
         return sorted(zip(batch.behavior_logprobs[batch.mask], batch.advantages[batch.mask], strict=True))
 
@@ -138,7 +138,7 @@ def test_what_was_observed_moves_no_advantage_and_no_length(seed, name):
                                    logprobs=np.array(logprobs, np.float32))  # fmt: skip
 
     changed = [dataclasses.replace(g, samples=tuple(map(other, g.samples))) for g in groups]
-    np.testing.assert_allclose(told(groups), told(changed), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(described(groups), described(changed), rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_of_too_many_branches_names_what_to_raise():

@@ -96,9 +96,13 @@ def test_a_run_that_has_begun_keeps_the_step_that_it_began_from(runs):
 
 def test_a_dry_run_plans_for_the_model_of_that_run_and_exports_nothing(runs):
     asked = child("runs/x", "--dry_run", "--config.slice=laptop")
-    said = flags.describe(asked)
-    assert "note: model.path: a start exports checkpoint 6 of runs/x to runs/x/hf/6" in said
-    assert "memory: not planned" not in said and "does not exist" not in said and not Path("runs/x/hf").exists()
+    description = flags.describe(asked)
+    assert "note: model.path: a start exports checkpoint 6 of runs/x to runs/x/hf/6" in description
+    assert (
+        "memory: not planned" not in description
+        and "does not exist" not in description
+        and not Path("runs/x/hf").exists()
+    )
     (problem,) = refusal("--config=c.py", "--workdir=w", "--config.model.path=runs/x", "--config.rollout.max_new_tokens=99999",
                          "--config.trainer.pack_tokens=200000")  # fmt: skip
     assert "is longer than the model's" in problem

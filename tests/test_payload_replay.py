@@ -38,14 +38,14 @@ def test_a_replay_follows_samples_that_were_cancelled():
     """Killed right after each of them: the replay gives the orchestrator that was killed."""
     whole, _ = killed_at(None)
     journal = EventLog(whole.disk)
-    told = [fact.event for n in journal.segments() for fact in journal_audit.facts(journal.read(n).records)]
-    cancelled = [i for i, event in enumerate(told, start=1) if isinstance(event, ev.SampleCancelled)]
+    received = [fact.event for n in journal.segments() for fact in journal_audit.facts(journal.read(n).records)]
+    cancelled = [i for i, event in enumerate(received, start=1) if isinstance(event, ev.SampleCancelled)]
     assert cancelled
     for kill in cancelled:
         history, brain = killed_at(kill)
         journal = EventLog(history.disk)
-        end = replay(journal, journal.segments()[-1:], history.said.append)
-        assert json.dumps(end.orchestrator.snapshot()) == json.dumps(brain.snapshot()) and not history.said
+        end = replay(journal, journal.segments()[-1:], history.notes.append)
+        assert json.dumps(end.orchestrator.snapshot()) == json.dumps(brain.snapshot()) and not history.notes
 
 
 def killed_at(kill):

@@ -186,16 +186,16 @@ def test_math_verify_is_held_to_the_deadline(opened):
 
 
 @pytest.mark.parametrize(
-    "path, told",
+    "path, message",
     [
         ("no_such.reward", "there is no module no_such"),
         ("my_rewards.shor", "has no shor; the nearest is short"),
         ("my_rewards.sys", "is a module, not a callable"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_a_config_error_for_every_caller(opened, path, told):
+def test_a_reward_that_cannot_be_loaded_is_a_config_error_for_every_caller(opened, path, message):
     pool = opened(path)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         pool.wait_ready()
     for call in (pool.poll, lambda: pool.submit(*group("4"))):
         with pytest.raises(ConfigError, match=f"task.rewards: {path}"):
@@ -205,8 +205,8 @@ def test_a_reward_that_cannot_be_loaded_is_a_config_error_for_every_caller(opene
 def test_a_reward_whose_import_kills_the_worker_fails_the_run_with_its_words(opened, folder):
     (folder / "deadly.py").write_text("import os, sys\nprint('licence expired', flush=True)\nos._exit(9)\n")
     pool = opened("deadly.reward")
-    told = "failed 3 times to load deadly.reward; .*code 9; it last printed: licence expired"
-    with pytest.raises(RuntimeError, match=told):
+    message = "failed 3 times to load deadly.reward; .*code 9; it last printed: licence expired"
+    with pytest.raises(RuntimeError, match=message):
         pool.wait_ready()
 
 
@@ -321,8 +321,8 @@ def test_a_process_that_is_closed_leaves_no_file_to_the_garbage_collector():
     process = calls.Process("dora_jax.tasks.sandbox.render", {"extract": "a(b)"}, form=sandbox.best())
     process.start()
     process.close()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         del process
         gc.collect()
-    assert not said
+    assert not reported

@@ -76,7 +76,7 @@ def opened(folder):
 
 
 @pytest.mark.parametrize(
-    "response, told",
+    "response, message",
     [
         ("ahead", "a reply without the request's nonce was written to the worker's own socket"),
         ("bare", "a reply without the request's nonce was written to the worker's own socket"),
@@ -84,14 +84,14 @@ def opened(folder):
         ("deep", "a frame is nested too deeply"),
     ],
 )
-def test_a_reply_that_the_worker_did_not_write_is_no_score(opened, response, told):
+def test_a_reply_that_the_worker_did_not_write_is_no_score(opened, response, message):
     with contextlib.ExitStack() as files:  # the socket's number is high, as it is in a process that has many files open
         for _ in range(100):
             files.enter_context(open(os.devnull))
         pool = opened("hostile", reward_retries=0)
         pool.wait_ready()
     result = scored(pool, response)
-    assert isinstance(result, GroupFailure) and result.reason.startswith(f"reward hostile: {told}")
+    assert isinstance(result, GroupFailure) and result.reason.startswith(f"reward hostile: {message}")
     assert scored(pool, "fine").rewards.tolist() == [0.0]
 
 

@@ -46,7 +46,7 @@ def resolved(asked):
     return presets.resolve(asked, presets.machines(asked), presets.model_of(asked))
 
 
-def said(asked):
+def sentences(asked):
     return presets.problems(presets.plan(asked, presets.machines(asked), presets.model_of(asked)))
 
 
@@ -182,9 +182,9 @@ def test_trainer_fields_follow_the_trainers_slice_and_rollout_fields_the_replica
 
 def test_a_gang_has_the_pages_that_its_controller_reports():
     done, _ = resolved(cluster())
-    told = validate.from_config_dict(cluster_backend.gang_config(done), "evaluate")
-    assert told.rollout == done.rollout and told.trainer == done.trainer and told.model == done.model
-    assert told.cluster.instance_slice == "v6e-4"
+    received = validate.from_config_dict(cluster_backend.gang_config(done), "evaluate")
+    assert received.rollout == done.rollout and received.trainer == done.trainer and received.model == done.model
+    assert received.cluster.instance_slice == "v6e-4"
 
 
 def test_a_process_refuses_what_was_resolved_for_another_machine():
@@ -227,19 +227,19 @@ def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
     ],
 )
 def test_what_does_not_go_together_is_refused_by_its_field(asked, problem):
-    assert any(line.startswith(problem) for line in said(asked)), said(asked)
+    assert any(line.startswith(problem) for line in sentences(asked)), sentences(asked)
 
 
 def test_a_refusal_names_what_helps():
     (line,) = (
         line
-        for line in said(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"))
+        for line in sentences(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": 1}, size="Qwen3-1.7B"))
         if line.startswith("trainer.")
     )
     count = int(line.rpartition("trainer.micro_batches=")[2])
     assert not any(
         p.startswith("trainer.")
-        for p in said(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": count}, size="Qwen3-1.7B"))
+        for p in sentences(on("v6e-8", trainer={"fsdp": 4, "remat": "none", "micro_batches": count}, size="Qwen3-1.7B"))
     )
 
 

@@ -83,15 +83,15 @@ def test_how_a_program_ended_is_reported(run):
 
 @needs_sandbox
 def test_programs_at_once_from_many_threads(opened):
-    told = [""] * 8
+    output = [""] * 8
 
     def one(i):
-        told[i] = opened.run(f"print({i})").stdout
+        output[i] = opened.run(f"print({i})").stdout
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert told == [f"{i}\n" for i in range(8)]
+    assert output == [f"{i}\n" for i in range(8)]
 
 
 # ---------------------------------------------------------------- secrets, other processes, the machine
@@ -158,9 +158,9 @@ def test_files_of_the_machine_cannot_be_opened(run):
     read = ("/etc/passwd", str(Path.home() / ".bashrc"), "/proc/kcore", "/dev/tty", "/proc/1/root/etc/shadow")
     write = ("/file", "/usr/file", "/dev/file", "/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/etc/passwd")
     attacks = [(path, "r") for path in read] + [(path, "w") for path in write]
-    told = run(OPEN.format(attacks=attacks)).stdout.splitlines()
-    assert len(told) == len(attacks)
-    assert not [line for line in told if not line.endswith(("FileNotFoundError", "PermissionError", " OSError"))]
+    output = run(OPEN.format(attacks=attacks)).stdout.splitlines()
+    assert len(output) == len(attacks)
+    assert not [line for line in output if not line.endswith(("FileNotFoundError", "PermissionError", " OSError"))]
 
 
 @needs_sandbox
@@ -178,9 +178,9 @@ try: print(set(os.listdir("/proc/1/root")) ^ set(os.listdir("/")))
 except PermissionError: print("set()")
 """
     )
-    told = ran.stdout.split("\n")
-    assert told[:2] == ["FileNotFoundError"] * 2 and told[2] in ("FileNotFoundError", "PermissionError")
-    assert told[4] == "set()" and told[3] in ("Invalid cross-device link", "Operation not permitted")
+    output = ran.stdout.split("\n")
+    assert output[:2] == ["FileNotFoundError"] * 2 and output[2] in ("FileNotFoundError", "PermissionError")
+    assert output[4] == "set()" and output[3] in ("Invalid cross-device link", "Operation not permitted")
 
 
 @needs_sandbox
@@ -190,8 +190,8 @@ def test_calls_that_open_the_sandbox_are_not_permitted(run):
                ("shmget", 0, 4096, 0o1600), ("ioctl", 1, 0x5412, b"x"), ("ioctl", 0, 0x541C, b"x")]  # fmt: skip
     if os.uname().machine == "x86_64":  # keyctl, bpf, userfaultfd, io_uring_setup
         attacks += [("syscall", 250, 0, 0), ("syscall", 321, 0, 0, 0), ("syscall", 323, 0), ("syscall", 425, 1, 0)]
-    told = run(CALL.format(attacks=attacks)).stdout.splitlines()
-    assert len(told) == len(attacks) and not [line for line in told if not line.endswith(" EPERM")]
+    output = run(CALL.format(attacks=attacks)).stdout.splitlines()
+    assert len(output) == len(attacks) and not [line for line in output if not line.endswith(" EPERM")]
 
 
 @needs_sandbox
@@ -355,8 +355,8 @@ try:
 except OSError as error: print(i < 5000, error.strerror)
 """
     )
-    told = ran.stdout.splitlines()
-    assert told[0] in ("No space left on device", "File too large") and told[1] == "True No space left on device"
+    output = ran.stdout.splitlines()
+    assert output[0] in ("No space left on device", "File too large") and output[1] == "True No space left on device"
     assert run("print(os.listdir('/tmp'))").stdout == "['program.py']\n"
 
 

@@ -46,13 +46,13 @@ def test_a_client_that_goes_away_takes_its_program_along(opened):
 @needs_sandbox
 @pytest.mark.parametrize("form", FORMS)
 def test_a_server_that_is_killed_takes_its_programs_along_and_is_an_error_never_a_result(form):
-    told = []
+    received = []
 
     def ask():
         try:
-            told.append(opened.run("import time; time.sleep(600)", limits=programs.Limits(wall_s=600.0)))
+            received.append(opened.run("import time; time.sleep(600)", limits=programs.Limits(wall_s=600.0)))
         except programs.SandboxError as error:
-            told.append(str(error))
+            received.append(str(error))
 
     with server(form) as opened:
         thread = threading.Thread(target=ask)
@@ -61,7 +61,7 @@ def test_a_server_that_is_killed_takes_its_programs_along_and_is_an_error_never_
             time.sleep(0.01)
         os.kill(opened.pid, signal.SIGKILL)
         thread.join()
-    assert told == ["the sandbox server is gone"]
+    assert received == ["the sandbox server is gone"]
     while any(map(alive, below)):
         time.sleep(0.01)
 

@@ -26,7 +26,7 @@ def short(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "template, told",
+    "template, reason",
     [
         ("{{ 1 / (messages | length - 1) }}", "refused the messages: ZeroDivisionError: division by zero"),
         (
@@ -42,12 +42,12 @@ def short(monkeypatch):
         ("{% for %}", "does not compile: Expected an expression"),
     ],
 )
-def test_a_template_that_raises_is_one_sentence_and_the_next_text_comes(template, told, tmp_path):
+def test_a_template_that_raises_is_one_sentence_and_the_next_text_comes(template, reason, tmp_path):
     tokenizer = with_template(tmp_path, template)
     for _ in range(2):
         with pytest.raises(ValueError) as error:
             tokenizer.chat(MESSAGES)
-        assert str(error.value).startswith(f"the chat template of {tmp_path} {told}")
+        assert str(error.value).startswith(f"the chat template of {tmp_path} {reason}")
         assert not isinstance(error.value, render.NeverEnds)
 
 
@@ -98,8 +98,8 @@ def rows_task(tmp_path, prompts, **section):
 def test_an_expression_that_never_ends_names_itself_and_the_prompt(tmp_path, short):
     with pytest.raises(ConfigError) as error:
         rows_task(tmp_path, ["a", "a" * 40 + "b", "aa"], extract="^((?:a+)+)$")
-    told = str(error.value)
-    assert told.startswith("task.extract '^((?:a+)+)$' took over 0.5 s, on the prompt 'aaaa") and "\n" not in told
+    reason = str(error.value)
+    assert reason.startswith("task.extract '^((?:a+)+)$' took over 0.5 s, on the prompt 'aaaa") and "\n" not in reason
 
 
 def test_a_template_that_refuses_a_row_names_field_folder_and_prompt(tmp_path):

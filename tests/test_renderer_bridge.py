@@ -32,7 +32,7 @@ def test_a_renderer_that_is_not_there_is_named(tokenizer):
 def test_trained_tokens_are_those_of_the_engine(tokenizer):
     draw, branches = random.Random(0), 0
     for _ in range(100):
-        question = dialogues.said(draw)
+        question = dialogues.phrase(draw)
         engine = dialogues.Engine(tokenizer, bridge_of(tokenizer, question), question)
         for turn in range(last := draw.randrange(2, 7)):
             ids = dialogues.speech(draw, tokenizer)
@@ -55,6 +55,6 @@ def test_a_tool_call_is_read_from_the_tokens(tokenizer):
     turn = tokenizer.encode(
         '<think>\nso\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 4}}\n</tool_call><|im_end|>'
     )
-    said = bridge_of(tokenizer, "what").message(np.array(turn))
-    assert said["reasoning_content"] == "so" and not said["content"].strip()
-    assert said["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 4}}}]
+    phrase = bridge_of(tokenizer, "what").message(np.array(turn))
+    assert phrase["reasoning_content"] == "so" and not phrase["content"].strip()
+    assert phrase["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 4}}}]

@@ -203,7 +203,7 @@ def test_the_page_opens_with_held_out_prompts_before_and_after(tmp_path):
     assert text.index("class='verdict well'") < places[0] and places == sorted(places)
 
 
-def test_one_evaluation_alone_and_none_are_said_so(tmp_path):
+def test_one_evaluation_alone_and_none_are_named_as_such(tmp_path):
     folder = run_of(tmp_path / "a")
     assert "a: the workdir has no answer to a held-out prompt." in Text(page([load(folder, "a")])).text
     stored(folder, "0.jsonl", heldout(0, ("2 + 2 =", "4", True)))
@@ -229,8 +229,8 @@ def test_a_workdir_in_a_bucket_reads_as_a_folder_does(tmp_path):
 def test_the_interval_of_a_curve_counts_groups_and_prompts(tmp_path):
     folder = run_of(tmp_path / "a")
     (folder / "config.json").write_text(json.dumps({"orchestrator": {"groups_per_step": 4}}))
-    told = {"step": 4, "eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.75}
-    write(folder, "metrics.jsonl", [step(1, **{"reward/std": 0.5}), step(2), told])
+    evaluated = {"step": 4, "eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.75}
+    write(folder, "metrics.jsonl", [step(1, **{"reward/std": 0.5}), step(2), evaluated])
     reward, accuracy = json.loads(Text(page([load(folder, "a")])).scripts[0])["curves"][:2]
     assert reward["lines"][0]["low"] == [pytest.approx(0.5 - 1.96 * 0.25), None]
     assert (accuracy["lines"][0]["low"], accuracy["lines"][0]["high"]) == ([0.25], [0.75]), "as the run wrote it"
@@ -281,7 +281,7 @@ def test_a_thousand_instances_and_fifty_versions_stay_small():
 
 
 @pytest.mark.parametrize(
-    "wait, idle, waits, said",
+    "wait, idle, waits, message",
     [
         (0.0, 0.5, "rollouts idle 50%: waiting for the trainer", "The trainer is the bottleneck"),
         (3.0, 0.1, "trainer idle 75%: waiting for rewards", "task.reward_workers"),
@@ -289,17 +289,17 @@ def test_a_thousand_instances_and_fifty_versions_stay_small():
         (1.0, 0.5, "", "Both roles wait"),
     ],
 )
-def test_the_bottleneck_is_named_with_what_to_change(wait, idle, waits, said):
+def test_the_bottleneck_is_named_with_what_to_change(wait, idle, waits, message):
     rows = [step(n, **{"trainer/wait_s": wait, "rollout/idle_share": idle, "waits": waits}) for n in range(4)]
-    assert said in findings.bottleneck(rows)
+    assert message in findings.bottleneck(rows)
 
 
 def test_lengths_that_are_left_out_of_training_are_found():
     made = {bucket: 1000 for bucket in range(10)}
     assert "follow" in findings.length_bias({"generated": made, "trained": made})[2]
     short = {bucket: 1000 for bucket in range(8)}
-    distance, limit, said = findings.length_bias({"generated": made, "trained": short})
-    assert distance == pytest.approx(0.2) and distance > limit and "differ" in said
+    distance, limit, message = findings.length_bias({"generated": made, "trained": short})
+    assert distance == pytest.approx(0.2) and distance > limit and "differ" in message
 
 
 def test_an_instance_that_emits_no_numbers_is_named(tmp_path):

@@ -61,8 +61,8 @@ def test_a_long_journal_is_not_replayed(tmp_path, monkeypatch):
     monkeypatch.setattr(audit, "MOST_BYTES", 2**20)
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal/000001.log").write_bytes(bytes(3 * 2**20))
-    said = "The journal of 3 MB is not audited: the report replays at most 1 MB."
-    assert audited(tmp_path).audit == said == audited(f"file://{tmp_path}").audit
+    sentence = "The journal of 3 MB is not audited: the report replays at most 1 MB."
+    assert audited(tmp_path).audit == sentence == audited(f"file://{tmp_path}").audit
     monkeypatch.setattr(audit, "MOST_OBJECTS", 0)
     assert "The journal of 1 objects is not audited" in audited(f"file://{tmp_path}").audit
 

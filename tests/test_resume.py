@@ -169,7 +169,7 @@ def changed(saved, monkeypatch, tmp_path):
     return disk, found, start, tmp_path / "changes.jsonl", settings
 
 
-def test_a_change_that_teaches_nothing_is_said_and_written_and_everything_goes_on(changed):
+def test_a_change_that_teaches_nothing_is_reported_and_written_and_everything_goes_on(changed):
     disk, found, start, file, settings = changed
     for _ in range(2):  # the second start is of a run that was killed before its first facts
         rig = begun(disk, as_published(found), Store([start]), settings | {"rollout.slots": 32})
@@ -238,8 +238,8 @@ def test_a_checkpoint_that_cannot_be_used_is_stepped_over_with_its_reason_and_se
     assert rig.trainer.params == found.base and [step for step, _ in store.asked] == [start, start - 1]
     for step, digests in store.asked:
         assert digests == (found.payloads.saved[step].params, step, 1), "what the journal says was saved"
-    (said,) = [note for note in rig.writer["notes"] if "stepped over" in note]
-    assert said == f"checkpoint {start} cannot be trusted and is stepped over: rl_state came back with other values"
+    (reported,) = [note for note in rig.writer["notes"] if "stepped over" in note]
+    assert reported == f"checkpoint {start} cannot be trusted and is stepped over: rl_state came back with other values"
     assert store.past == [f"{start}.broken"]
 
 

@@ -45,9 +45,9 @@ def on_a_disk(monkeypatch, room):
 
 def test_what_a_full_disk_refuses_follows_in_order_once_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(retrying_file, "RETRY_PERIOD_S", 0.0)
-    said, draw, room = [], random.Random(0), [100]
+    notes, draw, room = [], random.Random(0), [100]
     on_a_disk(monkeypatch, room)
-    file = PatientFile(tmp_path / "f", said.append)
+    file = PatientFile(tmp_path / "f", notes.append)
     whole = b""
     for i in range(60):
         if i == 40:
@@ -57,7 +57,7 @@ def test_what_a_full_disk_refuses_follows_in_order_once_there_is_room(tmp_path, 
         file.write(data)
         assert whole.startswith((tmp_path / "f").read_bytes())
     assert (tmp_path / "f").read_bytes() == whole
-    assert len(said) == 2 and "No space left" in said[0] and "written again" in said[1]
+    assert len(notes) == 2 and "No space left" in notes[0] and "written again" in notes[1]
     file.close()
 
 

@@ -218,7 +218,7 @@ def test_terms_of_all_rewards_come_together():
 
 
 @pytest.mark.parametrize(
-    "value, told",
+    "value, reason",
     [
         ("1.0", "reward mine returned '1.0', a str, not a number"),
         (None, "reward mine returned None, a NoneType"),
@@ -233,10 +233,10 @@ def test_terms_of_all_rewards_come_together():
         ({"a": 1.0, "b": math.nan}, "reward mine, term 'b', returned nan"),
     ],
 )
-def test_anything_but_a_finite_number_is_an_error_with_the_reward_s_name(value, told):
+def test_anything_but_a_finite_number_is_an_error_with_the_reward_s_name(value, reason):
     with pytest.raises(RewardError) as error:
         score(lambda p, r, a: value)
-    assert told in str(error.value)
+    assert reason in str(error.value)
 
 
 def test_numpy_scalars_are_numbers():
@@ -286,14 +286,14 @@ def test_a_parameter_gets_what_has_its_name(reward, seen):
 
 
 @pytest.mark.parametrize(
-    "reward, told",
+    "reward, reason",
     [
         (lambda response, levle: 1.0, "reward mine takes 'levle', and its row has level, tests, prompt, response$"),
         (lambda prompt, response, answer: 1.0, "takes 'answer', .* .task.answer_column names the column"),
         (lambda p, r, a: 1.0, "takes 'answer', .* .task.answer_column names the column"),
     ],
 )
-def test_a_parameter_that_nothing_fills_is_named(reward, told):
-    with pytest.raises(RewardError, match=told):
+def test_a_parameter_that_nothing_fills_is_named(reward, reason):
+    with pytest.raises(RewardError, match=reason):
         rewards.score({"mine": reward}, "p", "r", None, ROW)
     assert rewards.score({"mine": lambda response, level: 1.0}, "p", "r", None, ROW)[1] == 1.0

@@ -68,9 +68,9 @@ def spelt(ids):
     return "".join(f"<{i}>" for i in ids)
 
 
-def stored(folder, views=None, decode=spelt, said=None, **budgets):
+def stored(folder, views=None, decode=spelt, notes=None, **budgets):
     return SampleLog(
-        folder, print if said is None else said.append, decode, lambda id: PROMPT, views and views.take, **budgets
+        folder, print if notes is None else notes.append, decode, lambda id: PROMPT, views and views.take, **budgets
     )
 
 
@@ -218,22 +218,22 @@ def test_a_bucket_holds_the_files_that_are_left(tmp_path, monkeypatch):
     assert [row["step"] for row in samples(url)] == [5]
 
 
-def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path):
-    said = []
+def test_what_cannot_be_written_is_reported_once_and_ends_nothing(tmp_path):
+    notes = []
     (tmp_path / "samples").write_text("a file of the user's")
-    log = stored(tmp_path, said=said)
+    log = stored(tmp_path, notes=notes)
     log.write(1, GROUPS)
     log.close()
-    assert "is no folder; it is moved aside" in said[0] and len(samples(tmp_path)) == 9
+    assert "is no folder; it is moved aside" in notes[0] and len(samples(tmp_path)) == 9
 
     def broken(ids):
         raise RuntimeError("no such id")
 
-    log = stored(tmp_path, decode=broken, said=said)
+    log = stored(tmp_path, decode=broken, notes=notes)
     for step in (2, 3):
         log.write(step, GROUPS)
     log.close()
-    assert len(said) == 2 and said[1].endswith("lacks samples: RuntimeError: no such id")
+    assert len(notes) == 2 and notes[1].endswith("lacks samples: RuntimeError: no such id")
 
 
 def test_other_steps_have_no_look_and_are_written_all_the_same(tmp_path):

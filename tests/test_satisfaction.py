@@ -15,6 +15,6 @@ def test_the_bench_trains_on_its_user_and_serves_it_without_training(tmp_path):
 
 
 def test_the_reward_is_what_the_user_wrote_next():
-    said = [{"role": "user", "content": "thanks"}]
-    assert learning.thanked("", "", {"messages": [], "next": said}) == 1.0
-    assert learning.thanked("", "", {"messages": said, "next": []}) == 0.0
+    messages = [{"role": "user", "content": "thanks"}]
+    assert learning.thanked("", "", {"messages": [], "next": messages}) == 1.0
+    assert learning.thanked("", "", {"messages": messages, "next": []}) == 0.0

@@ -120,7 +120,7 @@ def test_cudnn_is_lowered_to_its_own_call(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes,platform,dtype,said",
+    "changes,platform,dtype,message",
     [
         (
             {"attention": "splash"},
@@ -141,11 +141,11 @@ def test_cudnn_is_lowered_to_its_own_call(monkeypatch):
         ({"attention": "auto"}, "cpu", "float32", "trainer.attention=auto is open"),
     ],
 )
-def test_what_cannot_run_as_asked_is_refused(changes, platform, dtype, said):
+def test_what_cannot_run_as_asked_is_refused(changes, platform, dtype, message):
     section = cases.section(**({"pack_tokens": 512} | changes))
-    assert said in next(objective.attention_problems(section, platform, dtype))
+    assert message in next(objective.attention_problems(section, platform, dtype))
     if platform == "cpu":
-        with pytest.raises(ValueError, match=said.split(";")[0]):
+        with pytest.raises(ValueError, match=message.split(";")[0]):
             step.Trainer(cases.MODEL, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), None, total_steps=1)
 
 

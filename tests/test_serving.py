@@ -47,8 +47,8 @@ def test_a_stream_says_what_one_piece_says(path):
             assert len(call.chunks) > 10, "in pieces"
             for choice in whole["choices"]:
                 mine = [c for chunk in call.chunks for c in chunk["choices"] if c["index"] == choice["index"]]
-                said = [c.get("text") or c.get("delta", {}).get("content") or "" for c in mine]
-                assert "".join(said) == (choice["text"] if path == COMPLETIONS else choice["message"]["content"])
+                texts = [c.get("text") or c.get("delta", {}).get("content") or "" for c in mine]
+                assert "".join(texts) == (choice["text"] if path == COMPLETIONS else choice["message"]["content"])
                 assert [id for c in mine for id in c.get("token_ids", [])] == choice["token_ids"]
                 assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
             if path == CHAT:
@@ -304,8 +304,8 @@ def test_a_retry_joins_the_answer_that_runs(header):
             await first.leave()
             await rig.finish()
             await asyncio.gather(second.task, third.task)
-            said = [call.json["choices"][0]["token_ids"] for call in (second, third)]
-            assert said == [rig.engines[0].expected(1, group, 0, 30).tolist() for group in (1, 2)]
+            texts = [call.json["choices"][0]["token_ids"] for call in (second, third)]
+            assert texts == [rig.engines[0].expected(1, group, 0, 30).tolist() for group in (1, 2)]
             assert rig.answers.tokens == 60 and rig.answers.running == 0
             if header == "idempotency_key":
                 late = await rig.ask(COMPLETIONS, body, **key)
@@ -509,8 +509,8 @@ def test_a_tool_call_is_reported_as_one(stream):
             messages = [*HELLO, earlier, {"role": "tool", "content": "3", "tool_call_id": "a"}]
             call = rig.open(CHAT, {"messages": messages, "tools": TOOLS, "stream": stream})
             await rig.settle()
-            said = b'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-            ids, logprobs = np.frombuffer(said, np.uint8).astype(np.int32), np.full(len(said), -0.5, np.float32)
+            texts = b'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+            ids, logprobs = np.frombuffer(texts, np.uint8).astype(np.int32), np.full(len(texts), -0.5, np.float32)
             for start in range(0, len(ids), 7):
                 rig.answers.grew(SampleId(1, 0), start, ids[start : start + 7], logprobs[start : start + 7])
                 await rig.settle()

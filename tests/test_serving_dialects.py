@@ -13,7 +13,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 HELLO = [{"role": "user", "content": "hello"}]
 SIX = {"seed": 3, "temperature": 0.5}
 FUNCTION = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
-SAID = b'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+SAMPLED = b'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 def asked(path, tools=False, **more):
@@ -100,7 +100,7 @@ def test_a_tool_call_is_one_in_another_dialect(path, stream):
             call = rig.open(path, asked(path, tools=True, stream=stream, parallel_tool_calls=False) | {
                 "max_output_tokens" if path == RESPONSES else "max_tokens": 90})  # fmt: skip
             await rig.settle()
-            ids = np.append(np.frombuffer(SAID, np.uint8).astype(np.int32), np.int32(END))
+            ids = np.append(np.frombuffer(SAMPLED, np.uint8).astype(np.int32), np.int32(END))
             logprobs = np.full(len(ids), -0.5, np.float32)
             rig.answers.grew(SampleId(1, 0), 0, ids[:9], logprobs[:9])
             await rig.settle()
@@ -108,13 +108,13 @@ def test_a_tool_call_is_one_in_another_dialect(path, stream):
             await call.task
             answer = whole_of(path, call) if stream else call.json
             if path == RESPONSES:
-                said, made = answer["output"]
-                assert said["content"][0]["text"] == "so " and answer["status"] == "completed"
+                reported, made = answer["output"]
+                assert reported["content"][0]["text"] == "so " and answer["status"] == "completed"
                 assert made["type"] == "function_call" and made["call_id"].startswith("call_")
                 assert (made["name"], json.loads(made["arguments"])) == ("add", {"a": 1})
             else:
-                said, made = answer["content"]
-                assert said == {"type": "text", "text": "so "} and answer["stop_reason"] == "tool_use"
+                reported, made = answer["content"]
+                assert reported == {"type": "text", "text": "so "} and answer["stop_reason"] == "tool_use"
                 assert (made["type"], made["name"], made["input"]) == ("tool_use", "add", {"a": 1})
 
     asyncio.run(run())

@@ -11,21 +11,21 @@ from dora_jax.serving.versions import Versions
 def test_a_stop_string_is_found_however_the_text_is_cut():
     text, stops = "one ENDtwo END three", ("END ", "END t")
     for size in range(1, 8):
-        stop, told, stopped = StopText(stops), "", False
+        stop, shown, stopped = StopText(stops), "", False
         for i in range(0, len(text), size):
             if not stopped:
                 new, stopped = stop.feed(text[i : i + size])
-                told += new
-        assert (told, stopped) == ("one ENDtwo ", True)
+                shown += new
+        assert (shown, stopped) == ("one ENDtwo ", True)
     assert StopText(stops, include=True).feed(text) == ("one ENDtwo END ", True)
 
 
 def test_half_a_character_waits_for_its_rest():
     decode = lambda ids: bytes(ids).decode(errors="replace")
-    tokens, said = Detokenizer(decode, list("é".encode())), []
+    tokens, parts = Detokenizer(decode, list("é".encode())), []
     for byte in "aé€b".encode():
-        said.append(tokens.add(byte))
-    assert said == ["a", "", "é", "", "", "€", "b"]
+        parts.append(tokens.add(byte))
+    assert parts == ["a", "", "é", "", "", "€", "b"]
     assert tokens.add(0xE2) == "" and tokens.rest() == "\ufffd"
 
 
@@ -37,9 +37,9 @@ def test_tool_calls_leave_the_text_however_it_is_cut():
         for i in range(0, len(text), size):
             found += calls.feed(text[i : i + size])
         found.append(calls.rest())
-        said = "".join(part for part in found if isinstance(part, str))
+        parts = "".join(part for part in found if isinstance(part, str))
         assert [part for part in found if isinstance(part, ToolCall)] == [ToolCall("add", '{"a": 1}')] * 2
-        assert said.split() == ["Let", "me", "see.", "<tool_call>no</tool_call>", "<tool_call>{"]
+        assert parts.split() == ["Let", "me", "see.", "<tool_call>no</tool_call>", "<tool_call>{"]
 
 
 @pytest.mark.parametrize("thinking", [False, True])

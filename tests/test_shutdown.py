@@ -38,14 +38,14 @@ def test_a_signal_while_a_program_is_imported(tmp_path, program):
     (tmp_path / "absl").mkdir()
     (tmp_path / "absl/__init__.py").write_text(ITSELF.format("SIGINT"))
     (tmp_path / "numpy.py").write_text(ITSELF.format("SIGINT"))
-    said = python("-m", f"dora_jax.{program}", cwd=tmp_path, path=tmp_path)
-    assert said == "SIGINT: stopped before a run began (exit code 42)\n"
+    output = python("-m", f"dora_jax.{program}", cwd=tmp_path, path=tmp_path)
+    assert output == "SIGINT: stopped before a run began (exit code 42)\n"
 
 
 def test_a_signal_while_jax_is_imported(tmp_path):
     (tmp_path / "jax.py").write_text(ITSELF.format("SIGTERM"))
-    said = python("-m", "dora_jax.train", f"--config={ROOT}/configs/quickstart.py:tiny", cwd=tmp_path, path=tmp_path)
-    assert said == "SIGTERM: stopped before a run began (exit code 42)\n"
+    output = python("-m", "dora_jax.train", f"--config={ROOT}/configs/quickstart.py:tiny", cwd=tmp_path, path=tmp_path)
+    assert output == "SIGTERM: stopped before a run began (exit code 42)\n"
 
 
 STUCK = """
@@ -60,8 +60,8 @@ STUCK = """
 
 def test_a_main_thread_that_is_stuck_in_a_call_is_left_behind_at_the_deadline(tmp_path):
     (tmp_path / "stuck.py").write_text(textwrap.dedent(STUCK))
-    said = python("stuck.py", cwd=tmp_path)
-    assert said.startswith("SIGTERM: ") and said.endswith("(exit code 42)\n") and said.count("\n") == 1
+    output = python("stuck.py", cwd=tmp_path)
+    assert output.startswith("SIGTERM: ") and output.endswith("(exit code 42)\n") and output.count("\n") == 1
 
 
 COMPILING = """

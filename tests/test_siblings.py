@@ -18,11 +18,11 @@ from tests.fakes.remote_pair import A, new_pair
 
 class Worker:
     def __init__(self, instance):
-        self.incarnation, self.told = 1, []
+        self.incarnation, self.received = 1, []
         self.instance = instance
 
     def send(self, source):
-        self.told.append((source.id.index, len(source.tokens)))
+        self.received.append((source.id.index, len(source.tokens)))
 
 
 class Registry:
@@ -56,12 +56,12 @@ def test_an_end_is_reported_where_siblings_run(fleet):
     subject.sent(ids(0, 1), 0)
     subject.sent(ids(2), 1)
     subject.record(Finished(sample=registry.end(0, 5), instance=None))
-    assert (workers[0].told, workers[1].told) == ([], [(0, 5)])
+    assert (workers[0].received, workers[1].received) == ([], [(0, 5)])
     subject.record(Finished(sample=registry.end(2, 7), instance=None))
-    assert (workers[0].told, workers[1].told) == ([(2, 7)], [(0, 5)])
+    assert (workers[0].received, workers[1].received) == ([(2, 7)], [(0, 5)])
     subject.record(Finished(sample=registry.end(1, 9), instance=None))  # nobody runs any more
     subject.sent(ids(3), 1)  # of a group that begins again there
-    assert workers[1].told == [(0, 5), (0, 5), (2, 7), (1, 9)]
+    assert workers[1].received == [(0, 5), (0, 5), (2, 7), (1, 9)]
 
 
 def test_where_a_sample_comes_first_what_is_known_of_its_group_is_reported(fleet):
@@ -70,9 +70,9 @@ def test_where_a_sample_comes_first_what_is_known_of_its_group_is_reported(fleet
     subject.sent(ids(0, 1, 2), 0)
     subject.record(Finished(sample=registry.end(2, 8), instance=None))
     subject.sent(ids(0), 1)  # moves
-    assert workers[1].told == [(2, 8), (1, 6)] and not workers[0].told
+    assert workers[1].received == [(2, 8), (1, 6)] and not workers[0].received
     subject.sent(ids(1), 1)
-    assert len(workers[1].told) == 2  # it knows them
+    assert len(workers[1].received) == 2  # it knows them
 
 
 def test_a_later_incarnation_is_reported_again_and_one_that_is_over_is_not(fleet):
@@ -81,12 +81,12 @@ def test_a_later_incarnation_is_reported_again_and_one_that_is_over_is_not(fleet
     subject.sent(ids(1, 2), 1)
     workers[1].incarnation = 2
     subject.record(Finished(sample=registry.end(0, 5), instance=None))
-    assert not workers[1].told
+    assert not workers[1].received
     subject.sent(ids(1), 1)
-    assert workers[1].told == [(0, 5)]
+    assert workers[1].received == [(0, 5)]
     subject.observe((), [ev.Discard(group_id=0, reason="")])
     subject.record(Finished(sample=registry.end(2, 5), instance=None))
-    assert workers[1].told == [(0, 5)]
+    assert workers[1].received == [(0, 5)]
 
 
 def test_what_is_reported_of_a_sample_is_bounded(fleet, monkeypatch):
@@ -95,7 +95,7 @@ def test_what_is_reported_of_a_sample_is_bounded(fleet, monkeypatch):
     subject.sent(ids(0), 0)
     subject.sent(ids(1), 1)
     subject.record(Finished(sample=registry.end(0, 5), instance=None))
-    assert workers[1].told == [(0, 3)]
+    assert workers[1].received == [(0, 3)]
 
 
 def test_a_run_tells_its_instances_what_siblings_elsewhere_sampled():
@@ -104,18 +104,18 @@ def test_a_run_tells_its_instances_what_siblings_elsewhere_sampled():
     class Engine(SlowEngine):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            self.told = {}
+            self.received = {}
             engines.append(self)
 
         def know(self, id, tokens):
-            self.told.setdefault(id, tokens)  # again, where the instance ran none of the group in between
+            self.received.setdefault(id, tokens)  # again, where the instance ran none of the group in between
 
     orchestrator, world, ups, _ = make(engine=Engine, instances=3, drafts=True)
     halt, records = play(orchestrator, world, ups, [world.sources.observe])
-    assert halt.ok and sum(len(engine.told) for engine in engines) > 0
+    assert halt.ok and sum(len(engine.received) for engine in engines) > 0
     ended = {record.sample.id: record for record in records if isinstance(record, Finished)}
     for engine in engines:
-        for id, tokens in engine.told.items():
+        for id, tokens in engine.received.items():
             np.testing.assert_array_equal(tokens, ended[id].sample.out_ids)
             version = ended[id].sample.version
             np.testing.assert_array_equal(tokens[:1], ORACLE.expected(version, *id, 1))
@@ -125,8 +125,8 @@ def test_a_gang_is_reported_over_the_wire():
     remotes, gangs, _ = new_pair()
     tokens = np.arange(5, dtype=np.int32)
     remotes[1].send(TokensElsewhere(id=A, tokens=tokens))
-    (said,) = gangs[1].posts
-    batch = messages.CODEC.decode(messages.CODEC.encode(messages.TickCommands(posts=(said,))))
+    (post,) = gangs[1].posts
+    batch = messages.CODEC.decode(messages.CODEC.encode(messages.TickCommands(posts=(post,))))
     assert batch.posts[0].what.id == A
     np.testing.assert_array_equal(batch.posts[0].what.tokens, tokens)
     remotes.tell(1, "down", gangs[1])

@@ -12,8 +12,8 @@ DEMO = config.from_config_dict(runpy.run_path("configs/sim/demo.py")["get_config
 
 
 def step_s(speeds):
-    told = {"steps": 8, "warmup_steps": 2, "orchestrator.updates": 4, "hardware.speeds": speeds}
-    return simulate(Row(label="", mode="dora", config=config.replace(DEMO, told), published={})).step_s
+    given = {"steps": 8, "warmup_steps": 2, "orchestrator.updates": 4, "hardware.speeds": speeds}
+    return simulate(Row(label="", mode="dora", config=config.replace(DEMO, given), published={})).step_s
 
 
 @pytest.mark.parametrize("speeds", [(1.5, 0.5), (1.1, 1.0, 0.9, 1.0)])

@@ -57,9 +57,9 @@ def test_a_tail_of_few_samples_is_over_sooner():
 def test_a_run_learns_what_the_model_says():
     """Within a tenth, at every number of rows that drafts were tried with; decode calls of few rows are never seen."""
     row = sim_runs.row("dora", draft__tokens=3, draft__rows=8, draft__acceptance=0.8, draft__cost=1.5)
-    told = run.orchestrator_config(row.config, row.mode)
-    brain = Orchestrator(told, evaluate_start=False)
-    world = SimWorld(row.config, told.decisions, until=5)
+    policy = run.orchestrator_config(row.config, row.mode)
+    brain = Orchestrator(policy, evaluate_start=False)
+    world = SimWorld(row.config, policy.decisions, until=5)
     with pytest.raises(run.EndOfMeasurement):
         run.run(brain, world)
     learned, times = brain.state.fleet.measured.drafts, DecodeTimes(world.costs, row.config.draft)

@@ -70,9 +70,9 @@ def test_a_mode_that_promises_whole_steps_takes_parts_where_it_is_reported_to():
 
 
 def test_instances_on_the_chips_of_the_trainer_never_decode_beside_it():
-    told = {"orchestrator.updates": 8, "hardware.rollout_chips": 0}
-    parts = step_s("sync", **told, **{"orchestrator.decisions": {"parts": 8}})
-    assert parts == step_s("sync", **told)
+    given = {"orchestrator.updates": 8, "hardware.rollout_chips": 0}
+    parts = step_s("sync", **given, **{"orchestrator.decisions": {"parts": 8}})
+    assert parts == step_s("sync", **given)
     assert parts.rollout["paused"] == pytest.approx(parts.trainer["train"], rel=1e-6)
 
 

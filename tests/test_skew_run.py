@@ -45,10 +45,10 @@ def run(tmp_path, fault=""):
 def test_an_instance_whose_log_probs_are_off_is_quarantined_and_the_run_goes_on(tmp_path):
     out, steps = run(tmp_path, fault="rollout.skew:60")
     assert out.returncode == 0 and max(steps) == 12, out.stdout + out.stderr
-    said = re.findall(
+    lines = re.findall(
         r"rollout \d is in quarantine \(its log-probs differ .* by (\S+) nats .*trained in (.*)", out.stdout
     )
-    ((gap, trained),) = said
+    ((gap, trained),) = lines
     assert float(gap) == pytest.approx(1, abs=0.02) and trained.startswith("step ")
     named = max(int(step) for step in re.findall(r"step (\d+)", trained))
     assert all(row["mismatch/mean"] < 0.02 for step, row in steps.items() if step > named and "mismatch/mean" in row)

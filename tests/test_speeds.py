@@ -144,8 +144,8 @@ def test_an_instance_reports_what_ticks_took_that_only_decoded(monkeypatch):
     worker.execute(ev.Start(ids=ids, instance=0, version=0, attempt=1), Task().prompt_at(0))
     for _ in range(4):
         worker.work()
-    said = [outbox.get() for _ in range(outbox.qsize())]
-    (report,) = [item for item in said if isinstance(item, ev.InstanceReported)]
+    reported = [outbox.get() for _ in range(outbox.qsize())]
+    (report,) = [item for item in reported if isinstance(item, ev.InstanceReported)]
     assert (report.busy_s, report.row_s) == (
         1.5,
         3.0,
@@ -173,8 +173,8 @@ def test_an_instance_reports_ticks_with_drafts_apart(monkeypatch):
     worker.execute(ev.Start(ids=ids, instance=0, version=0, attempt=1), Task().prompt_at(0))
     for _ in range(8):
         worker.work()
-    said = [outbox.get() for _ in range(outbox.qsize())]
-    for report in [item for item in said if isinstance(item, ev.InstanceReported)]:
+    reported = [outbox.get() for _ in range(outbox.qsize())]
+    for report in [item for item in reported if isinstance(item, ev.InstanceReported)]:
         sampled, steps = report.sampled, SECTION.decode_steps
         assert (sampled, report.busy_s, report.row_s) == (4 * steps, 1.0, 2.0)
         assert report.drafted == ev.Drafted(sampled=4 * steps, busy_s=1.0, row_s=2.0, guesses=16, held=8)
@@ -183,10 +183,10 @@ def test_an_instance_reports_ticks_with_drafts_apart(monkeypatch):
 @pytest.mark.parametrize("declared", [(1.0,), (1.5, 0.5)])
 def test_the_simulator_reports_as_an_engine_does(declared):
     config = row("dora", hardware__speeds=declared).config
-    told = run.orchestrator_config(config, "dora")
-    brain = Orchestrator(told, evaluate_start=False)
+    policy = run.orchestrator_config(config, "dora")
+    brain = Orchestrator(policy, evaluate_start=False)
     with pytest.raises(run.EndOfMeasurement):
-        run.run(brain, SimWorld(config, told.decisions, until=5))
+        run.run(brain, SimWorld(config, policy.decisions, until=5))
     speeds = [host.speed for host in brain.state.fleet.instances.values()]
     true = [declared[i % len(declared)] for i in range(len(speeds))]
     assert speeds == pytest.approx([speed / statistics.geometric_mean(true) for speed in true], rel=0.25)

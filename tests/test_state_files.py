@@ -112,8 +112,10 @@ def test_a_damaged_line_of_the_metrics_is_set_aside(tmp_path, line):
     assert set(evaluations) == {0, 4, 8}
 
 
-@pytest.mark.parametrize("gap, said", [(b"", "steps? 1-8"), (text_of(metrics_of(4)), "step 5-8"), (None, "step 1-8")])
-def test_metrics_that_are_gone_are_named(tmp_path, gap, said):
+@pytest.mark.parametrize(
+    "gap, message", [(b"", "steps? 1-8"), (text_of(metrics_of(4)), "step 5-8"), (None, "step 1-8")]
+)
+def test_metrics_that_are_gone_are_named(tmp_path, gap, message):
     if gap is None:
         (tmp_path / "metrics.jsonl").mkdir()
     else:
@@ -123,7 +125,7 @@ def test_metrics_that_are_gone_are_named(tmp_path, gap, said):
     with Writer(tmp_path, console) as writer:
         writer.resume(8)
         writer.write(9, {"x": 1.0})
-    assert f"has no record of step {said[-3:]}" in notes[0] and lines(tmp_path)[-1] == {"step": 9, "x": 1.0}
+    assert f"has no record of step {message[-3:]}" in notes[0] and lines(tmp_path)[-1] == {"step": 9, "x": 1.0}
     assert (gap is None) == (tmp_path / "metrics.jsonl.damaged").is_dir()
 
 
@@ -239,11 +241,11 @@ def test_damaged_statistics_are_set_aside_and_begin_anew(tmp_path):
     lacking = json.dumps({"instances": {"0": {"samples": 1}}, "lengths": fields["lengths"]}).encode()
     for bad in (*flipped(data, 60), *kinds(data), lacking):
         file.write_bytes(bad)
-        said = []
-        log = Timeline(tmp_path, said.append)
+        message = []
+        log = Timeline(tmp_path, message.append)
         finished(log, 0)
         log.close()
-        assert aside.read_bytes() == bad and "it is moved aside as" in said[0], said
+        assert aside.read_bytes() == bad and "it is moved aside as" in message[0], message
         assert load(tmp_path, "a").instances[0]["samples"] == 1
         aside.unlink()
     file.write_text(json.dumps({name: fields[name] for name in ("instances", "lengths")}))  # before formats had numbers
@@ -257,11 +259,11 @@ def test_damaged_statistics_are_set_aside_and_begin_anew(tmp_path):
 def test_a_trace_that_is_none_is_set_aside(tmp_path, content):
     file = tmp_path / "trace.json"
     file.mkdir() if content is None else file.write_bytes(content)
-    said = []
-    log = Timeline(tmp_path, said.append)
+    message = []
+    log = Timeline(tmp_path, message.append)
     finished(log, 0)
     log.close()
-    assert json.loads(file.read_text()) and "moved aside as" in said[0]
+    assert json.loads(file.read_text()) and "moved aside as" in message[0]
     assert content is None or (tmp_path / "trace.json.damaged").read_bytes() == content
 
 

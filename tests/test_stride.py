@@ -135,7 +135,7 @@ def test_a_snapshot_from_before_there_were_strides_goes_on():
         assert all(again.step(event) == commands for event, commands in world.log[at + 1 :])
 
 
-def test_what_tails_cost_is_told_from_the_lengths_of_ended_samples():
+def test_what_tails_cost_is_known_from_the_lengths_of_ended_samples():
     for mean, instances in ((300.0, 4), (600.0, 8), (1200.0, 12)):
         config = row(
             "dora", workload__mean_tokens=mean, hardware__chips=32, hardware__rollout_chips=2 * instances,

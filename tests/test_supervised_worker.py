@@ -89,7 +89,7 @@ class Job:
             max_prompt_tokens=8,
             max_new_tokens=64,
         )
-        self.said, self.records, self.downs, self.resumed = [], [], [], {}
+        self.notes, self.records, self.downs, self.resumed = [], [], [], {}
         self.outbox, weights, groups = queue.SimpleQueue(), Weights(), MemoryGroupStore()
         troubles = {i: list(trouble) for i, trouble in enumerate(troubles)}
         self.pool = {}
@@ -107,7 +107,7 @@ class Job:
                 0.005,
                 spare,
                 self.pool,
-                self.said.append,
+                self.notes.append,
             )
         trainer = TrainerWorker(
             Trainer(), lambda groups, base: None, groups, weights, self.config.decisions.max_lag, self.outbox
@@ -173,7 +173,7 @@ def test_an_instance_that_dies_again_and_again_costs_no_sample(mode):
     assert job.play().ok
     job.audit()
     assert job.downs and all("Dies: out of memory" in down.reason for down in job.downs)
-    assert "is lost (Dies" in job.said[0] and "it is made again" in job.said[0]
+    assert "is lost (Dies" in job.notes[0] and "it is made again" in job.notes[0]
     assert any(job.resumed.values()), "no sample went on from recorded tokens"
 
 
@@ -181,7 +181,7 @@ def test_what_is_lost_stays_away_where_nothing_can_make_it_again():
     job = Job(troubles=[[after(9, dies)]], again=False)
     assert job.play().ok
     job.audit()
-    assert len(job.downs) == 1 and "stays away" in job.said[0]
+    assert len(job.downs) == 1 and "stays away" in job.notes[0]
 
 
 def test_without_an_instance_left_the_run_ends_with_the_error():
@@ -194,7 +194,7 @@ def test_incarnations_that_come_to_nothing_are_counted():
     job = Job(troubles=[[after(1, dies) for _ in range(9)] for _ in range(2)])
     with pytest.raises(RuntimeError, match=r"rollout \d failed: out of memory"):
         job.play()
-    assert len(job.said) == 6 and "stays away" in job.said[-1]
+    assert len(job.notes) == 6 and "stays away" in job.notes[-1]
 
 
 class Counted(LocalInstance):
@@ -238,7 +238,7 @@ def test_an_instance_that_hangs_leaves_the_pool_and_is_not_received_when_it_wake
 
     assert job.play(watch).ok
     job.audit()
-    assert len(job.downs) == 1 and "in one call for" in job.downs[0].reason and "stays away" in job.said[0]
+    assert len(job.downs) == 1 and "in one call for" in job.downs[0].reason and "stays away" in job.notes[0]
 
 
 def change_finished(**change):
@@ -372,7 +372,7 @@ def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_train
     job = Job(mode, instances=3, troubles=[trouble], steps=4 * STEPS)  # many, that some come after the quarantine
     quarantined, sampled, trained, suspected = [], {}, [], set()
     job.world.listen(lambda record: quarantined.append(record) if isinstance(record, ev.Quarantine) else None)
-    agreement = Agreement(0.2, WholeSteps(job.records).gaps, list(job.pool.values()), job.said.append)
+    agreement = Agreement(0.2, WholeSteps(job.records).gaps, list(job.pool.values()), job.notes.append)
     job.world.listen(agreement.record)
 
     def watch(event):
@@ -398,4 +398,4 @@ def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_train
     for id in suspected:
         if id.group_id in later:  # it has begun again: on a healthy instance, or on the next incarnation of this one
             assert (done[id].instance, done[id].incarnation) != (0, 0)
-    assert "begin again elsewhere" in job.said[0]
+    assert "begin again elsewhere" in job.notes[0]

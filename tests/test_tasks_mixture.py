@@ -175,5 +175,5 @@ def test_prompts_and_the_orchestrator_agree_on_whose_group_it_is(tmp_path):
     """Names that a ConfigDict or JSON would bring in another order."""
     mix = {"z": rows_of(tmp_path, "z", sums(40), weight=2), "a": rows_of(tmp_path, "a", products(40))}
     task, run = opened(mix, tmp_path), build.orchestrator_config(config.Config(task=TaskSection(mix=mix)))
-    told = collections.Counter((run.task(g), "*" in task.prompt_at(g).text) for g in range(30))
-    assert told == {("z", False): 20, ("a", True): 10}
+    received = collections.Counter((run.task(g), "*" in task.prompt_at(g).text) for g in range(30))
+    assert received == {("z", False): 20, ("a", True): 10}

@@ -46,13 +46,13 @@ def test_three_bad_rows_in_five_hundred_are_quarantined_and_the_run_goes_on(fold
     rows[498] = {"prompt": 7, "answer": "7"}
     with caplog.at_level(logging.WARNING):
         task = opened(write(folder / "rows.jsonl", rows), folder)
-    told = [json.loads(line) for line in (folder / "run" / "quarantine.jsonl").read_text().splitlines()]
-    assert [(bad["line"], bad["reason"]) for bad in told] == [
+    received = [json.loads(line) for line in (folder / "run" / "quarantine.jsonl").read_text().splitlines()]
+    assert [(bad["line"], bad["reason"]) for bad in received] == [
         (7, "not a JSON object in UTF-8"),
         (100, "answer is missing"),
         (499, "prompt is neither a text nor a list of messages"),
     ]
-    assert told[1]["row"] == '{"prompt": "1+1="}'
+    assert received[1]["row"] == '{"prompt": "1+1="}'
     assert "3 of 500 rows" in caplog.text and "line 7" in caplog.text
     assert {task.prompt_at(g).uid for g in range(477)} | task.heldout_uids == {
         uid_of(row["prompt"]) for row in sums(500) if row["id"] not in (6, 99, 498)
@@ -64,8 +64,8 @@ def test_above_the_limit_the_run_stops_and_says_where_the_rows_are(folder):
     for i in range(6):
         rows[i * 7] = "nonsense"
     path = write(folder / "rows.jsonl", rows)
-    told = r"6 of 500 rows of .*rows.jsonl are bad; the first: line 1: .*max_bad_rows_share"
-    with pytest.raises(ValueError, match=told) as error:
+    received = r"6 of 500 rows of .*rows.jsonl are bad; the first: line 1: .*max_bad_rows_share"
+    with pytest.raises(ValueError, match=received) as error:
         opened(path, folder)
     assert str(folder / "run" / "quarantine.jsonl") in str(error.value)
     assert len((folder / "run" / "quarantine.jsonl").read_text().splitlines()) == 6
@@ -126,8 +126,8 @@ def test_columns_of_any_name_may_be_prompt_and_answer_nested_ones_too(folder):
     prompt = task.prompt_at(0)
     assert prompt.text == f"{prompt.answer}?"
     assert dict(prompt.row) == {"question": prompt.text, "gold": {"value": prompt.answer}, "level": "easy"}
-    told = "9 of 9 rows .* prompt is missing; the row has question, gold, level, day .task.prompt_column"
-    with pytest.raises(ValueError, match=told):
+    received = "9 of 9 rows .* prompt is missing; the row has question, gold, level, day .task.prompt_column"
+    with pytest.raises(ValueError, match=received):
         opened(path, folder, heldout=3)
     with pytest.raises(ValueError, match="line 1: answr is missing"):
         opened(path, folder, heldout=3, prompt_column="question", answer_column="answr")
@@ -157,8 +157,8 @@ def test_a_system_message_and_variables_reach_the_chat_template(folder):
     chat = {"template": "chat", "system": "Be brief.", "template_kwargs": {"think": False}}
     task = opened(write(folder / "rows.jsonl", rows), folder, heldout=1, tokenizer=Chatty(), **chat)
     prompts = {task.prompt_at(g).text for g in (-1, 0, 1, 2)}
-    said = {f"think=False <system>Be brief.<user>{name}<assistant>" for name in "abc"}
-    assert prompts == said | {"think=False <system>own<user>d<assistant>"}
+    output = {f"think=False <system>Be brief.<user>{name}<assistant>" for name in "abc"}
+    assert prompts == output | {"think=False <system>own<user>d<assistant>"}
     assert task.messages_at(-1)[0]["role"] == "system"
     ends = {"prompt": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}], "answer": 1}
     opened(

@@ -71,9 +71,9 @@ def test_what_a_run_did_is_what_the_picture_shows(tmp_path):
 def test_the_same_is_a_chrome_trace_which_a_resumed_run_goes_on_with(tmp_path):
     clock = Clock()
 
-    def process(kill, *told):
+    def process(kill, *facts):
         log = Timeline(tmp_path, print, clock)
-        for event, *commands in told:
+        for event, *commands in facts:
             clock.now += 1
             log.event(event, commands)
         if not kill:
@@ -186,8 +186,8 @@ def test_a_run_that_resumes_writes_on(tmp_path):
 
 
 def test_loads_and_steps_keep_within_the_budget_and_the_rest_is_whole(tmp_path):
-    clock, said = Clock(), []
-    log = Timeline(tmp_path, said.append, clock, log_bytes=40_000)
+    clock, notes = Clock(), []
+    log = Timeline(tmp_path, notes.append, clock, log_bytes=40_000)
     log.event(up(0), ())
     for version in range(1, 600):
         clock.now += 1.0
@@ -202,7 +202,7 @@ def test_loads_and_steps_keep_within_the_budget_and_the_rest_is_whole(tmp_path):
     data = load(tmp_path, "a")
     published = [row["published"] for row in data.timeline if "published" in row]
     halves = [(tmp_path / name).read_text().count('"published"') for name in ("timeline.1.jsonl", "timeline.jsonl")]
-    assert published == list(range(600 - sum(halves), 600)) and all(halves) and not said
+    assert published == list(range(600 - sum(halves), 600)) and all(halves) and not notes
     assert "timeline.jsonl has reached its budget" in page([data])
     traces = [json.loads((tmp_path / name).read_text()) for name in ("trace.1.json", "trace.json")]
     assert not faults(traces[0]) and not faults(traces[1]) and traces[1][-1]["name"] == "v600"

@@ -88,7 +88,7 @@ def test_a_reward_that_scores_its_row_tells_the_terms(folder):
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, reason",
     [
         (
             "raises",
@@ -105,8 +105,8 @@ def test_a_reward_that_scores_its_row_tells_the_terms(folder):
         ("uneven", r"rewards returned the terms \['right'\] for one sample and \['empty'\] for another"),
     ],
 )
-def test_a_reward_that_cannot_score_its_row_is_refused_with_the_row(folder, name, told):
-    with pytest.raises(ConfigError, match=f"^task.rewards: {told}"):
+def test_a_reward_that_cannot_score_its_row_is_refused_with_the_row(folder, name, reason):
+    with pytest.raises(ConfigError, match=f"^task.rewards: {reason}"):
         tried(name)
 
 
@@ -133,7 +133,7 @@ def test_an_environment_plays_two_episodes_of_its_row_that_leave_no_trace_in_the
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, reason",
     [
         (
             "NoReset",
@@ -145,13 +145,13 @@ def test_an_environment_plays_two_episodes_of_its_row_that_leave_no_trace_in_the
         ("Slow", "no answer within environment.step_timeout_s = 0.5 s, tried"),
     ],
 )
-def test_an_environment_that_cannot_play_is_refused_with_what_it_was_told(folder, name, told):
-    with pytest.raises(ConfigError, match=f"^environment.name: mine.{name} {told}"):
+def test_an_environment_that_cannot_play_is_refused_with_what_it_was_sent(folder, name, reason):
+    with pytest.raises(ConfigError, match=f"^environment.name: mine.{name} {reason}"):
         played(name)
 
 
 @pytest.mark.parametrize(
-    "flags, told",
+    "flags, reason",
     [
         (["--config.task.rewards=('mine.none',)"], "task.rewards: reward none returned None"),
         (
@@ -160,7 +160,7 @@ def test_an_environment_that_cannot_play_is_refused_with_what_it_was_told(folder
         ),
     ],
 )
-def test_it_comes_before_the_warm_start(folder, flags, told):
+def test_it_comes_before_the_warm_start(folder, flags, reason):
     """From the command line: exit code 2, and nothing was made."""
     done = subprocess.run(
         [
@@ -179,7 +179,7 @@ def test_it_comes_before_the_warm_start(folder, flags, told):
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert f"error: {told}" in done.stderr and "Traceback" not in done.stderr
+    assert f"error: {reason}" in done.stderr and "Traceback" not in done.stderr
     assert "\\x" not in done.stderr  # the response is text, although there is no tokenizer yet
     assert not (folder / "base").exists() and "step" not in done.stdout
 

@@ -33,10 +33,10 @@ TINY = config.SftSection(
 
 class Quiet:
     def __init__(self):
-        self.told, self.notes = [], []
+        self.printed, self.notes = [], []
 
     def phase(self, role, text):
-        self.told.append(text)
+        self.printed.append(text)
 
     def note(self, text):
         self.notes.append(text)
@@ -89,14 +89,14 @@ def test_a_worked_dialogue_trains_on_what_the_policy_says_alone(tmp_path):
     right = 0
     for prompt, dialogue in found:
         assert [own for _, own in dialogue] == [i % 2 == 0 for i in range(len(dialogue))]
-        for (asked, _), (told, _) in zip(dialogue[0::2], dialogue[1::2], strict=False):
-            assert eval(asked) == int(told)
-        ids, said = warm_start_data.encoded(tokenizer, end, c.environment.observation, dialogue)
+        for (asked, _), (printed, _) in zip(dialogue[0::2], dialogue[1::2], strict=False):
+            assert eval(asked) == int(printed)
+        ids, sampled = warm_start_data.encoded(tokenizer, end, c.environment.observation, dialogue)
         turns = [text for text, own in dialogue if own]
-        assert tokenizer.decode(np.array(ids)[said]) == "".join(turns) and np.array(ids)[said].tolist().count(
+        assert tokenizer.decode(np.array(ids)[sampled]) == "".join(turns) and np.array(ids)[sampled].tolist().count(
             end
         ) == len(turns)
-        assert tokenizer.decode(np.array(ids)[~np.array(said)]) == "".join(
+        assert tokenizer.decode(np.array(ids)[~np.array(sampled)]) == "".join(
             f"-> {x}\n" for x, own in dialogue if not own
         )
         right += dialogue[-1][0] == f"#### {eval(prompt)}"
@@ -141,7 +141,7 @@ def test_run_leaves_a_folder_that_loads_and_learned(made):
     tokenizer = Tokenizer.load(out)
     assert (cfg.d_model, cfg.vocab_size) == (16, tokenizer.vocab_size)
     assert tokenizer.eos_ids == (tokenizer.encode(warm_start_data.END)[0],)
-    assert any("step 20/20" in text for text in progress.told) and "loss" in progress.notes[-1]
+    assert any("step 20/20" in text for text in progress.printed) and "loss" in progress.notes[-1]
     first, last = (float(x) for x in progress.notes[-1].split("loss ")[1].split(",")[0].split(" -> "))
     assert first > 5 and last < first - 1.5
     assert not list(out.parent.glob(".*.part"))

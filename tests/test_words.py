@@ -100,6 +100,15 @@ def test_a_word_that_nobody_else_uses_is_not_used(word):
     assert not found, f"write {BANNED[word]}"
 
 
+def test_no_identifier_of_the_tests_speaks():
+    """`said`, `told` and `heard` say nothing of what a name holds: notes, output, a message, a reason, commands."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.NAME:
+                words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", token.string)}
+                assert not words & {"said", "told", "heard", "unheard"}, f"{path.name}:{token.start[0]} {token.string}"
+
+
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_a_phrase_that_nobody_else_uses_is_not_used(phrase):
     places = [*modules(), *pages()]

@@ -42,15 +42,15 @@ def small(scale=1.0):
     return types.SimpleNamespace(params=params, state=types.SimpleNamespace(opt_state={"mu": params["w"] * 2}))
 
 
-def store_of(tmp_path, said=None, **section):
+def store_of(tmp_path, notes=None, **section):
     return checkpoint.Checkpoints(
-        tmp_path, config.CheckpointSection(**section), (said if said is not None else []).append
+        tmp_path, config.CheckpointSection(**section), (notes if notes is not None else []).append
     )
 
 
-def adopting(tmp_path, said=None):
+def adopting(tmp_path, notes=None):
     return checkpoint.Checkpoints(
-        tmp_path, config.CheckpointSection(), (said if said is not None else []).append, adopts=True
+        tmp_path, config.CheckpointSection(), (notes if notes is not None else []).append, adopts=True
     )
 
 

@@ -122,7 +122,7 @@ class Kept:
 
     def __init__(self, launcher, name="rollout 0", hosts=2, limits=LIMITS):
         self.launcher = launcher
-        self.events, self.said, self.gangs = [], [], []
+        self.events, self.notes, self.gangs = [], [], []
         self.hub = GangListener("127.0.0.1", RunRegistry())
         self.keeper = GangSupervisor(
             self.hub,
@@ -135,7 +135,7 @@ class Kept:
             up=self._up,
             down=lambda gang: self.events.append(f"down {gang.epoch}"),
             failed=self.events.append,
-            notify=self.said.append,
+            notify=self.notes.append,
             limits=limits,
         )
 

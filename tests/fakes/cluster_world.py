@@ -179,7 +179,7 @@ class World:
             max_new_tokens=64,
             lendable=lendable,
         )
-        self.folder, self.said = folder, []
+        self.folder, self.notes = folder, []
         self.trusted = True  # what an earlier controller's storage holds
         self._hosts, self._instances, self._mode, self._restarts = hosts, instances, mode, restarts
         length = length or (lambda version, group, index, limit: 60 if (group + index) % 5 == 0 else 2 + index % 5)
@@ -194,16 +194,16 @@ class World:
         self.roster, self.outbox, self.remotes = self.new_roster(), queue.SimpleQueue(), {}
         self.hub = GangListener("127.0.0.1", self.roster)
         self.publisher = WeightPublisher(
-            StoredWeights(self.folder.parent), (STORAGE,), self.said.append, past=found is not None and self.trusted
+            StoredWeights(self.folder.parent), (STORAGE,), self.notes.append, past=found is not None and self.trusted
         )
         self.weights = self.launcher.weights = Published(self.publisher)
         for i in range(self._instances):
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-            self.remotes[i] = RemoteInstance(up, self.outbox, self.publisher, self._keeper(i), self.said.append)
+            self.remotes[i] = RemoteInstance(up, self.outbox, self.publisher, self._keeper(i), self.notes.append)
         for i in self.config.lendable:
             up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
             keeper = self._keeper(i, LentSupervisor)
-            self.remotes[i] = LentRemoteInstance(up, self.outbox, self.publisher, keeper, self.said.append)
+            self.remotes[i] = LentRemoteInstance(up, self.outbox, self.publisher, keeper, self.notes.append)
         groups = MemoryGroupStore()
         self.orchestrator, self.payloads = (
             (found.orchestrator, found.payloads) if found else (Orchestrator(self.config), PayloadState())
@@ -258,7 +258,7 @@ class World:
             self._hosts,
             "",
             begin=begin,
-            notify=self.said.append,
+            notify=self.notes.append,
             limits=dataclasses.replace(LIMITS, restarts=self._restarts),
             **hooks,
         )

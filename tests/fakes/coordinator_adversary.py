@@ -133,10 +133,10 @@ class SlowEnvironments(ScriptedEnvironments):
         super().__init__(late=0, opening=draw.choice([0, 2]))
         self._draw, self._calm = draw, calm
 
-    def turn(self, prompt, told):
+    def turn(self, prompt, so_far):
         if self._draw.random() < LOST and not self._calm():
-            self.losing.add(told.id)
-        super().turn(prompt, told)
+            self.losing.add(so_far.id)
+        super().turn(prompt, so_far)
 
     def poll(self):
         if not self.asked or self._draw.random() < 0.7:
@@ -373,8 +373,8 @@ def main(configurations: int, first: int = 0) -> None:
             raise
         dropped, incarnations, moves = dropped + game.dropped, incarnations + game.incarnations, moves + game.moves
         lends += game.lends
-    said = f"{configurations} configurations, {incarnations} processes, {moves} moves, {lends} lends, no law broken"
-    print(f"{said}; dropped: {dict(dropped)}")
+    summary = f"{configurations} configurations, {incarnations} processes, {moves} moves, {lends} lends, no law broken"
+    print(f"{summary}; dropped: {dict(dropped)}")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Engine:
         self.registry = SampleRegistry(self)
         self.prompt_at = lambda group_id: prompt
         self.registry.opened(0)
-        self.told = bridge.begin(prompt)
+        self.received = bridge.begin(prompt)
         self.held = InFlightSample(id=SampleId(0, 0), version=3, prompt_ids=ids, out_ids=ids[:0], logprobs=np.zeros(0, np.float32),
                                    max_new_tokens=9999, turn_tokens=99)  # fmt: skip
         self.turns = []  # all that the engine had when the turn ended, and the turn's length
@@ -106,7 +106,7 @@ class Engine:
 
     def observe(self, ids, messages):
         before = self.tokens
-        observed, keep = self.bridge.observe(self.told, before, np.array(ids), messages)
+        observed, keep = self.bridge.observe(self.received, before, np.array(ids), messages)
         self.held, _ = self.registry.observe(Observed(id=self.held.id, token_ids=observed, keep=keep))
         self.branches += keep is not None
         assert self.tokens.tolist() == [*before[: keep if keep is not None else len(before)], *observed]
@@ -128,17 +128,17 @@ def speech(draw, tokenizer):
     """A policy's turn, in tokens that no tokenizer would choose for its text."""
     ids = []
     if draw.random() < 0.5:
-        ids += tokenizer.encode("<think>\n" + said(draw) + "\n</think>\n\n")
-    text = '<tool_call>\n{"b": false, "a": ""}\n</tool_call>' if draw.random() < 0.4 else said(draw)
+        ids += tokenizer.encode("<think>\n" + phrase(draw) + "\n</think>\n\n")
+    text = '<tool_call>\n{"b": false, "a": ""}\n</tool_call>' if draw.random() < 0.4 else phrase(draw)
     at = draw.randrange(len(text)) if "<" not in text else 0
     return [*ids, *tokenizer.encode(text[:at]), *tokenizer.encode(text[at:]), tokenizer.eos_ids[0]]
 
 
-def said(draw):
+def phrase(draw):
     return " ".join(draw.choices(WORDS, k=draw.randrange(1, 8)))
 
 
 def foreign(draw):
     """What an environment says: often a tool's answer, now and then with what looks like a control token."""
-    text = said(draw) + (draw.choice(CONTROL) + said(draw) if draw.random() < 0.3 else "")
+    text = phrase(draw) + (draw.choice(CONTROL) + phrase(draw) if draw.random() < 0.3 else "")
     return {"role": "tool" if draw.random() < 0.7 else "user", "content": text}

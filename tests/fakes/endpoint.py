@@ -122,8 +122,8 @@ class Rig:
                 each.load(version, version)
             self.versions.loaded(version)
         self.fleet = LocalFleet(self.engines, self.store, self.versions, self.store)
-        said = Options(host="", port=0, name="policy", session_idle_s=60.0, keepalive_s=pulse_s, token=token)
-        self.service = Service(self.fleet, self.versions, Letters(), LIMITS, said, **{"first_group": 0} | options)
+        reported = Options(host="", port=0, name="policy", session_idle_s=60.0, keepalive_s=pulse_s, token=token)
+        self.service = Service(self.fleet, self.versions, Letters(), LIMITS, reported, **{"first_group": 0} | options)
         self.answers, self.app = self.service.answers, self.service.endpoint.app(self.service.lifespan)
 
     @contextlib.contextmanager

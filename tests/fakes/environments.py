@@ -109,7 +109,7 @@ class ScriptedEnvironments:
         """opening: tokens that come first. failing: groups. losing, branching: samples, at their first turn."""
         self.late, self.opening = late, opening
         self.failing, self.losing, self.branching = set(failing), set(losing), set(branching)
-        self.asked, self.said, self.closed = {}, [], False
+        self.asked, self.answered, self.closed = {}, [], False
 
     def opened(self, id):
         return 900 + id.index + np.arange(self.opening, dtype=np.int32)
@@ -123,9 +123,9 @@ class ScriptedEnvironments:
     def open(self, id, prompt):
         self.asked[id] = (0, Observed(id=id, token_ids=self.opened(id)))
 
-    def turn(self, prompt, told):
-        id, mask = told.id, told.mask
-        turn = int((np.diff(np.concatenate([[0], mask.astype(int)])) == 1).sum()) + (id in self.said)
+    def turn(self, prompt, so_far):
+        id, mask = so_far.id, so_far.mask
+        turn = int((np.diff(np.concatenate([[0], mask.astype(int)])) == 1).sum()) + (id in self.answered)
         if id.group_id in self.failing:
             answer = EpisodeFailed(id=id, reason="the machine is gone", kind="error")
         elif id in self.losing:
@@ -133,8 +133,8 @@ class ScriptedEnvironments:
             answer = EpisodeLost(id=id, reason="its object is gone")
         elif id in self.branching:
             self.branching.discard(id)
-            self.said.append(id)
-            answer = Observed(id=id, token_ids=self.observed(id, turn), keep=len(told.tokens) - 2)
+            self.answered.append(id)
+            answer = Observed(id=id, token_ids=self.observed(id, turn), keep=len(so_far.tokens) - 2)
         elif turn >= self.turns(id):
             answer = EpisodeEnded(id=id, terms={"right": float(id.index % 2)})
         else:

@@ -49,14 +49,14 @@ class Player:
         return self.tokenizer.decode(answer.token_ids)
 
     def say(self, text):
-        said = np.array(self.tokenizer.encode(text), np.int32)
-        self.tokens = np.concatenate([self.tokens, said])
-        self.mask = np.append(self.mask, np.ones(len(said), bool))
+        answer_ids = np.array(self.tokenizer.encode(text), np.int32)
+        self.tokens = np.concatenate([self.tokens, answer_ids])
+        self.mask = np.append(self.mask, np.ones(len(answer_ids), bool))
         logprobs = np.where(self.mask, np.float32(-0.5), np.float32(0))
-        told = EpisodeSoFar(
+        so_far = EpisodeSoFar(
             id=self.id, version=self.version, tokens=self.tokens, mask=self.mask, logprobs=logprobs, room=self.room
         )
-        self.pool.turn(self.prompt, told)
+        self.pool.turn(self.prompt, so_far)
 
     def answer(self):
         return answers(self.pool, 1)[0]

@@ -11,7 +11,7 @@ TURN = 5  # tokens that a turn may sample
 MAX_NEW = 20
 
 
-def said(in_flight):
+def reply(in_flight):
     """What the environment says: a function of the episode's tokens; lengths on both sides of a chunk and of a page."""
     rng = np.random.default_rng(int(in_flight.out_ids.sum()) + len(in_flight.out_ids))
     return rng.integers(6, VOCAB, (1, 2, 3, 9)[int(in_flight.out_ids[-1]) % 4])
@@ -40,7 +40,7 @@ def play(*engines, turns=3, answer=lambda in_flight: None, limit=400):
                 else:
                     there = answer(in_flight) or engine
                     held = in_flight if there is engine else engine.with_kept(in_flight)
-                    there.import_(observed(held, said(in_flight)))
+                    there.import_(observed(held, reply(in_flight)))
             engine.check()
     raise AssertionError(f"not idle after {limit} ticks")
 

@@ -289,7 +289,7 @@ class History:
         self.ends: dict[int, str] = {}  # group -> how it ended untrained
         self.incarnations = 0
         self.replayed = 0
-        self.said: list[str] = []
+        self.notes: list[str] = []
         self.continued = 0  # samples that went on from recorded tokens
 
     def live(self, kill_write=None, kept=1.0, kill_fact=None, kill_command=None):
@@ -304,7 +304,7 @@ class History:
     def _live(self, kill_fact, kill_command):
         with mock.patch("concurrent.futures.ThreadPoolExecutor", lambda *args: NoThreads()):
             journal = EventLog(self.disk)
-        found = recover(journal, self.config, list(self.checkpoints), lambda v: True, self.said.append)
+        found = recover(journal, self.config, list(self.checkpoints), lambda v: True, self.notes.append)
         if found is None:
             body = Body(self.config, self.shape, Orchestrator(self.config), {0: 1}, self.batches)
             world = JournaledWorld(body, journal, body.brain, PayloadState())

@@ -69,13 +69,13 @@ class Machine:
             ["bash", *args], cwd=self.root, env=env, capture_output=True, text=True, timeout=60, check=False
         )
 
-    def told(self) -> list[list[str]]:
+    def called(self) -> list[list[str]]:
         """The commands so far, in their order, and none of them twice; but for questions to git."""
         log = self.folder / "log"
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
-        told = [[word.replace("bash_", "bash") for word in shlex.split(line)] for line in lines]
-        return [words for words in told if words[:2] not in (["git", "status"], ["git", "cat-file"])]
+        called = [[word.replace("bash_", "bash") for word in shlex.split(line)] for line in lines]
+        return [words for words in called if words[:2] not in (["git", "status"], ["git", "cat-file"])]
 
 
 def machine(folder: Path) -> Machine:

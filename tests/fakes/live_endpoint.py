@@ -119,8 +119,8 @@ class Run:
         header, or is its headers."""
         with contextlib.closing(self.connect(**body)) as connection:
             answer = connection.getresponse()
-            said = json.loads(answer.read())
-            return answer.status, said.get("error", said)
+            reported = json.loads(answer.read())
+            return answer.status, reported.get("error", reported)
 
     def connect(self, **body):
         """The connection of a client that has asked."""

@@ -103,10 +103,10 @@ class Adversary(OtherSources):
     def acts(self) -> list:
         """Everything that may happen next; what is overheard least often is as likely as the rest."""
         sources = [
-            *(incarnation.said for incarnation in (*self.incarnations.values(), *self.dead)),
+            *(incarnation.sent for incarnation in (*self.incarnations.values(), *self.dead)),
             *self.says.values(),
         ]
-        acts = [lambda said=said: self.deliver(said) for said in sources if said]
+        acts = [lambda sent=sent: self.deliver(sent) for sent in sources if sent]
         for incarnation in self.incarnations.values():
             if incarnation.inbox:
                 acts.append(lambda incarnation=incarnation: self.obey(incarnation))
@@ -120,9 +120,9 @@ class Adversary(OtherSources):
         acts.append(self.tick)
         return acts
 
-    def deliver(self, said: collections.deque) -> None:
+    def deliver(self, sent: collections.deque) -> None:
         twice = self.moves <= self.calm_after and self.draw.random() < TWICE
-        self.hear(said[0] if twice else said.popleft())
+        self.hear(sent[0] if twice else sent.popleft())
 
     def hear(self, event: ev.Event) -> None:
         """The controller keeps what comes with a fact that counts, as the journal would."""
@@ -180,20 +180,20 @@ class Adversary(OtherSources):
         incarnation = self.incarnations.pop(i)
         incarnation.over = True
         self.dead.append(incarnation)
-        said = self.says["supervisor", i]
-        said.append(ev.InstanceDown(instance=i, reason=reason, incarnation=incarnation.number))
+        sent = self.says["supervisor", i]
+        sent.append(ev.InstanceDown(instance=i, reason=reason, incarnation=incarnation.number))
         self.recorded |= {id: version for id, version in incarnation.runs.items() if id in incarnation.begun}
         for command in incarnation.inbox:
             if isinstance(command, ev.Move):
-                self.move_failed(said, command)
+                self.move_failed(sent, command)
         for request in [request for request in self.requests if request.dst is incarnation]:
             self.requests.remove(request)
             self.recorded[request.id] = request.version
-            said.append(ev.SampleMoved(id=request.id, src=request.move.src, dst=i, attempt=request.move.attempt))
+            sent.append(ev.SampleMoved(id=request.id, src=request.move.src, dst=i, attempt=request.move.attempt))
 
     def obey(self, incarnation: InstanceIncarnation) -> None:
         command = incarnation.inbox.popleft()
-        i, number, said = incarnation.instance, incarnation.number, incarnation.said
+        i, number, sent = incarnation.instance, incarnation.number, incarnation.sent
         match command:
             case ev.LoadWeights(version=version, drop=drop):
                 if drop is not None:
@@ -207,20 +207,20 @@ class Adversary(OtherSources):
                 for id in ids:
                     if id in incarnation.runs:
                         self.recorded[id] = incarnation.runs.pop(id)
-                        said.append(
+                        sent.append(
                             ev.SampleParked(id=id, instance=i, incarnation=number, attempt=incarnation.attempts[id])
                         )
             case ev.Cancel(ids=ids):
                 for id in ids:
                     incarnation.runs.pop(id, None)
-                    said.append(ev.SampleCancelled(id=id, reason=command.reason))
+                    sent.append(ev.SampleCancelled(id=id, reason=command.reason))
             case ev.Move(ids=ids):
                 dst = incarnation.destinations.popleft()
                 for id in ids:
                     if id in incarnation.runs:
                         self.requests.append(InFlightSample(id, incarnation.runs.pop(id), command, incarnation, dst))
                     else:
-                        self.move_failed(said, dataclasses.replace(command, ids=(id,)))
+                        self.move_failed(sent, dataclasses.replace(command, ids=(id,)))
             case ev.Return():
                 self.die(i, "returned")
             case ev.Pause() | ev.Unpause():
@@ -231,7 +231,7 @@ class Adversary(OtherSources):
                 incarnation.begun.discard(id)
                 if resumed:
                     incarnation.begun.add(id)
-                    said.append(ev.SampleResumed(id=id, instance=i, incarnation=number, attempt=attempt))
+                    sent.append(ev.SampleResumed(id=id, instance=i, incarnation=number, attempt=attempt))
 
     def take_in(self, incarnation: InstanceIncarnation, id: SampleId, version: int, attempt: int) -> None:
         assert version in incarnation.versions, (
@@ -243,11 +243,11 @@ class Adversary(OtherSources):
         incarnation.runs[id], incarnation.attempts[id] = version, attempt
 
     def work(self, incarnation: InstanceIncarnation) -> None:
-        i, number, said = incarnation.instance, incarnation.number, incarnation.said
+        i, number, sent = incarnation.instance, incarnation.number, incarnation.sent
         if incarnation.loading and (not incarnation.runs or self.draw.random() < 0.5):
             version, attempt = incarnation.loading.pop(0)
             incarnation.versions.append(version)
-            said.append(ev.WeightsLoaded(instance=i, version=version, incarnation=number, attempt=attempt))
+            sent.append(ev.WeightsLoaded(instance=i, version=version, incarnation=number, attempt=attempt))
             return
         if not incarnation.runs or incarnation.paused:
             return
@@ -255,16 +255,16 @@ class Adversary(OtherSources):
         if id not in incarnation.begun:
             incarnation.begun.add(id)
             placed = {"instance": i, "incarnation": number, "attempt": incarnation.attempts[id]}
-            said.append(ev.SampleStarted(id=id, version=incarnation.runs[id], **placed))
+            sent.append(ev.SampleStarted(id=id, version=incarnation.runs[id], **placed))
         elif self.draw.random() < PROGRESS:
             progress = {id: self.draw.randrange(1, self.config.max_new_tokens) for id in incarnation.runs}
             decoded = self.chips.decoded(len(incarnation.runs))
-            said.append(ev.InstanceReported.of(i, self.draw.randrange(64), progress, number, **decoded))
+            sent.append(ev.InstanceReported.of(i, self.draw.randrange(64), progress, number, **decoded))
         elif self.environments.ends_turn():
             self.environments.wait(incarnation, id)
         else:
             del incarnation.runs[id]
-            said.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", incarnation=number))
+            sent.append(ev.SampleDone(id=id, instance=i, tokens=3, finish="stop", incarnation=number))
 
     def do_loadweights(self, command: ev.LoadWeights) -> None:
         assert command.version <= self.published and command.version not in self.retired
@@ -341,7 +341,7 @@ class Adversary(OtherSources):
 
     def do_quarantine(self, command: ev.Quarantine) -> None:
         self.suspicions.check(command)
-        if (incarnation := self.incarnations.get(command.instance)) is not None and incarnation in self.suspicions.said:
+        if (incarnation := self.incarnations.get(command.instance)) is not None and incarnation in self.suspicions.sent:
             self.die(command.instance)
 
     def do_halt(self, command: ev.Halt) -> None:

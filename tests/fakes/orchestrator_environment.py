@@ -32,7 +32,7 @@ class Environments:
         body = self._body
         self._tokens[id] = self._tokens.get(id, 0) + body.draw.randrange(1, 4)
         body.recorded[id] = incarnation.runs.pop(id)
-        incarnation.said.append(self._waiting(id, incarnation))
+        incarnation.sent.append(self._waiting(id, incarnation))
 
     def resets(self, incarnation: InstanceIncarnation | None, id: SampleId, start: ev.Start) -> bool:
         """Whether the sample begins with a question to its environment, before any instance hears of it."""
@@ -63,25 +63,25 @@ class Environments:
         """The sample begins again from its prompt; a late answer is no answer."""
         self._tokens.pop(id, None)
         self.asked.pop(id, None)
-        said = self._body.says["controller"]
-        for event in [e for e in said if isinstance(e, ev.SampleReady | ev.SampleDone) and e.id == id]:
-            said.remove(event)
+        sent = self._body.says["controller"]
+        for event in [e for e in sent if isinstance(e, ev.SampleReady | ev.SampleDone) and e.id == id]:
+            sent.remove(event)
 
     def answer(self) -> None:
         body = self._body
         id = body.draw.choice(sorted(self.asked))
         del self.asked[id]
-        said, kind = body.says["controller"], body.draw.random()
+        sent, kind = body.says["controller"], body.draw.random()
         if kind < GOES_ON:
             self._tokens[id] = self._tokens.get(id, 0) + body.draw.randrange(3)
-            said.append(ev.SampleReady(id=id, tokens=self._tokens[id], attempt=self.attempts[id]))
+            sent.append(ev.SampleReady(id=id, tokens=self._tokens[id], attempt=self.attempts[id]))
         elif kind < GOES_ON + ENDS or body.moves > body.calm_after:
-            said.append(ev.SampleDone(id=id, instance=None, tokens=self._tokens.get(id, 0), finish="stop"))
+            sent.append(ev.SampleDone(id=id, instance=None, tokens=self._tokens.get(id, 0), finish="stop"))
         elif kind < GOES_ON + ENDS + FAILS:
-            said.append(ev.GroupFailed(group_id=id.group_id, reason="the environment broke"))
+            sent.append(ev.GroupFailed(group_id=id.group_id, reason="the environment broke"))
         else:
             self._tokens[id] = 0
-            said.append(ev.SampleReady(id=id, tokens=0, attempt=self.attempts[id]))
+            sent.append(ev.SampleReady(id=id, tokens=0, attempt=self.attempts[id]))
 
     def check(self) -> None:
         """A sample that waits holds no slot, is counted, and its version is alive."""
@@ -122,11 +122,11 @@ class OtherSources:
             self.says["controller"].append(ev.SampleMoved(**way) if lost else ev.MoveFailed(**way, reason="cut off"))
         elif fails:
             request.src.runs[request.id] = request.version
-            request.src.said.append(ev.MoveFailed(**way, reason="cut off"))
+            request.src.sent.append(ev.MoveFailed(**way, reason="cut off"))
         else:
             self.take_in(request.dst, request.id, request.version, request.move.attempt)
             request.dst.begun.add(request.id)
-            request.dst.said.append(ev.SampleMoved(**way))
+            request.dst.sent.append(ev.SampleMoved(**way))
 
     def post(self, instance: int, command: object) -> None:
         """To the incarnation that the orchestrator means, or to nobody: it hears of an incarnation before it sends it
@@ -148,8 +148,8 @@ class OtherSources:
             else None
         )
 
-    def move_failed(self, said: collections.deque, command: ev.Move) -> None:
-        said.extend(
+    def move_failed(self, sent: collections.deque, command: ev.Move) -> None:
+        sent.extend(
             ev.MoveFailed(id=id, src=command.src, dst=command.dst, attempt=command.attempt, reason="gone")
             for id in command.ids
         )

@@ -36,8 +36,8 @@ class Chips:
         """An instance on its way has its weights yet to load."""
         body = self._body
         for i in body.config.lendable:
-            unheard = i in body.incarnations and body.known(i) is None
-            assert not unheard or version not in body.incarnations[i].versions, (
+            unannounced = i in body.incarnations and body.known(i) is None
+            assert not unannounced or version not in body.incarnations[i].versions, (
                 f"version {version} retires, but {i} loads it"
             )
 

@@ -15,14 +15,14 @@ class Suspicions:
     def __init__(self, body: Any):
         self._body = body
         self.ran: dict[SampleId, set[Incarnation]] = collections.defaultdict(set)  # since it began
-        self.said: list[Incarnation] = []  # that they are unhealthy
+        self.sent: list[Incarnation] = []  # that they are unhealthy
         self._tainted: set[SampleId] = set()
         self._trained: dict[GroupId, set[Incarnation]] = {}
 
     def say(self, incarnation: InstanceIncarnation) -> None:
         """It works on until it hears of it, unless it is over."""
-        self.said.append(incarnation)
-        incarnation.said.append(
+        self.sent.append(incarnation)
+        incarnation.sent.append(
             ev.InstanceUnhealthy(instance=incarnation.instance, reason="NaN", incarnation=incarnation.number)
         )
 

@@ -32,5 +32,5 @@ class InstanceIncarnation:
         self.begun: set[SampleId] = set()
         self.inbox: collections.deque = collections.deque()
         self.destinations: collections.deque = collections.deque()  # of the moves in the inbox
-        self.said: collections.deque = collections.deque()
+        self.sent: collections.deque = collections.deque()
         self.paused = self.over = False

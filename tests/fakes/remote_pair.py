@@ -66,12 +66,12 @@ class Posted:
 
 def new_pair():
     """Two stand-ins whose gangs are up: (remotes, gangs, outbox)."""
-    outbox, remotes, said = queue.SimpleQueue(), Remotes(), []
+    outbox, remotes, notes = queue.SimpleQueue(), Remotes(), []
     for i in range(2):
         up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-        remotes[i] = RemoteInstance(up, outbox, Publishing(), remotes.supervisor, said.append)
+        remotes[i] = RemoteInstance(up, outbox, Publishing(), remotes.supervisor, notes.append)
     gangs = [rise(remotes, i, outbox) for i in range(2)]
-    gangs[1].said = said
+    gangs[1].notes = notes
     return remotes, gangs, outbox
 
 

@@ -72,12 +72,12 @@ class Body:
 
     def _tell(self, fact: ev.Event) -> list[str]:
         """Feed one fact and what the body answers by itself to the commands that follow."""
-        facts, said = [fact], []
+        facts, notes = [fact], []
         while facts:
             commands = self.brain.step(facts.pop(0))
-            said += [describe(command) for command in commands]
+            notes += [describe(command) for command in commands]
             facts += [fact for command in commands for fact in self._react(command)]
-        return said
+        return notes
 
     def _react(self, command: ev.Command) -> list[ev.Event]:
         match command:

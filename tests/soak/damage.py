@@ -208,8 +208,8 @@ class Cases:
         return self._subject or draw.choices(list(SHARES), list(SHARES.values()))[0]
 
     def _row(self, number: int, subject: str, what: str, verdict: str, why: str, began: float) -> dict[str, Any]:
-        said = {"subject": subject, "what": what, "verdict": verdict, "why": why}
-        return {"number": number, "seed": self._seed, **said, "s": round(time.monotonic() - began, 2)}
+        reported = {"subject": subject, "what": what, "verdict": verdict, "why": why}
+        return {"number": number, "seed": self._seed, **reported, "s": round(time.monotonic() - began, 2)}
 
     def _harm(self, copy: Path, subject: str, draw: random.Random) -> Any:
         damage = SUBJECTS[subject][1](copy, self._truth, self._undamaged, draw)

@@ -140,8 +140,8 @@ def main() -> None:
     _table(fuzzer, owners, files)
     lost = [found.group(0) for found in LOST.finditer(run.console.read_text())]
     print("\n".join(lost) or "no gang was lost")
-    said = f"{sum(fuzzer.connections.values())} connections in {flags.minutes:g} minutes, {run.steps - steps} steps"
-    settle(run, said)
+    summary = f"{sum(fuzzer.connections.values())} connections in {flags.minutes:g} minutes, {run.steps - steps} steps"
+    settle(run, summary)
 
 
 def _look(run: WatchedRun, fuzzer: Fuzzer, owners: dict[tuple[str, int], str], files: collections.Counter[str]) -> None:

@@ -156,10 +156,10 @@ def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:
         f"{'at work s: median':>17} {'max':>5}"
     )
     for kind, rows in times.items():
-        said, up, work = (sorted(column) for column in zip(*rows, strict=True))
+        reported, up, work = (sorted(column) for column in zip(*rows, strict=True))
         middle = len(rows) // 2
         print(
-            f"{kind:16} {len(rows):>5}  {said[middle]:>14.2f} {said[-1]:>5.1f}  {up[middle]:>12.1f} {up[-1]:>5.1f}  "
+            f"{kind:16} {len(rows):>5}  {reported[middle]:>14.2f} {reported[-1]:>5.1f}  {up[middle]:>12.1f} {up[-1]:>5.1f}  "
             f"{work[middle]:>17.1f} {work[-1]:>5.1f}"
         )
 

@@ -133,8 +133,8 @@ def running(flags: argparse.Namespace, launcher: Sequence[str] = PROCESSES, slic
         run.process.wait(PATIENCE_S)
 
 
-def settle(run: WatchedRun, said: str) -> None:
+def settle(run: WatchedRun, notes: str) -> None:
     """The last line, with the books; ends the program."""
     books = audit(run.folder / "journal")
-    print(f"{said}; exit code {run.process.returncode}; {books}")
+    print(f"{notes}; exit code {run.process.returncode}; {books}")
     sys.exit(0 if books.ok else 1)

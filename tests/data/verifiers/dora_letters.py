@@ -10,8 +10,8 @@ import verifiers.v1 as vf
 class Letters(vf.Task[vf.TaskData]):
     @vf.reward
     async def share(self, trace: vf.Trace) -> float:
-        said = "".join(m.content or "" for m in trace.branches[-1].messages if m.role == "assistant")
-        return said.count("a") / max(1, len(said))
+        text = "".join(m.content or "" for m in trace.branches[-1].messages if m.role == "assistant")
+        return text.count("a") / max(1, len(text))
 
 
 class Words(vf.Taskset[Letters, vf.TasksetConfig]):
@@ -27,8 +27,8 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     SUPPORTS_RESUME = True
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        told = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
-        body = {"model": ctx.model, "messages": [{"role": m.role, "content": m.content or ""} for m in told]}
+        messages = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+        body = {"model": ctx.model, "messages": [{"role": m.role, "content": m.content or ""} for m in messages]}
         async with httpx.AsyncClient(timeout=None, headers={"Authorization": f"Bearer {secret}"}) as client:
             for _ in range(3):
                 answer = await client.post(f"{endpoint}/chat/completions", json=body)
