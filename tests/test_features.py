@@ -38,7 +38,7 @@ FEATURES = {  # name -> (what names it, its own files, files that name it beside
         ["orchestrate/quarantine.py", "runtime/training/agreement.py"],
         20,
     ),
-    "exact": (r"^exact$|rollout\.exact|exact_|EngineReplay", ["trainer/score.py"], 10),
+    "exact": (r"^exact$|rollout\.exact|exact_|EngineReplay", ["trainer/score.py"], 9),
     "emulated timing": (r"^pace$|Paced|emulated_timing", ["runtime/observe/emulated_timing.py"], 4),
 }  # fmt: skip
 
