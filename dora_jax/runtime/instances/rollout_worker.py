@@ -43,7 +43,7 @@ def report_period_s(instances: int) -> float:
 
 
 def progress_period_s(instances: int, slots: int) -> float:
-    """Seconds between two reports that also say how far each sample is: decisions can wait for that longer than for
+    """Seconds between two reports that also list how far each sample is: decisions can wait for that longer than for
     pages, and a report of a hundred samples costs ten times one without."""
     return instances * slots / FLEET_SAMPLES_PER_S
 
