@@ -11,9 +11,10 @@ from dora_jax.config.files import load_file
 from dora_jax.costs import open_costs
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import lending
-from dora_jax.orchestrate.core import Orchestrator, restart
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.fleet import MOVING
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.snapshot import restart
 from dora_jax.orchestrate.state import fleet_rate, worth_lending
 from dora_jax.plan import devices
 from dora_jax.sim import config as sims

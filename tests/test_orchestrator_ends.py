@@ -7,7 +7,8 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import quarantine
-from dora_jax.orchestrate.core import Orchestrator, restart
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.snapshot import restart
 from dora_jax.types import EARLIER, SERVED, SampleId
 from tests.fakes.older_snapshots import before_attempts
 from tests.fakes.orchestrator_by_hand import A, B, begin, make, ready, up

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator, restart
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES
+from dora_jax.orchestrate.snapshot import restart
 from dora_jax.types import SERVED, SampleId, is_eval, is_served, is_training
 from tests.fakes.older_snapshots import before_requests, forget_attempts
 from tests.fakes.orchestrator_by_hand import make, ready, unnumbered, up

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator, restart
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES
-from dora_jax.orchestrate.snapshot import SINCE_ATTEMPTS, UNIT
+from dora_jax.orchestrate.snapshot import SINCE_ATTEMPTS, UNIT, restart
 from tests.fakes.older_snapshots import before_requests, forget_attempts
 from tests.fakes.orchestrator_by_hand import A, B, begin, make, unnumbered, up
 

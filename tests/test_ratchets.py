@@ -29,7 +29,7 @@ CODE = {
     "costs": 391,
     "models": 3141,
     "ops": 633,
-    "orchestrate": 2906,
+    "orchestrate": 2908,
     "plan": 1291,
     "report": 1165,
     "rollout": 3129,

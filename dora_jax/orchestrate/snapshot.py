@@ -3,19 +3,26 @@
 Every attribute is written that does not follow from the configuration or from the others (`CONFIGURED` and `DERIVED` of
 its class), the order of every queue and heap included: whatever a decision reads needs no line here. Of JSON, an object
 is one with attributes, and a list is a container, whose kind comes first.
+
+`restart`: what a new process owes an orchestrator that has outlived the one before.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dora_jax.orchestrate.fleet import PENDING, STARTING, Group, Instance, Unit
+from dora_jax.orchestrate import events as ev
+from dora_jax.orchestrate.fleet import CANCELLING, MOVING, PARKED, PENDING, STARTING, WAITING, Group, Instance, Unit
 from dora_jax.orchestrate.measured import DraftGain, Line
 from dora_jax.orchestrate.state import PLACEMENTS, State
 from dora_jax.orchestrate.stride import Strides
-from dora_jax.types import EARLIER
+from dora_jax.types import EARLIER, GroupId, Incarnation, SampleId, Version, is_served
+
+if TYPE_CHECKING:
+    from dora_jax.orchestrate.core import Orchestrator
 
 FORMAT = 17
 OLDEST = 6  # the first format that `_upgraded` knows
@@ -84,6 +91,83 @@ def load(s: State, data: dict[str, Any]) -> None:
     _fill(s, s, data)
     if s.config.task_adaptive:
         s.task_limits = s.config.adapted_limits(s.task_rates)
+
+
+LOST = "the job was killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outstanding:
+    """What an orchestrator waits for. A new process takes these on before its first event, then sends InstanceUp."""
+
+    train: ev.Train | None  # a batch that was taken and not published
+    score: tuple[GroupId, ...]  # whole groups without rewards
+    cancel: ev.Cancel | None  # samples that must not go on, to be answered one by one
+    groups: tuple[GroupId, ...]  # admitted and not scored
+    recorded: dict[SampleId, Version]  # started and not ended: a Resume will ask for their tokens
+    waiting: dict[SampleId, Version]  # for their environments, which are asked again: they owe SampleReady, or an end
+    versions: tuple[Version, ...]  # whose weights are needed, oldest first
+
+
+def restart(orchestrator: Orchestrator) -> Outstanding:
+    """Takes every instance away, then lists the work that was promised and is nowhere now. The commands that this
+    causes are in the list, or void. Laws: samples that had started go on at their own version; nothing that ended is
+    asked for.
+
+    A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
+    s = orchestrator.state
+    for group_id in [g for g in s.groups if is_served(g)]:  # no client waits any more
+        _commit(orchestrator, ev.GroupFailed(group_id=group_id, reason=LOST))
+    s.asked_s.clear()
+    s.requests = 0
+    for instance in list(s.fleet.instances.values()):
+        _commit(orchestrator, ev.InstanceDown(instance=instance.id, incarnation=instance.incarnation, reason=LOST))
+    s.fleet.incarnations.clear()  # the next process counts anew
+    s.fleet.unhealthy.clear()
+    # What has sampled so far is of an earlier process: a new incarnation of the same number is another one
+
+    def earlier(ran: tuple[Incarnation, ...]) -> tuple[Incarnation, ...]:
+        return tuple(dict.fromkeys((instance, EARLIER) for instance, _ in ran))
+
+    for group in s.groups.values():
+        group.ran = earlier(group.ran)
+    for unit in s.units():
+        unit.ran = earlier(unit.ran)
+    for groups in (s.sampled_by, *s.trained_by.values()):
+        groups.update({group_id: earlier(ran) for group_id, ran in groups.items()})
+    for unit, dst in [(u, u.dst) for u in s.units() if u.state == MOVING and u.dst is not None]:
+        failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
+        _commit(orchestrator, failed)
+    # The process that lent the chips is over, with what was asked for meanwhile.
+    s.roles.lent.clear()
+    s.roles.asked_s.clear()
+    s.roles.trained = 0
+    for unit in (u for u in s.units() if u.state == WAITING):
+        unit.tokens = 0  # whatever is left of it may go on
+        unit.placed = 0  # the wait that the next process answers
+    s.halted = False
+    s.due.rebalance = True
+    s.wake_all()
+    ledger = s.ledger
+    units = list(s.units())
+    abandoned = tuple(u.id for u in units if u.state == CANCELLING)
+    return Outstanding(
+        train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
+        score=tuple(group.id for group in s.groups.values() if not group.left),
+        cancel=ev.Cancel(ids=abandoned, instance=None, reason=LOST) if abandoned else None,
+        groups=tuple(s.groups),
+        recorded={u.id: u.version for u in units if u.state == PARKED},
+        waiting={u.id: u.version for u in units if u.state == WAITING},
+        versions=tuple(sorted(s.alive)),
+    )
+
+
+_NOWHERE = -1  # the source of a failed move is not looked at
+
+
+def _commit(orchestrator: Orchestrator, event: ev.Event) -> None:
+    orchestrator.state.halted = False  # a halted orchestrator takes no facts
+    orchestrator.step(event)
 
 
 def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from typing import Any
 from dora_jax.base.exits import Stop
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Outstanding
+from dora_jax.orchestrate.snapshot import Outstanding
 from dora_jax.runtime.common.seams import (
     Environments,
     GroupStore,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Outstanding
+from dora_jax.orchestrate.snapshot import Outstanding
 from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
 from dora_jax.runtime.common.seams import Prompts, RolloutWorker
 from dora_jax.runtime.common.worker import FinishedUnheard, ForgetSample, HandedOver

@@ -23,8 +23,9 @@ from unittest import mock
 
 from dora_jax.orchestrate import balance, stride
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator, restart
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import MODES, OrchestratorConfig
+from dora_jax.orchestrate.snapshot import restart
 from dora_jax.types import SampleId, is_eval
 from tests.fakes.orchestrator_ends import Ends
 from tests.fakes.orchestrator_environment import Environments, OtherSources

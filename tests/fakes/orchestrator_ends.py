@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.orchestrate.core import Orchestrator, Outstanding
+from dora_jax.orchestrate.core import Orchestrator
+from dora_jax.orchestrate.snapshot import Outstanding
 from dora_jax.types import SampleId
 
 REMEMBERED = 500  # facts of which one may be repeated

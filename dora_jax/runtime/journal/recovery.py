@@ -21,8 +21,9 @@ from typing import Any
 from dora_jax.config import UnknownFormat, changes
 from dora_jax.config.changes import Changes, Settings
 from dora_jax.orchestrate import snapshot
-from dora_jax.orchestrate.core import Orchestrator, Outstanding, restart
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.snapshot import Outstanding, restart
 from dora_jax.runtime.common.codec import CodecError, UnknownRecord
 from dora_jax.runtime.journal.event_log import EventLog, unheard
 from dora_jax.runtime.journal.frames import Segment

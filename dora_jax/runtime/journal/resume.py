@@ -23,8 +23,9 @@ from typing import Any
 
 from dora_jax.base.metrics import Writer
 from dora_jax.config import ConfigError, JournalSection, RunError, changes, workdirs
-from dora_jax.orchestrate.core import Orchestrator, Outstanding
+from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.orchestrate.snapshot import Outstanding
 from dora_jax.runtime.common.seams import CheckpointStore, Digest, Pack, PolicyTrainer, PublishedWeights, Tree
 from dora_jax.runtime.journal import object_storage, workdir_mirror
 from dora_jax.runtime.journal.event_log import EventLog
