@@ -171,7 +171,7 @@ def test_a_snapshot_knows_what_is_lent_and_an_older_one_is_read():
     data = written(brain)
     again = Orchestrator.restore(CONFIG, data)
     assert written(again) == data and again.state.roles.lent == {1: "lent"}
-    restart(again)
+    restart(again.state, again.step)
     assert not again.state.roles.lent
 
     older = Orchestrator(CONFIG)
@@ -188,7 +188,7 @@ def test_no_chips_are_lent_by_a_body_that_is_over(monkeypatch):
     brain.step(ev.InstanceUp(instance=1, versions=(0,), incarnation=1, **UP), ev.TimePassed(now_s=83.0))
     moved = [unit for group in brain.state.groups.values() for unit in group.units if unit and unit.state == MOVING]
     assert moved
-    restart(brain)
+    restart(brain.state, brain.step)
     assert not brain.state.roles.lent
 
 

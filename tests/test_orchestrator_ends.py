@@ -169,7 +169,7 @@ def test_a_request_that_is_repeated_is_dropped_and_one_under_the_same_id_comes()
     assert done(brain, id) == () and SERVED not in brain.state.groups
     assert not brain.counts(came)
     assert brain.counts(dataclasses.replace(came, attempt=2))
-    restart(brain)
+    restart(brain.state, brain.step)
     assert brain.counts(came), "the next endpoint counts anew"
 
 
@@ -237,7 +237,7 @@ def test_a_sample_that_moved_away_is_not_trained_with_tokens_of_where_it_was():
 
 def test_incarnations_of_an_earlier_process_are_others():
     brain = two_incarnations()
-    restart(brain)
+    restart(brain.state, brain.step)
     assert brain.state.sampled_by[0] == ((0, EARLIER),)
     brain.step(up(0, slots=6, versions=(0,)))
     assert brain.counts(ev.InstanceUnhealthy(instance=0, reason="NaN"))

@@ -74,7 +74,7 @@ def test_a_waiting_sample_outlives_its_instance_and_its_orchestrator(lost):
     if lost:
         brain.step(ev.InstanceDown(instance=0, reason="lost"))
     brain = Orchestrator.restore(brain.state.config, json.loads(json.dumps(brain.snapshot())))
-    outstanding = restart(brain)
+    outstanding = restart(brain.state, brain.step)
     assert outstanding.waiting == {A: 0} and A not in outstanding.recorded
     brain.step(up(0, 32))
     brain.step(ev.WeightsLoaded(instance=0, version=0))

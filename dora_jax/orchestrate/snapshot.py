@@ -10,9 +10,10 @@ is one with attributes, and a list is a container, whose kind comes first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.fleet import CANCELLING, MOVING, PARKED, PENDING, STARTING, WAITING, Group, Instance, Unit
@@ -20,9 +21,6 @@ from dora_jax.orchestrate.measured import DraftGain, Line
 from dora_jax.orchestrate.state import PLACEMENTS, State
 from dora_jax.orchestrate.stride import Strides
 from dora_jax.types import EARLIER, GroupId, Incarnation, SampleId, Version, is_served
-
-if TYPE_CHECKING:
-    from dora_jax.orchestrate.core import Orchestrator
 
 FORMAT = 17
 OLDEST = 6  # the first format that `_upgraded` knows
@@ -109,19 +107,24 @@ class Outstanding:
     versions: tuple[Version, ...]  # whose weights are needed, oldest first
 
 
-def restart(orchestrator: Orchestrator) -> Outstanding:
+def restart(s: State, step: Callable[[ev.Event], object]) -> Outstanding:
     """Takes every instance away, then lists the work that was promised and is nowhere now. The commands that this
     causes are in the list, or void. Laws: samples that had started go on at their own version; nothing that ended is
     asked for.
 
-    A run that had halted looks again: it goes on where more steps are asked for now, else it halts once more."""
-    s = orchestrator.state
+    step: of the orchestrator of this state. A run that had halted looks again: it goes on where more steps are asked
+    for now, else it halts once more."""
+
+    def commit(event: ev.Event) -> None:
+        s.halted = False  # a halted orchestrator takes no facts
+        step(event)
+
     for group_id in [g for g in s.groups if is_served(g)]:  # no client waits any more
-        _commit(orchestrator, ev.GroupFailed(group_id=group_id, reason=LOST))
+        commit(ev.GroupFailed(group_id=group_id, reason=LOST))
     s.asked_s.clear()
     s.requests = 0
     for instance in list(s.fleet.instances.values()):
-        _commit(orchestrator, ev.InstanceDown(instance=instance.id, incarnation=instance.incarnation, reason=LOST))
+        commit(ev.InstanceDown(instance=instance.id, incarnation=instance.incarnation, reason=LOST))
     s.fleet.incarnations.clear()  # the next process counts anew
     s.fleet.unhealthy.clear()
     # What has sampled so far is of an earlier process: a new incarnation of the same number is another one
@@ -137,7 +140,7 @@ def restart(orchestrator: Orchestrator) -> Outstanding:
         groups.update({group_id: earlier(ran) for group_id, ran in groups.items()})
     for unit, dst in [(u, u.dst) for u in s.units() if u.state == MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
-        _commit(orchestrator, failed)
+        commit(failed)
     # The process that lent the chips is over, with what was asked for meanwhile.
     s.roles.lent.clear()
     s.roles.asked_s.clear()
@@ -163,11 +166,6 @@ def restart(orchestrator: Orchestrator) -> Outstanding:
 
 
 _NOWHERE = -1  # the source of a failed move is not looked at
-
-
-def _commit(orchestrator: Orchestrator, event: ev.Event) -> None:
-    orchestrator.state.halted = False  # a halted orchestrator takes no facts
-    orchestrator.step(event)
 
 
 def _upgraded(s: State, data: dict[str, Any]) -> dict[str, Any]:

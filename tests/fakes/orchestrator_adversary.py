@@ -354,7 +354,7 @@ class Adversary(OtherSources):
             if isinstance(command, ev.Discard):  # of the others nothing is carried out
                 self.do_discard(command)
         self.brain = Orchestrator.restore(self.config, json.loads(json.dumps(self.brain.snapshot())))
-        outstanding = restart(self.brain)
+        outstanding = restart(self.brain.state, self.brain.step)
         self.ends.kill(self.brain, outstanding)
         self.suspicions.kill()
         self.incarnations, self.dead, self.requests, self.scoring = {}, [], [], list(outstanding.score)

@@ -112,7 +112,7 @@ def recover(
         return None
     with _sensible(newest):
         end = replay(journal, [newest], notify)
-        outstanding = restart(end.orchestrator)
+        outstanding = restart(end.orchestrator.state, end.orchestrator.step)
     floor = min(outstanding.versions, default=end.base)
     # what checkpoints must restore to. Of one that was saved in an older format the params may be known
     published = {v: each.digest for v, each in end.payloads.digests.items() if each.epoch == end.epoch}
