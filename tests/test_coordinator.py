@@ -11,7 +11,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import each
 from dora_jax.rollout.migrate import observed
 from dora_jax.runtime import coordinator
-from dora_jax.runtime.common.worker import Finished, ForgetSample, InstanceReady, Waiting
+from dora_jax.runtime.common.worker import Exported, Finished, ForgetSample, InstanceReady
 from dora_jax.runtime.instances import rollout_worker
 from dora_jax.runtime.instances.instance_proxy import InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker, progress_period_s, report_period_s
@@ -168,7 +168,7 @@ def test_a_turn_s_end_is_reported_behind_its_start_and_its_tokens():
         return [item for item in items if not isinstance(item, ev.InstanceReported | ev.WeightsLoaded)]
 
     first = reported()
-    assert [type(item) for item in first] == [ev.SampleStarted] * 2 + [Partial, Waiting] * 2 and first[
+    assert [type(item) for item in first] == [ev.SampleStarted] * 2 + [Partial, Exported] * 2 and first[
         2
     ].out_ids.shape == (5,)
     in_flight = first[3].in_flight

@@ -15,7 +15,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, each, run
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.common.sample_gaps import SampleGap
-from dora_jax.runtime.common.worker import Finished, StepDone, Waiting
+from dora_jax.runtime.common.worker import Exported, Finished, StepDone
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.journal.event_log import EventLog
@@ -216,7 +216,7 @@ def test_a_incarnation_that_ended_a_turn_has_come_to_something():
         ev.InstanceUp(instance=0, **UP), OracleEngine(SECTION), Weights(), queue.SimpleQueue(), 0.0, spare, {}, print
     )
     instance.losses = 2
-    instance.on_message(instance.worker, Waiting(in_flight=REQUEST, instance=0))
+    instance.on_message(instance.worker, Exported(in_flight=REQUEST, instance=0, waits=True))
     assert instance.losses == 0
 
 

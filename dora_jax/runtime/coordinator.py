@@ -11,7 +11,7 @@ Every loop of a run, by the queue that it reads:
                                       Move, Park, ...           engine is idle             moves here
     trainer's inbox   TrainerWorker   Train                     the groups of a step       GroupScored: enough groups
                                                                                            are ready within the lag
-    environments      environment     the end of an episode's   the environment's answer  Waiting; SampleReady goes
+    environments      environment     the end of an episode's   the environment's answer  Exported; SampleReady goes
                       workers         turn                                                back by Resume
     scorer            reward workers  a finished group          a free reward worker       the last sample of a group
     group store       TrainerWorker   scored groups             nothing: Train names groups that are there
@@ -45,16 +45,7 @@ from dora_jax.runtime.common.seams import (
     WeightStore,
 )
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import (
-    Crashed,
-    Finished,
-    HandedOver,
-    InstanceReady,
-    Parked,
-    StepDone,
-    TopTokens,
-    Waiting,
-)
+from dora_jax.runtime.common.worker import Crashed, Exported, Finished, HandedOver, InstanceReady, StepDone, TopTokens
 from dora_jax.runtime.episodes import Episodes
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Partial
@@ -282,7 +273,7 @@ class Coordinator:
                 raise error
             case Crashed(role=role, error=error):
                 raise RuntimeError(f"{role} failed: {error}") from error
-            case Waiting() if self._episodes:
+            case Exported(waits=True) if self._episodes:
                 yield from self._episodes.waits(item)
             case Finished(sample=sample, instance=instance):
                 self._kept.forget([sample.id])
@@ -308,9 +299,9 @@ class Coordinator:
                 yield item
             case HandedOver(in_flight=in_flight):
                 self.samples.park(in_flight)
-            case Parked(id=sample, instance=instance, in_flight=in_flight):
+            case Exported(in_flight=in_flight, instance=instance, incarnation=incarnation, attempt=attempt):
                 self.samples.park(in_flight)
-                yield ev.SampleParked(id=sample, instance=instance, incarnation=item.incarnation, attempt=item.attempt)
+                yield ev.SampleParked(id=in_flight.id, instance=instance, incarnation=incarnation, attempt=attempt)
             case _:
                 yield item
 

@@ -23,7 +23,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import Environments, Prompts, RolloutWorker
-from dora_jax.runtime.common.worker import Finished, Waiting
+from dora_jax.runtime.common.worker import Exported, Finished
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.runtime.sample_registry import KeptKV, SampleRegistry
 from dora_jax.tasks.environments import Answer
@@ -92,7 +92,7 @@ class Episodes:
         yield self._waiting(id, worker.instance, worker.incarnation, attempt)
         self._begin_again(id, version, 0)
 
-    def waits(self, item: Waiting) -> Iterator[ev.Event]:
+    def waits(self, item: Exported) -> Iterator[ev.Event]:
         held = item.in_flight
         self._samples.park(held)
         if held.id.group_id in self._samples.groups:

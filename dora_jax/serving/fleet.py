@@ -19,7 +19,7 @@ import numpy as np
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import RolloutEngine, Tree, WeightStore
-from dora_jax.runtime.common.worker import Crashed, Finished, Parked, TopTokens
+from dora_jax.runtime.common.worker import Crashed, Exported, Finished, TopTokens
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.serving.answers import Answers
@@ -163,8 +163,8 @@ class LocalFleet:
             case Finished(sample=sample):
                 self._left(sample.id)
                 answers.ended(sample)
-            case Parked(id=id, in_flight=in_flight):
-                self._left(id)
+            case Exported(in_flight=in_flight):
+                self._left(in_flight.id)
                 answers.parked(in_flight)
             case ev.SampleCancelled(id=id):
                 self._left(id)

@@ -21,15 +21,14 @@ from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.common.sample_gaps import SampleGap
 from dora_jax.runtime.common.sample_log import TokenView
 from dora_jax.runtime.common.worker import (
+    Exported,
     Finished,
     FinishedUnheard,
     ForgetSample,
     HandedOver,
     Message,
-    Parked,
     TokensElsewhere,
     TopTokens,
-    Waiting,
 )
 from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
@@ -341,18 +340,8 @@ CODEC = Codec(
     *typing.get_args(CallResult),
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, CallAnswer, TickCommands),
-    *(
-        TokensElsewhere,
-        ForgetSample,
-        Finished,
-        Waiting,
-        Parked,
-        HandedOver,
-        HandedOverShard,
-        HandOverDone,
-        FinishedUnheard,
-    ),
-    *(Partial, InFlightSample, TopTokens),
+    *(TokensElsewhere, ForgetSample, Finished, Exported, HandedOver, HandedOverShard, HandOverDone),
+    *(FinishedUnheard, Partial, InFlightSample, TopTokens),
     *(SampleGap, TokenView, MoveStarted, KVOffer, StageKV, KVStaged, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

@@ -28,7 +28,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, with_kv_of, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
-from dora_jax.runtime.common.worker import Finished, FinishedUnheard, HandedOver, Message, Parked, Waiting
+from dora_jax.runtime.common.worker import Exported, Finished, FinishedUnheard, HandedOver, Message
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
@@ -66,11 +66,13 @@ class ResultSender:
                     in_flight=self._limited(in_flight), host=self.host, hosts=self.hosts, alike=self._alike
                 )
                 return self.link.send(part)
-            case Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight) if not recalling and self._whole:
+            case Exported(in_flight=in_flight, waits=False) | HandedOver(in_flight=in_flight) if (
+                not recalling and self._whole
+            ):
                 item = dataclasses.replace(item, in_flight=self._limited(in_flight))
-            case Waiting() if not item.in_flight.n_pages:
+            case Exported(waits=True) if not item.in_flight.n_pages:
                 pass  # the engine keeps its KV
-            case Waiting(in_flight=in_flight) | Parked(in_flight=in_flight) | HandedOver(in_flight=in_flight):
+            case Exported(in_flight=in_flight) | HandedOver(in_flight=in_flight):
                 self.pages[in_flight.id] = in_flight  # it may come back
                 item = dataclasses.replace(item, in_flight=without_pages(in_flight))
         if self.host:
@@ -82,7 +84,9 @@ class ResultSender:
                 self._finished.popleft()
         if self._recalled is None:
             self.link.send(item)
-        elif isinstance(item, Waiting):  # what waits for its environment is reported again once it goes on
+        elif (
+            isinstance(item, Exported) and item.waits
+        ):  # what waits for its environment is reported again once it goes on
             self._recalled.append(HandedOver(in_flight=item.in_flight))
         elif isinstance(item, HandedOver):
             self._recalled.append(item)

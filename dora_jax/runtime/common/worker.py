@@ -60,24 +60,14 @@ class TopTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parked:
-    """A sample that left its engine for host memory (`Park`)."""
-
-    id: SampleId
-    instance: InstanceId
-    in_flight: InFlightSample
-    incarnation: int = 0
-    attempt: int = 0  # that placed it there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """An episode that left its engine for host memory: its turn is over, and its environment is to answer."""
+class Exported:
+    """A sample that left its engine for host memory: parked, or an episode whose turn is over."""
 
     in_flight: InFlightSample
     instance: InstanceId
     incarnation: int = 0
     attempt: int = 0  # that placed it there
+    waits: bool = False  # for its environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

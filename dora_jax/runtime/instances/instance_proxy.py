@@ -26,7 +26,7 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import Recipient
-from dora_jax.runtime.common.worker import Finished, HandedOver, InstanceReady, Message, Outbox, Parked, Waiting
+from dora_jax.runtime.common.worker import Exported, Finished, HandedOver, InstanceReady, Message, Outbox
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import SampleId, Version
 
@@ -230,7 +230,7 @@ def garbage_in(item: Any, vocab_size: int | None = None) -> str | None:
             return found or (NOT_FINITE if sample.finish == "error" else None)
         case Partial():
             return _fault(item.out_ids, item.logprobs, None, vocab_size)
-        case Waiting(in_flight=held) | Parked(in_flight=held):
+        case Exported(in_flight=held):
             return _fault(held.out_ids, held.logprobs, held.mask, vocab_size)
     return None
 

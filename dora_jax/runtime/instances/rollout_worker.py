@@ -1,7 +1,7 @@
 """The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
 
-Consumes the messages that it is sent; puts events and `Finished`, `Waiting`, `Parked`, `HandedOver`, `TopTokens`
-and `Partial` records into the outbox. Law: every command for a sample is answered by one event, whether or not the
+Consumes the messages that it is sent; puts events and `Finished`, `Exported`, `HandedOver`, `TopTokens` and
+`Partial` records into the outbox. Law: every command for a sample is answered by one event, whether or not the
 sample is still here.
 """
 
@@ -17,15 +17,14 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Recipient, RolloutEngine, WeightStore
 from dora_jax.runtime.common.worker import (
     Crashed,
+    Exported,
     Finished,
     ForgetSample,
     HandedOver,
     Message,
     Outbox,
-    Parked,
     TokensElsewhere,
     TopTokens,
-    Waiting,
     Worker,
 )
 from dora_jax.runtime.journal.records import Partial
@@ -136,7 +135,7 @@ class EngineWorker(Worker):
             case ev.Park(ids=ids):
                 for id in filter(self.engine.holds, ids):
                     attempt = self._attempts.get(id, 0)
-                    self.outbox.put(Parked(id=id, in_flight=self._export(id), attempt=attempt, **self._here))
+                    self.outbox.put(Exported(in_flight=self._export(id), attempt=attempt, **self._here))
             case ev.Resume() if dst is not None:  # an episode whose KV is here goes on at another instance
                 dst.send(message, self.engine.with_kept(payload))
             case ev.Resume(attempt=attempt):
@@ -209,7 +208,7 @@ class EngineWorker(Worker):
             attempt = self._attempts.get(in_flight.id, 0)
             self._report_rest(in_flight)
             self._forget(in_flight.id)
-            self.outbox.put(Waiting(in_flight=in_flight, attempt=attempt, **self._here))
+            self.outbox.put(Exported(in_flight=in_flight, attempt=attempt, waits=True, **self._here))
         for id in [id for id in result.progress if is_served(id.group_id) and id in self._grown]:
             self._grow(id)  # its client reads along
         now = time.monotonic()

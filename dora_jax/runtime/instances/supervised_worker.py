@@ -18,7 +18,7 @@ from typing import Any
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import Notify, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Finished, Outbox, Waiting
+from dora_jax.runtime.common.worker import Crashed, Exported, Finished, Outbox
 from dora_jax.runtime.instances.instance_proxy import InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.types import InstanceId, Version
@@ -103,7 +103,8 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         if isinstance(item, Crashed):
             return self.lose(worker, f"{type(item.error).__name__}: {item.error}", item.error)
         super().on_message(worker, item)
-        if isinstance(item, Finished | Waiting) and self._worker is worker:
+        ended = isinstance(item, Finished) or (isinstance(item, Exported) and item.waits)
+        if ended and self._worker is worker:
             self._losses = 0
 
     # ------------------------------------------------------------ private
