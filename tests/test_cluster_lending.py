@@ -16,7 +16,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import lending
 from dora_jax.plan import presets, validate
 from dora_jax.runtime.assembly import run
-from dora_jax.runtime.instances.lent_instance import RETURNED
+from dora_jax.runtime.instances.instance_proxy import RETURNED
 from dora_jax.runtime.journal.journal_audit import audit
 from tests.fakes import faults
 from tests.fakes.cluster_world import World, check, events

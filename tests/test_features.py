@@ -27,7 +27,7 @@ FEATURES = {  # name -> (what names it, its own files, files that name it beside
     "drafts": (r"[Dd]raft|DRAFT", ["rollout/drafts.py", "sim/drafts.py", "runtime/draft_sources.py"], 26),
     "lending": (
         r"^(lends?|lent|lending|lendable|reclaim|Lend|Return)$|_lent$|^_?lent_|Lent[A-Z]|lends_|_lending|switch_s",
-        ["orchestrate/lending.py", "runtime/instances/lent_instance.py", "runtime/cluster/lent_gang.py",
+        ["orchestrate/lending.py", "runtime/instances/shared_devices.py", "runtime/cluster/lent_gang.py",
          "runtime/cluster/lent_role.py"],
         23,
     ),

@@ -26,7 +26,7 @@ from dora_jax.runtime.cluster.checkpoint_shards import steps_at
 from dora_jax.runtime.cluster.gang import GangLimits, GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.launch_process import Launcher
-from dora_jax.runtime.cluster.lent_gang import LentLauncher, LentRemoteInstance, LentSupervisor
+from dora_jax.runtime.cluster.lent_gang import LentLauncher
 from dora_jax.runtime.cluster.messages import Begin
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.cluster.remote_trainer import RemoteCheckpoints, RemoteTrainer, part
@@ -89,12 +89,13 @@ class ClusterBackend:
         for instance in run.lendable(config):  # of the trainer's processes
             first = (instance - config.rollout.instances) * config.cluster.hosts_per_instance
             launcher = LentLauncher(self._launcher.ip, lambda: self._trainer.gang, instance, first)
-            self._instances[instance] = LentRemoteInstance(
+            self._instances[instance] = RemoteInstance(
                 run.instance_up(instance, config),
                 parts.outbox,
                 self.weights,
-                functools.partial(self._supervisor, instance, kind=LentSupervisor, launcher=launcher),
+                functools.partial(self._supervisor, instance, launcher=launcher),
                 notify,
+                on_demand=True,
             )
         self._scaler = InstanceScaler(wish_at(self._place), own, notify) if config.cluster.elastic else None
         self._registry.announce(self._listener.address)
@@ -146,12 +147,7 @@ class ClusterBackend:
     # ------------------------------------------------------------ private
 
     def _supervisor(
-        self,
-        instance: InstanceId | None,
-        name: str,
-        kind: type[GangSupervisor] = GangSupervisor,
-        launcher: Launcher | None = None,
-        **hooks: Any,
+        self, instance: InstanceId | None, name: str, launcher: Launcher | None = None, **hooks: Any
     ) -> GangSupervisor:
         section = self._parts.config.cluster
         hosts, slice_type = (
@@ -178,7 +174,7 @@ class ClusterBackend:
             restarts=section.max_restarts,
             elastic=section.elastic and instance is not None,
         )
-        return kind(
+        return GangSupervisor(
             self._listener,
             launcher or self._launcher,
             name,

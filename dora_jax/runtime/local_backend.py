@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +27,6 @@ from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.plan import devices
 from dora_jax.publish import DeviceWeights
-from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import HostKV
 from dora_jax.runtime.assembly.run import (
     batch_layout,
@@ -47,7 +46,6 @@ from dora_jax.runtime.common.seams import (
     Notify,
     Prompts,
     PublishedWeights,
-    RolloutEngine,
     RolloutWorker,
     Scorer,
     TrainerSide,
@@ -57,7 +55,7 @@ from dora_jax.runtime.common.seams import (
 from dora_jax.runtime.common.worker import Outbox, Worker
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
-from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
+from dora_jax.runtime.instances.shared_devices import SharedDevices
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.live_sessions import POSTED, LiveSessions, SessionPrompts
 from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker, TrainerWorker
@@ -232,7 +230,7 @@ class LocalBackend:
     def __init__(self, parts: RunContext, notify: Notify):
         self._parts, self._notify = parts, notify
         self._trainer: Trainer | None = None
-        self._lent_memory: LentMemory | None = None
+        self._shared = SharedDevices(None)
         self._plan = devices.plan(len(jax.devices()), parts.config)
         self.weights: PublishedWeights = DeviceWeights(parts.config.model.dtype)
 
@@ -242,8 +240,8 @@ class LocalBackend:
         config, workdir = self._parts.config, self._parts.workdir
         mesh = sharding.make_mesh([jax.devices()[i] for i in self._plan.trainer], *self._plan.trainer_mesh)
         trainer = self._trainer = new_trainer(config, self._parts.tokenizer, mesh, workdir)
-        if config.trainer.lent_memory == "host":
-            self._lent_memory = LentMemory(LentState(trainer), _free_pages)
+        if moves := config.trainer.lent_memory == "host":
+            self._shared = SharedDevices(trainer, lambda engine: engine.device.free())
         views, probe = TokenViews(trainer, config.trainer.show_every, packer(config, trainer)), prober(config, trainer)
         gaps = SampleGaps(trainer, probe, self._published, views.pack) if config.trainer.max_instance_mismatch else None
         return TrainerSide(
@@ -254,7 +252,7 @@ class LocalBackend:
             probe=probe,
             views=views.take,
             gaps=gaps.gaps if gaps else None,
-            reload=self._lent_memory.state.reload if self._lent_memory else lambda: None,
+            reload=self._shared.reload if moves else lambda: None,
         )
 
     def instances(self) -> list[LocalInstance]:
@@ -274,16 +272,15 @@ class LocalBackend:
             if instance < len(self._plan.instances):  # without these there is no run, whatever is lent
                 pool[instance] = worker = LocalInstance(up, new(), *common)
             else:
-                if self._lent_memory:
-                    self._lent_memory.state.lend(instance)  # until it is compiled
-                worker = LentInstance(up, new(), *common, memory=self._lent_memory)
+                self._shared.acquire(instance)  # until it is compiled
+                worker = LocalInstance(up, new(), *common, self._shared)
             workers.append(worker)
         return workers
 
     def ready(self, instances: Sequence[LocalInstance], trainer: Worker | None) -> list[InstanceUp]:
         """Compiles; all instances are up on return."""
         config = self._parts.config
-        lent = [worker for worker in instances if isinstance(worker, LentInstance) and self._lent_memory]
+        lent = [worker for worker in instances if worker.on_demand and config.trainer.lent_memory == "host"]
         side_by_side([worker.engine.warmup for worker in lent])
         for worker in lent:
             worker.free()
@@ -315,10 +312,6 @@ def trainer_worker(
         per_step, says = config.orchestrator.groups_per_step, config.orchestrator.elastic
         return StreamingTrainerWorker(*common, groups_per_step=per_step, says_parts=says, **also)
     return TrainerWorker(*common, **also)
-
-
-def _free_pages(engine: RolloutEngine) -> None:
-    cast(Engine, engine).device.free()
 
 
 def nonzero_variance(group: ScoredGroup) -> bool:

@@ -17,7 +17,6 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import Turns
 from dora_jax.runtime.cluster.gang import GangListener
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
-from dora_jax.runtime.cluster.lent_gang import LentRemoteInstance, LentSupervisor
 from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
 from dora_jax.runtime.cluster.rollout_role import RolloutRole
 from dora_jax.runtime.cluster.run_registry import RunRegistry
@@ -197,13 +196,12 @@ class World:
             StoredWeights(self.folder.parent), (STORAGE,), self.notes.append, past=found is not None and self.trusted
         )
         self.weights = self.launcher.weights = Published(self.publisher)
-        for i in range(self._instances):
-            up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-            self.remotes[i] = RemoteInstance(up, self.outbox, self.publisher, self._keeper(i), self.notes.append)
-        for i in self.config.lendable:
-            up = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8)
-            keeper = self._keeper(i, LentSupervisor)
-            self.remotes[i] = LentRemoteInstance(up, self.outbox, self.publisher, keeper, self.notes.append)
+        lendable = self.config.lendable
+        for i in (*range(self._instances), *lendable):
+            up, keeper = ev.InstanceUp(instance=i, slots=8, pages=96, page_size=8), self._keeper(i)
+            self.remotes[i] = RemoteInstance(
+                up, self.outbox, self.publisher, keeper, self.notes.append, on_demand=i in lendable
+            )
         groups = MemoryGroupStore()
         self.orchestrator, self.payloads = (
             (found.orchestrator, found.payloads) if found else (Orchestrator(self.config), PayloadState())
@@ -245,13 +243,13 @@ class World:
         gangs = [name for name in list(self.launcher.gangs) if name[0] == f"rollout {instance}"]
         return self.launcher.gangs[max(gangs)]
 
-    def _keeper(self, instance, kind=GangSupervisor):
+    def _keeper(self, instance):
         def begin(rank, coordinator, leader):
             return messages.Begin(
                 config={}, workdir="", instance=instance, rank=rank, hosts=self._hosts, coordinator="", leader=""
             )
 
-        return lambda name, **hooks: kind(
+        return lambda name, **hooks: GangSupervisor(
             self.hub,
             self.launcher,
             name,

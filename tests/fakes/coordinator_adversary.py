@@ -29,7 +29,7 @@ from dora_jax.runtime.common.worker import StepDone, Worker
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.episodes import RunPrompts
 from dora_jax.runtime.instances import supervised_worker as instances
-from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
+from dora_jax.runtime.instances.shared_devices import SharedDevices
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journaled_world import JournaledWorld
@@ -180,16 +180,13 @@ class Process:
         self.brain = found.orchestrator if found else Orchestrator(config)
         self.pool: dict[int, LocalInstance] = {}
         self.state = MovableState()
-        memory = LentMemory(LentState(self.state), self.state.free)
+        lent = SharedDevices(self.state, self.state.free)
         for i in range(game.instances):
             spare = RestartPolicy(new_engine=game.new_engine, vocab_size=256, hung_s=0.0)
             common = self.weights, self.pipes[i], 1e-9, spare, self.pool, lambda sentence: None
             up, engine = ev.InstanceUp(instance=i, **UP), game.new_engine()
-            if i in config.lendable:
-                self.pool[i] = LentInstance(up, engine, *common, memory=memory)
-            else:
-                self.pool[i] = LocalInstance(up, engine, *common)
-        options = {"reload": memory.state.reload}
+            self.pool[i] = LocalInstance(up, engine, *common, lent if i in config.lendable else None)
+        options = {"reload": lent.reload}
         bound, pack = config.decisions.max_lag, lambda groups, base: None
         self.trainer = TrainerWorker(self.state, pack, self.groups, self.weights, bound, self.pipes[-1], **options)
         self.world = Coordinator(

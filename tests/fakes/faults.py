@@ -124,10 +124,10 @@ def seams(name, hit):
     import orbax.checkpoint as ocp
 
     from dora_jax.rollout.device import Device
-    from dora_jax.runtime.cluster.lent_gang import LentRemoteInstance
-    from dora_jax.runtime.instances.instance_proxy import InstanceProxy
-    from dora_jax.runtime.instances.lent_instance import RETURNED, LentInstance
+    from dora_jax.runtime.cluster.remote_rollout import RemoteInstance
+    from dora_jax.runtime.instances.instance_proxy import RETURNED, InstanceProxy
     from dora_jax.runtime.instances.rollout_worker import EngineWorker
+    from dora_jax.runtime.instances.supervised_worker import LocalInstance
     from dora_jax.runtime.journal import resume
     from dora_jax.runtime.journal.event_log import EventLog
     from dora_jax.runtime.journal.log_stores import FileLogStore
@@ -158,15 +158,14 @@ def seams(name, hit):
         case "trainer.after_put":
             yield TrainerWorker, "publish", within(lambda worker, *args: (worker.weights, "put"), after(hit))
         case "chips.lent":
-            lent = LentInstance, LentRemoteInstance
-            yield InstanceProxy, "incarnation_ready", before(hit, lambda instance, *args: isinstance(instance, lent))
+            yield InstanceProxy, "incarnation_ready", before(hit, lambda instance, *args: instance.on_demand)
         case "chips.returned":
             yield (
-                LentInstance,
+                LocalInstance,
                 "incarnation_down",
                 before(hit, lambda instance, worker, number, reason, *last: reason == RETURNED),
             )
-            yield LentRemoteInstance, "gang_down", before(hit)
+            yield RemoteInstance, "gang_down", before(hit, lambda instance, *args: instance.on_demand)
         case "checkpoint.started":
             yield Checkpoints, "save", after_save(hit)
         case "checkpoint.before_manifest":

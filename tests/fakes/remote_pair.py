@@ -28,7 +28,7 @@ class Remotes(dict):
         super().__init__()
         self.hooks = {}
 
-    def supervisor(self, name, **hooks):
+    def supervisor(self, name, on_demand=False, **hooks):
         self.hooks[len(self)] = hooks
         return NoSupervisor()
 

@@ -4,7 +4,9 @@
 
 Consumes a launcher, and what the gang's processes say; produces `up` and `down` of each epoch. Laws: a gang has ended
 before the next one starts; restarts that come to nothing are counted; a gang that leaves with notice does not count,
-nor does a gang that was found and does not come back.
+nor does a gang that was found and does not come back. One on demand is started once for each time that it is wanted,
+and `down` answers also where it did not come up; none of an earlier controller is taken over; after so many in a row
+that were started and lost as may come to nothing, no other starts: each may have cost the trainer its gang.
 """
 
 from __future__ import annotations
@@ -24,9 +26,7 @@ ROOM_S = 20.0  # a gang that has no place by then is reported as waiting
 
 
 class GangSupervisor:
-    """Keeps a gang of this name running, on a thread of its own, until `close`."""
-
-    quiet = False  # about a gang that is up
+    """Keeps a gang of this name running, on a thread of its own, until `close`; on demand, from `want` on."""
 
     def __init__(
         self,
@@ -43,16 +43,18 @@ class GangSupervisor:
         failed: Callable[[RunError], None],
         notify: Callable[[str], None],
         limits: GangLimits,
+        on_demand: bool = False,
     ):
-        self.name = name
+        self.name, self._on_demand = name, on_demand
         self._listener, self._registry, self._limits = listener, listener.registry, limits
         self._launcher, self._hosts, self._slice_type = launcher, hosts, slice_type
         self._begin, self._on_message, self._up, self._down = begin, on_message, up, down
         self._failed, self._notify = failed, notify
         self._closed, self._wanted = threading.Event(), threading.Event()
-        self._wanted.set()
+        self.want(not on_demand)
         self._gang: Gang | None = None
-        self._left = self._registry.left.get(name)
+        self._left = None if on_demand else self._registry.left.get(name)
+        self._fruitless = 0  # gangs in a row
         if self._left is not None:  # it may come as soon as the address is announced
             self._gang = Gang(name, self._left.epoch, hosts, on_message, notify, limits, again=True)
             if self._registry.fits:
@@ -63,7 +65,8 @@ class GangSupervisor:
         self._thread.start()
 
     def want(self, wanted: bool) -> None:
-        """Says whether there is to be a gang at all; a gang that is not wanted any more leaves with notice."""
+        """Says whether there is to be a gang at all; a gang that is not wanted any more leaves with notice. On demand:
+        there is to be one, once."""
         (self._wanted.set if wanted else self._wanted.clear)()
 
     def close(self) -> None:
@@ -77,14 +80,23 @@ class GangSupervisor:
     # ------------------------------------------------------------ private
 
     def _run(self) -> None:
-        fruitless, lost_s, was_up = 0, None, False
+        lost_s, was_up = None, False
         while not self._closed.is_set():
-            gang = self._next()
+            gang, before = self._next(), self._fruitless
             if gang is None:
                 continue
             came = self._one_incarnation(gang, lost_s)
             if self._closed.is_set():
                 return
+            if self._on_demand:
+                if not came:
+                    self._down(gang)
+                if gang.leaving is not None:
+                    self._fruitless = 0
+                elif self._fruitless > before:
+                    stays = ", and it stays away" if (self._fruitless > self._limits.restarts) else ""
+                    self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}{stays}")
+                continue
             was_up, lost_s = was_up or came, time.monotonic()
             if gang.leaving is not None:
                 self._notify(f"{self.name} (epoch {gang.epoch}) has left: {gang.reason}")
@@ -92,9 +104,9 @@ class GangSupervisor:
             if gang.again and not came:
                 self._notify(f"{self.name} (epoch {gang.epoch}) is not taken over: {gang.reason}")
                 continue
-            fruitless = 0 if any(process.beat.progress for process in gang.processes) else fruitless + 1
-            if (gang.final and not was_up) or fruitless > self._limits.restarts:
-                again = f", {fruitless} times in a row" if fruitless > 1 else ""
+            self._fruitless = 0 if any(process.beat.progress for process in gang.processes) else before + 1
+            if (gang.final and not was_up) or self._fruitless > self._limits.restarts:
+                again = f", {self._fruitless} times in a row" if self._fruitless > 1 else ""
                 self._failed(RunError(f"{self.name} cannot be kept up{again}: {gang.reason}"))
                 return
             self._notify(f"{self.name} (epoch {gang.epoch}) is lost: {gang.reason}")
@@ -106,6 +118,8 @@ class GangSupervisor:
             return self._gang
         if not self._wanted.wait(LOOK_S):
             return None
+        if self._on_demand:
+            self._wanted.clear()
         epoch = self._gang.epoch + 1 if self._gang else 1
         self._gang = Gang(self.name, epoch, self._hosts, self._on_message, self._notify, self._limits)
         self._listener.expect(self._gang)
@@ -124,7 +138,7 @@ class GangSupervisor:
                     return False
                 self._up(gang)
                 gang.down = lambda: self._down(gang)
-            if not self.quiet:
+            if not self._on_demand:  # whose devices change sides every few seconds
                 how = ", taken over" if gang.again else ""
                 after = f", {time.monotonic() - lost_s:.1f} s after the loss was seen" if lost_s else ""
                 pids = ", ".join(str(process.hello.pid) for process in gang.processes)
@@ -139,6 +153,16 @@ class GangSupervisor:
 
     def _started(self, gang: Gang, ticket: Ticket) -> StartedGang | None:
         """The processes of the gang; None: there are none, and the gang is dead."""
+        if self._on_demand:
+            try:
+                if self._fruitless > self._limits.restarts:
+                    raise RunError(f"{self._fruitless} incarnations in a row were lost")
+                started = self._launcher.start(ticket, self._hosts, self._slice_type)
+            except RunError as error:
+                gang.die(str(error))
+                return None
+            self._fruitless += 1
+            return started
         if not gang.again:
             started = self._launcher.start(ticket, self._hosts, self._slice_type)
             self._registry.enter(gang.name, gang.epoch, started.pids)
@@ -164,7 +188,7 @@ class GangSupervisor:
                 if not warned and now - began_s > ROOM_S:
                     warned = True
                     self._notify(f"{self.name} waits for a place; the others go on")
-            if not self._wanted.is_set():
+            if not self._wanted.is_set() and not self._on_demand:
                 gang.leave("it is not wanted any more")
             if notice := started.notice():
                 gang.leave(f"preempted: {notice}")

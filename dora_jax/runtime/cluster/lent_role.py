@@ -20,17 +20,9 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import ControllerConnection, join, turns_of
 from dora_jax.runtime.cluster.rollout_role import InstanceParts
 from dora_jax.runtime.common.credentials import Credential
-from dora_jax.runtime.instances.lent_instance import LentState, MovableState
+from dora_jax.runtime.instances.shared_devices import MovableState, SharedDevices
 
 LAST_WORDS_S = 5.0
-
-
-class Stays:
-    """The state of a trainer whose devices have room for both sides."""
-
-    def to_host(self) -> None: ...
-
-    def to_devices(self) -> None: ...
 
 
 class LentConnection(ControllerConnection):
@@ -54,13 +46,13 @@ class LentRole:
             )
         self._rank, self._hosts, self._link = begin.rank, begin.hosts, link
         self._worker: LentConnection | None = None
-        self._leaves = config.trainer.lent_memory == "host"
-        self._state = LentState(trainer if self._leaves else Stays())
+        moves = config.trainer.lent_memory == "host"
+        self._state = SharedDevices(trainer, lambda engine: engine.device.free()) if moves else SharedDevices(None)
         self._instance = config.rollout.instances + begin.rank // hosts
         self._thread: threading.Thread | None = None
         first = begin.rank // hosts * hosts
         here = [device for device in jax.devices() if first <= device.process_index < first + hosts]
-        self._state.lend(self._instance)
+        self._state.acquire(self._instance)
         self._parts = InstanceParts(config, here, begin, link)
         self._free()
 
@@ -90,7 +82,7 @@ class LentRole:
 
     def _live(self, call: messages.LendDevices) -> None:
         try:
-            self._state.lend(self._instance)
+            self._state.acquire(self._instance)
             link = self._worker = LentConnection(call.controller, Credential(call.credential))
         except OSError:  # that controller is gone
             return self._free()
@@ -118,9 +110,7 @@ class LentRole:
         engine = self._parts.engine
         for version in engine.versions:
             engine.drop(version)
-        if self._leaves:
-            engine.device.free()
-        self._state.reclaim(self._instance)
+        self._state.release(self._instance, engine)
 
     def _fail(self, error: BaseException) -> None:
         self._link.send(messages.ProcessFailed(error=f"{type(error).__name__}: {error}"))

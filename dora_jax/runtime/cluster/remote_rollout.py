@@ -5,12 +5,13 @@ hands commands to the gang, behind the weights and the KV that they need, and th
 the outbox. Laws: commands reach a gang only after
 the orchestrator knows that it is there, so none meant for an earlier epoch does; weights are used only once every
 process of the gang holds them, as is the KV of a sample that comes: where one process cannot fetch its shard, all of
-them make it again from the tokens.
+them make it again from the tokens. An instance on demand is up once its gang has loaded the version that was named.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -27,10 +28,10 @@ from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import Notify
 from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, ForgetSample, HandedOver, Message, Outbox
-from dora_jax.runtime.instances.instance_proxy import Destination, InstanceProxy
+from dora_jax.runtime.instances.instance_proxy import RETURNED, Destination, InstanceProxy
 from dora_jax.runtime.transfer.transfer_manifest import KVOffer
 from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Dropped, Offered, Staged, TransferFailed
-from dora_jax.types import SampleId
+from dora_jax.types import SampleId, Version
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
 
@@ -229,14 +230,15 @@ class RemoteInstance(InstanceProxy[GangWorker]):
         publisher: WeightPublisher,
         new_supervisor: Callable[..., GangSupervisor],
         notify: Notify,
+        on_demand: bool = False,
     ):
-        super().__init__(up, outbox)
+        super().__init__(up, outbox, on_demand=on_demand)
         self._publisher = publisher
         self._notify = notify
         self._found: list[HandedOver | FinishedUnheard] = []  # samples of a gang that is taken over
-        self.supervisor = new_supervisor(
-            self.role, on_message=self._on_message, up=self._up, down=self.gang_down, failed=self._failed
-        )
+        self._coming: GangWorker | None = None  # the incarnation on demand that loads its version
+        hooks: dict[str, Any] = {"on_message": self._on_message, "up": self._up, "down": self.gang_down}
+        self.supervisor = new_supervisor(self.role, failed=self._failed, on_demand=on_demand, **hooks)
 
     def start(self) -> None:
         """The gang has been on its way since the cluster was opened."""
@@ -245,12 +247,31 @@ class RemoteInstance(InstanceProxy[GangWorker]):
         """Ends the gang, without waiting for what it does."""
         self.supervisor.close()
 
+    def begin(self, version: Version) -> None:
+        self._event = dataclasses.replace(self._event, versions=(version,))
+        self.supervisor.want(True)
+
+    def end(self, worker: GangWorker) -> None:
+        worker.gang.leave(RETURNED)
+
+    def admit(self, worker: GangWorker) -> Sequence[HandedOver | FinishedUnheard]:
+        trusted = self._publisher.recognise(worker.gang)
+        with self._lock:
+            found, self._found = self._found, []
+            if worker.gang.dead.is_set():
+                return ()
+            super().admit(worker)
+        return found if trusted else ()
+
     # -------------------------------------------------------------- private
 
     def _on_message(self, item: Any) -> None:
         match item:
             case Accepted() | Offered() | Staged() | Committed() | TransferFailed():
                 self._publisher.tell(item)
+            case ev.WeightsLoaded(incarnation=number) if (new := self._coming) and number == new.incarnation:
+                self._coming = None
+                self.incarnation_ready(new)
             case HandedOver() | FinishedUnheard() if self._worker is None:
                 self._found.append(item)
             case _:
@@ -264,18 +285,15 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def _up(self, gang: Gang) -> None:
         self._publisher.up(gang)
         worker = GangWorker(self, gang, self._publisher, self._notify)
-        self.incarnation_ready(worker, lambda: self._admit(worker))
-
-    def _admit(self, worker: GangWorker) -> Sequence[HandedOver | FinishedUnheard]:
-        trusted = self._publisher.recognise(worker.gang)
-        with self._lock:
-            found, self._found = self._found, []
-            if worker.gang.dead.is_set():
-                return ()
-            self.admit(worker)
-        return found if trusted else ()
+        if not self.on_demand:
+            return self.incarnation_ready(worker)
+        self._coming = worker
+        for version in self._event.versions:
+            load = messages.Command(what=ev.LoadWeights(instance=self.instance, version=version))
+            self._publisher.want(gang, version, functools.partial(gang.post, load))
 
     def gang_down(self, gang: Gang) -> None:
+        self._coming = None
         self._publisher.down(gang)
         with self._lock:
             self._found = []

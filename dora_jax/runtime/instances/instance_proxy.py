@@ -6,10 +6,12 @@ for one here and one elsewhere.
 `InstanceProxy` is a RolloutWorker (seams.py). It consumes the commands of the coordinator and hands each to the worker
 of the present incarnation; it puts that worker's items into the coordinator's outbox, `InstanceDown` where an
 incarnation ends and `InstanceReady` where the next one begins. LocalInstance (supervised_worker.py) starts engines in
-this process, RemoteInstance (cluster/remote_rollout.py) of gangs.
+this process, RemoteInstance (cluster/remote_rollout.py) of gangs. An instance on demand is one of the trainer's
+devices: it is up only while they are lent.
 
 Laws: nothing of an incarnation is accepted after its InstanceDown; the answers that the incarnation still owed come
-right behind it; commands reach an incarnation only once the orchestrator knows of it.
+right behind it; commands reach an incarnation only once the orchestrator knows of it; every Lend is answered by
+InstanceUp or InstanceDown, and every Return by InstanceDown.
 """
 
 from __future__ import annotations
@@ -26,11 +28,20 @@ import numpy as np
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import Recipient
-from dora_jax.runtime.common.worker import Exported, Finished, HandedOver, InstanceReady, Message, Outbox
+from dora_jax.runtime.common.worker import (
+    Exported,
+    Finished,
+    FinishedUnheard,
+    HandedOver,
+    InstanceReady,
+    Message,
+    Outbox,
+)
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import SampleId, Version
 
 LOST = "its instance is lost"
+RETURNED = "its devices are the trainer's again"
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
 NOT_FINITE = "its log-probs are not finite"
 
@@ -54,14 +65,13 @@ AnyWorker = TypeVar("AnyWorker", bound=IncarnationWorker)
 class InstanceProxy(Generic[AnyWorker]):
     """Called by the main thread, but for `on_message`, which the threads of incarnations call too."""
 
-    on_demand = False  # it is up only while the trainer's devices are lent to it
-
-    def __init__(self, up: ev.InstanceUp, outbox: Outbox, vocab_size: int | None = None):
+    def __init__(self, up: ev.InstanceUp, outbox: Outbox, vocab_size: int | None = None, on_demand: bool = False):
         self.instance = up.instance
         self.role = f"rollout {up.instance}"
+        self.on_demand = on_demand
         self._event = up
         self._outbox = outbox
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._worker: AnyWorker | None = None  # that the orchestrator knows of, or will
         self.incarnation = up.incarnation  # the latest
         self._leaving: dict[SampleId, Callable[[], object]] = {}  # on their way out; what is done if it is lost first
@@ -88,10 +98,10 @@ class InstanceProxy(Generic[AnyWorker]):
         if dst is None:
             worker = self._worker
             match message:
-                case ev.Lend(version=version):
-                    self.lend(version)
+                case ev.Lend(version=version) if self.on_demand:
+                    self.begin(version)
                 case ev.Return() if worker:
-                    self.reclaim(worker)
+                    self.end(worker)
                 case _ if worker:
                     worker.send(message, payload)
             return
@@ -113,14 +123,14 @@ class InstanceProxy(Generic[AnyWorker]):
         for answer in lost.values():
             answer()
 
-    def lend(self, version: Version) -> None:
-        """Begin an incarnation that holds the version. The answer is InstanceUp, or InstanceDown."""
-        raise NotImplementedError(f"{self.role} has devices of its own")
+    def begin(self, version: Version) -> None:
+        """On demand: begin an incarnation that holds the version. The answer is InstanceUp, or InstanceDown."""
+        raise NotImplementedError
 
-    def reclaim(self, worker: AnyWorker) -> None:
-        """End this incarnation: its samples are handed over, and the devices are the trainer's. The answer is
+    def end(self, worker: AnyWorker) -> None:
+        """On demand: end this incarnation, whose samples are handed over; the trainer gets the devices. The answer is
         InstanceDown."""
-        raise NotImplementedError(f"{self.role} has devices of its own")
+        raise NotImplementedError
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """See RolloutWorker."""
@@ -163,17 +173,18 @@ class InstanceProxy(Generic[AnyWorker]):
 
     # -------------------------------------------------- for those that start incarnations
 
-    def admit(self, worker: AnyWorker) -> None:
-        """Commands reach this incarnation from now on. The lock is held."""
-        self._worker = worker
-        self._home.__exit__()
-
-    def incarnation_ready(self, worker: AnyWorker, admit: Callable[[], Sequence[Any]]) -> None:
+    def incarnation_ready(self, worker: AnyWorker) -> None:
         """The next incarnation has begun; `admit` follows when the coordinator hears of it."""
         self.incarnation = worker.incarnation
-        self._outbox.put(
-            InstanceReady(event=dataclasses.replace(self._event, incarnation=worker.incarnation), admit=admit)
-        )
+        up = dataclasses.replace(self._event, incarnation=worker.incarnation)
+        self._outbox.put(InstanceReady(event=up, admit=functools.partial(self.admit, worker)))
+
+    def admit(self, worker: AnyWorker) -> Sequence[HandedOver | FinishedUnheard]:
+        """Commands reach this incarnation from now on. Returns the samples that it has from before."""
+        with self._lock:
+            self._worker = worker
+            self._home.__exit__()
+        return ()
 
     def incarnation_down(
         self, worker: AnyWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()

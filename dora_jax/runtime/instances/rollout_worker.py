@@ -135,7 +135,7 @@ class EngineWorker(Worker):
             case ev.Park(ids=ids):
                 for id in filter(self.engine.holds, ids):
                     attempt = self._attempts.get(id, 0)
-                    self.outbox.put(Exported(in_flight=self._export(id), attempt=attempt, **self._here))
+                    self.outbox.put(Exported(in_flight=self._export(id), attempt=attempt, waits=False, **self._here))
             case ev.Resume() if dst is not None:  # an episode whose KV is here goes on at another instance
                 dst.send(message, self.engine.with_kept(payload))
             case ev.Resume(attempt=attempt):

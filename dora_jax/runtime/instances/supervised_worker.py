@@ -1,26 +1,28 @@
 """A rollout instance of this process that may die, hang or return garbage: it leaves the pool, and may come back.
 
-`LocalInstance` is an InstanceProxy whose incarnations are an engine and its thread each. Laws: a malformed sample
-(non-finite log-probs, out-of-vocabulary ids) is dropped, the incarnation that produced it ends, and the instance is
-reported as unhealthy; incarnations that come to nothing are counted; where no instance is left, the run ends with
-the last error.
+`LocalInstance` is an InstanceProxy whose incarnations are an engine and its thread each. On demand the engine, which
+keeps its programs, takes the weights of the version that is named; when the incarnation ends its samples leave with
+their KV, and the weights go. Laws: a malformed sample (non-finite log-probs, out-of-vocabulary ids) is dropped, the
+incarnation that produced it ends, and the instance is reported as unhealthy; incarnations that come to nothing are
+counted; one on demand that dies gives the devices back; where no instance is left, the run ends with the last error.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import Notify, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Exported, Finished, Outbox
-from dora_jax.runtime.instances.instance_proxy import InstanceProxy
+from dora_jax.runtime.common.worker import Crashed, Exported, Finished, HandedOver, Outbox
+from dora_jax.runtime.instances.instance_proxy import RETURNED, InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.runtime.instances.shared_devices import SharedDevices
 from dora_jax.types import InstanceId, Version
 
 MAX_LOSSES = 3  # incarnations in a row that finished no sample and no turn, after which an instance stays away
@@ -37,7 +39,7 @@ class RestartPolicy:
 
 
 class LocalInstance(InstanceProxy["LocalWorker"]):
-    """An instance of this process. `_watch` runs on the watchdog's thread, `_begin_again` on one of its own."""
+    """An instance of this process. `_watch` runs on the watchdog's thread, `_make_again` and `_begin` on others."""
 
     def __init__(
         self,
@@ -49,16 +51,20 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         restart: RestartPolicy,
         peers: Mapping[InstanceId, LocalInstance],
         notify: Notify,
+        devices: SharedDevices | None = None,
     ):
-        super().__init__(up, outbox, restart.vocab_size)
+        """devices: the trainer's, of an instance on demand."""
+        super().__init__(up, outbox, restart.vocab_size, on_demand=devices is not None)
         self.gone = False  # for good
-        self._restart = restart
+        self._restart, self._devices = restart, devices
         self._peers = peers
         self._notify = notify
         self._wrap: Callable[[RolloutEngine], RolloutEngine] = lambda engine: engine
         self._weights = weights
         self._partial_s = partial_s
-        self._worker = self._new_worker(engine)
+        self._engine: RolloutEngine | None = engine  # None: that of the incarnation that died is made again
+        self._worker = None if self.on_demand else self._new_worker(engine)
+        self._ended: LocalWorker | None = None  # the incarnation before, of the same engine
         self._losses = self._suspicions = 0
         self._done = threading.Event()
         self._making = threading.Lock()
@@ -67,8 +73,8 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
     def wrap_engine(self, wrap: Callable[[RolloutEngine], RolloutEngine], weights: WeightStore) -> None:
         """Before `start`: `wrap(engine)` stands for the engine of every incarnation, `weights` for the store."""
         self._wrap, self._weights = wrap, weights
-        if worker := self._worker:
-            self._worker = self._new_worker(worker.engine)
+        if self._worker:
+            self._worker = self._new_worker(self.engine)
 
     def start(self) -> None:
         if worker := self._worker:
@@ -82,17 +88,34 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
             worker.stop(timeout_s)
         for thread in self._threads:  # one that wakes while the interpreter ends would abort the process
             thread.join(timeout_s)
+        if self._ended is not None:
+            self._ended.stop(timeout_s)
+        self.free()
 
     @property
     def engine(self) -> RolloutEngine:
-        if self._worker is None:
+        if self._engine is None:
             raise RuntimeError(f"{self.role} has no engine now")
-        return self._worker.engine
+        return self._engine
 
     @property
     def worker(self) -> LocalWorker | None:
         """The worker of the present incarnation; None: the instance is lost."""
         return self._worker
+
+    def begin(self, version: Version) -> None:
+        self._run(self._begin, version)
+
+    def end(self, worker: LocalWorker) -> None:
+        worker.post(self._end, worker)
+
+    def free(self) -> None:
+        """Gives shared devices to the trainer: no incarnation uses them."""
+        try:
+            if self._devices is not None:
+                self._devices.release(self.instance, self._engine)
+        except Exception as error:  # without its state there is no trainer
+            self._outbox.put(Crashed(role=self.role, error=error))
 
     def mark_unhealthy(self, incarnation: int, reason: str) -> None:
         """After MAX_LOSSES suspicions the instance stays away: it is not its weights alone."""
@@ -123,9 +146,16 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         if self.gone or self._restart.new_engine is None:
             self._stay_away(error)
         else:
-            self._run(self._begin_again, worker, self._restart.new_engine)
+            self._run(self._make_again, worker, self._restart.new_engine)
 
-    def _begin_again(self, ended: LocalWorker, new_engine: Callable[[], RolloutEngine]) -> None:
+    def incarnation_down(
+        self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
+    ) -> None:
+        if reason != RETURNED:
+            self._engine = None
+        super().incarnation_down(worker, number, reason, last)
+
+    def _make_again(self, ended: LocalWorker, new_engine: Callable[[], RolloutEngine]) -> None:
         """Frees the old engine, makes another."""
         with self._making:
             ended.stop()
@@ -137,18 +167,47 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
                 self._notify(f"{self.role} could not be made again ({error}); it stays away")
                 self._stay_away(error)
                 return
-            self._remade(engine)
+            self._engine, self._ended = engine, None
+            self.free()
+        if not self.on_demand:
+            self._begin(None)
 
-    def _remade(self, engine: RolloutEngine) -> None:
-        self.incarnation += 1
-        worker = self._new_worker(engine)
-        worker.start()
-        self.incarnation_ready(worker, functools.partial(self._admit, worker))
+    def _begin(self, version: Version | None) -> None:
+        """version: of one on demand, which the incarnation holds from the start."""
+        with self._making:
+            self.incarnation += 1
+            try:
+                if self.gone:
+                    raise RuntimeError(f"{self.role} stays away")
+                if self._ended is not None:
+                    self._ended.stop()  # its thread used the engine
+                worker = self._new_worker(self.engine)
+                if self._devices is not None and version is not None:
+                    self._devices.acquire(self.instance)
+                    for old in worker.engine.versions:
+                        worker.engine.drop(old)
+                    worker.engine.load(version, self._weights.get(version, worker.engine.param_shardings))
+                    self._event = dataclasses.replace(self._event, versions=(version,))
+            except Exception as error:  # whatever it is, the devices are the trainer's, and the others go on
+                if self._engine is not None:  # else its devices are freed when it is made again
+                    self.free()
+                self._outbox.put(
+                    ev.InstanceDown(instance=self.instance, reason=str(error), incarnation=self.incarnation)
+                )
+                return
+            worker.start()
+            self.incarnation_ready(worker)
 
-    def _admit(self, worker: LocalWorker) -> tuple[()]:
+    def _end(self, worker: LocalWorker) -> None:
+        """On the incarnation's own thread."""
+        worker.hand_over()
+        for version in worker.engine.versions:
+            worker.engine.drop(version)
+        self.free()
         with self._lock:
-            self.admit(worker)
-        return ()
+            if self._worker is worker:
+                self._ended = worker
+                self.incarnation_down(worker, worker.incarnation, RETURNED)
 
     def _run(self, call: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=call, args=args, name=f"{self.role} {call.__name__}", daemon=True)
@@ -157,6 +216,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
 
     def _stay_away(self, error: BaseException) -> None:
         self.gone = True
+        self.free()
         if all(peer.gone for peer in self._peers.values()):
             self._outbox.put(Crashed(role=self.role, error=error))
 

@@ -8,8 +8,8 @@ import pytest
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.worker import Crashed
-from dora_jax.runtime.instances.lent_instance import LentInstance, LentMemory, LentState
-from dora_jax.runtime.instances.supervised_worker import RestartPolicy
+from dora_jax.runtime.instances.shared_devices import SharedDevices
+from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from tests.fakes import faults
 from tests.fakes.coordinator_adversary import UP, MovableState, kill
 from tests.fakes.coordinator_world import SECTION, SlowEngine, Weights
@@ -21,12 +21,11 @@ class Rig:
     """One lent instance, whose restarts wait for `made`."""
 
     def __init__(self, trainer):
-        self.trainer, self.state, self.made = trainer, LentState(trainer), threading.Event()
+        self.trainer, self.state, self.made = trainer, SharedDevices(trainer, trainer.free), threading.Event()
         self.reported, self.came = [], threading.Condition()
-        memory = LentMemory(self.state, trainer.free)
         spare = RestartPolicy(new_engine=self._new_engine, vocab_size=256, hung_s=0.0)
         common = Weights(), self, 0.0, spare, {}, lambda sentence: None
-        self.instance = LentInstance(ev.InstanceUp(instance=1, **UP), SlowEngine(SECTION), *common, memory=memory)
+        self.instance = LocalInstance(ev.InstanceUp(instance=1, **UP), SlowEngine(SECTION), *common, self.state)
 
     def _new_engine(self):
         assert self.made.wait(20)
@@ -86,11 +85,11 @@ def test_the_trainer_waits_for_its_state_where_the_instance_that_has_its_devices
 
 def test_the_state_comes_back_with_the_last_of_several_instances():
     trainer = MovableState()
-    state = LentState(trainer)
-    state.lend(3), state.lend(4)
-    state.reclaim(3)
+    state = SharedDevices(trainer)
+    state.acquire(3), state.acquire(4)
+    state.release(3)
     assert not trainer.here
-    state.reclaim(4), state.reclaim(4)
+    state.release(4), state.release(4)
     assert trainer.here and trainer.moves == 1
 
 
