@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from dora_jax.bench import sandbox as bench
 from dora_jax.config import ConfigError
 from dora_jax.tasks import code, sandbox
 from dora_jax.tasks.sandbox import programs
 from tests.fakes.reward_pool import pools
 from tests.fakes.sandbox import FORMS, alive, descendants, needs_sandbox, server
+from tests.soak import sandbox as bench
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -7,8 +7,6 @@ import runpy
 
 import pytest
 
-from dora_jax.base.chips import CHIPS
-from dora_jax.bench.transfer import speeds_of
 from dora_jax.config import ConfigError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.modes import MODES
@@ -159,14 +157,6 @@ def test_a_publication_takes_its_stages_and_doubles_its_sources():
     assert four.last_s == 33  # the trainer and the first feed the next two, and these the last
     wide = publication(100, dataclasses.replace(speeds, out=40), 4)
     assert wide.last_s == 13, "a trainer of four times as many hosts feeds all four at once"
-
-
-def test_speeds_are_those_of_all_chips_together():
-    v5e = CHIPS["v5e"]
-    speeds = speeds_of(v5e, 64, v5e, 8, link_share=0.5)
-    assert speeds.out == 8 * speeds.into == 64 * v5e.dcn_bytes_per_s / 2
-    assert speeds.place == 8 * v5e.host_bytes_per_s
-    assert speeds_of(v5e, 64, v5e, 8, 0.5, host_link_bytes_per_s=1e9).into == 2e9
 
 
 def test_a_slow_environment_and_a_quick_one_are_trained_in_the_shares_asked_for():

@@ -69,7 +69,7 @@ RENAMED = {
 COMMANDS = {  # programs that are called in another way now
     **{
         f"dora_jax.bench.{name}": f"tests.soak.{name}"
-        for name in ("chaos", "damage", "end_to_end", "exact", "fuzz_ports", "gang_kills", "kill_rate")
+        for name in ("chaos", "damage", "end_to_end", "exact", "fuzz_ports", "gang_kills", "kill_rate", "sandbox")
     },
     "dora_jax.bench.environments": "tests.soak.end_to_end --environments",
     "dora_jax.bench.migrate_processes": "dora_jax.bench.transfer migrate --processes",

@@ -20,14 +20,12 @@ child (runtime/journal/event_log.py). `codec` adds what a controller's journal a
 from __future__ import annotations
 
 import collections
-import cProfile
 import dataclasses
 import functools
 import gc
 import heapq
 import inspect
 import itertools
-import pstats
 import random
 import resource
 import sys
@@ -75,7 +73,6 @@ class Options:
     mtbf_s: float = 100_000.0  # of one instance; 0: none is lost
     snapshot_s: float = 60.0  # 0: none is made
     codec: bool = False  # what journal and wire cost, too
-    profile: int = 0  # so many functions that take most
 
 
 class Cost:
@@ -337,23 +334,17 @@ def children_s() -> float:
 
 def measure(options: Options) -> Body:
     """The fleet after its time; `cost` is of the timed part."""
-    profile = cProfile.Profile(time.thread_time)
     with tempfile.TemporaryDirectory() as folder, quiet_collector():
         body = Body(options, folder)
         body.run(options.warm_s)
         cost = body.cost = Cost()
         gc.callbacks.append(cost.collected)
-        if options.profile:
-            profile.enable()
         body.run(options.warm_s + options.seconds)
         while body.journal.rotating:
             body.turn()
-        profile.disable()
         gc.callbacks.remove(cost.collected)
         cost.children_s = children_s() - cost.children_s
         body.journal.close()
-    if options.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats("orchestrate", options.profile)
     return body
 
 

@@ -8,8 +8,8 @@
     python -m dora_jax.bench.transfer migrate --waiting [--contexts=512,2048,4096] [--observed=64] [--rounds=3]
                                                         [--seconds=0]
 
-publish: a version from a trainer to instances, in processes of their own, by both wires: what each stage takes, what
-the model of the simulator says to that, and what it says of 8B, 32B and 560B.
+publish: a version from a trainer to instances, in processes of their own, by both wires: what each stage takes, and
+what the model of the simulator says to that.
 The trainer casts its masters (f32, fsdp=4) as a run does, the instances have the engine of a run (tensor=2); a version
 for n instances has mib/n MiB in bfloat16, so that all fit. With a rank a version is an adapter of such a model.
 copy       the cast on the trainer's shards; the next step waits for it
@@ -71,7 +71,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.base.chips import CHIPS, HOST_CHIPS, Chip
 from dora_jax.bench import harness
 from dora_jax.bench.decode import MODEL
 from dora_jax.models import decoder, sharding
@@ -96,34 +95,6 @@ from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint, like
 from dora_jax.runtime.transfer.weight_storage import StoredWeights
 from dora_jax.sim.network import Speeds, publication
 from dora_jax.types import SampleId, Version
-
-HOST_COPY_BYTES_PER_S = 8e9  # from one place of a instance's memory to another
-COPY_TRAFFIC = 3  # bytes that a cast from f32 reads and writes, for each byte of bfloat16 that it makes
-HBM_SHARE = 0.8  # of the bandwidth that a cast reaches
-
-
-def speeds_of(
-    trainer: Chip,
-    trainer_chips: int,
-    instance: Chip,
-    instance_chips: int,
-    link_share: float,
-    host_link_bytes_per_s: float = 0.0,
-) -> Speeds:
-    """`link_share` of the chips' links is reached; host_link_bytes_per_s: what one instance's link carries instead."""
-
-    def link(chip: Chip, chips: int) -> float:
-        return chips * (host_link_bytes_per_s / HOST_CHIPS or chip.dcn_bytes_per_s * link_share)
-
-    return Speeds(
-        copy=trainer_chips * trainer.hbm_bytes_per_s * HBM_SHARE / COPY_TRAFFIC,
-        home=trainer_chips * trainer.host_bytes_per_s,
-        out=link(trainer, trainer_chips),
-        into=link(instance, instance_chips),
-        join=instance_chips / HOST_CHIPS * HOST_COPY_BYTES_PER_S,
-        place=instance_chips * instance.host_bytes_per_s,
-    )
-
 
 # -------------------------------------------------------------- versions
 
@@ -318,13 +289,6 @@ class Cluster:
 
 MIB = 1 << 20
 GIB = 1 << 30
-SIZES = (
-    ("8B", 8.2e9, "v5e", 64, 4, 16),
-    ("8B", 8.2e9, "v6e", 64, 4, 16),
-    ("32B", 32.8e9, "v5p", 64, 4, 16),
-    ("560B", 560e9, "v5p", 512, 32, 16),
-)  # parameters, chip, the trainer's, an instance's, instances
-HOST_TCP_BYTES_PER_S = 3.6e9  # between two v6e hosts, as others measured it
 
 
 def tcp_bytes_s(size: int) -> float:
@@ -395,19 +359,6 @@ def publish(mib=1024, instances=(1, 2), rounds=3, folder=None, rank=0, plain=Fal
             yield table.row(name, count, size / MIB, empty_ms, t["copy"], t["write"], t["first"], t["all"],
                             count * size / t["all"] / GIB, t["pause"], t["h2d"], ratio,
                             predicted.pause_s / t["pause"])  # fmt: skip
-    yield "model, bfloat16; links at 0.7 of the hardware table's / at 3.6 GB/s a host, as measured elsewhere on v6e"
-    table = harness.Table({"": "6s", "trainer": ">10s", "instances": ">14s", "copy GiB/chip": "15.2f",
-                           "copy ms": "9.1f", "home s": "8.2f", "first s": ">16s", "all s": ">16s",
-                           "pause s": "9.2f"})  # fmt: skip
-    yield table.head
-    for name, params, chip, trainer, instance, count in SIZES:  # nothing of it is measured
-        fast, slow = (
-            publication(2 * params, speeds_of(CHIPS[chip], trainer, CHIPS[chip], instance, 0.7, link), count)
-            for link in (0.0, HOST_TCP_BYTES_PER_S)
-        )
-        yield table.row(name, f"{trainer} {chip}", f"{count} x {instance}", 2 * params / trainer / GIB,
-                        fast.copy_s * 1e3, fast.home_s, f"{fast.first_s:.2f} / {slow.first_s:.2f}",
-                        f"{fast.last_s:.2f} / {slow.last_s:.2f}", fast.pause_s)  # fmt: skip
 
 
 def run_sender(end: connection.Connection, credential: str, encrypted: bool, size: int) -> None:

@@ -1,6 +1,6 @@
 """The sandbox of model-written programs: what a start costs beside bare Python, and what many runs leave behind.
 
-    python -m dora_jax.bench.sandbox [--starts=100] [--runs=1000] [--at_once=2]
+    python -m tests.soak.sandbox [--starts=100] [--runs=1000] [--at_once=2]
 
 starts   the same program of one line, by turns in the sandbox and by the bare interpreter that the sandbox uses
 runs     PROGRAMS in turn, from `at_once` threads: programs that end well, fail, abort, leave daemons and files, fork to
