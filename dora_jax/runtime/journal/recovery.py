@@ -184,8 +184,9 @@ def _replay_one(
     head, payloads, tail, read = _open(number, records)
     with _sensible(number):
         config = dict(head.config)  # under which the segment was written: its tuples were written as lists
-        config["task_cycle"], config["lendable"] = tuple(config["task_cycle"]), tuple(config["lendable"])
-        config["task_ratios"] = tuple((task, ratio) for task, ratio in config["task_ratios"])
+        for name, value in head.config.items():
+            if isinstance(value, list):
+                config[name] = tuple(tuple(each) if isinstance(each, list) else each for each in value)
         orchestrator = Orchestrator.restore(OrchestratorConfig(**config), head.orchestrator)
     state = ReplayedState(orchestrator, payloads, head.epoch)
     state.steps = [step for step in steps if step.base < state.base]  # later ones were undone by a fallback
