@@ -36,6 +36,19 @@ def test_every_flipped_bit_changes_it():
         assert digest(bad) != want
 
 
+def test_leaves_of_known_shapes_compile_nothing():
+    """An optimizer's moments, of the shapes of the weights, at the first checkpoint: while samples wait."""
+    compiled = []
+    weights = jax.tree.map(jnp.asarray, tree())
+    digest(weights)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    digest({"mu": weights, "nu": weights})
+    jax.monitoring.clear_event_listeners()
+    assert not compiled
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -94,6 +94,15 @@ def test_a_prompt_takes_well_under_two_milliseconds():
     assert (time.thread_time() - began_s) / 500 < 2e-3
 
 
+def test_a_prompt_is_drawn_once_for_its_group_s_start_and_its_rows(monkeypatch):
+    task = opened()
+    drawn, draw = [], task.source.draw
+    monkeypatch.setattr(task.source, "draw", lambda *which: drawn.append(which) or draw(*which))
+    texts = [task.prompt_at(group).text for group in (7, 8, 7, 8)]
+    assert len(drawn) == 2
+    assert texts[:2] == texts[2:] != texts[1::-1]
+
+
 def test_a_dataset_too_small_for_its_heldout_set_is_refused():
     tiny = params(min_terms=2, max_terms=2, max_digits=1)
     assert "gave only 200 distinct prompts" in refusal(tiny, heldout=201)

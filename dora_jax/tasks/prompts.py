@@ -10,6 +10,7 @@ Laws:
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 SURVEYED = (
     64  # training prompts that are measured before a run: enough to tell a few that are too long from most of them
 )
+RECENT = 1024  # prompts that are kept: a group's is read when it starts, and again when its rows are logged
 
 
 class PromptTooLong(ValueError):
@@ -91,6 +93,7 @@ class Task:
         self._seed = seed
         self._limit = max_prompt_tokens
         self._max_new_tokens = max_new_tokens
+        self._prompt_at = functools.lru_cache(RECENT)(self._drawn)
         self._heldout = [row for row in source.heldout if len(self._encode(row)[1]) <= max_prompt_tokens]
         self.n_heldout = len(self._heldout)
         self.heldout_uids = source.heldout_uids  # of every held-out prompt, those too long for this run included
@@ -103,6 +106,9 @@ class Task:
 
     def prompt_at(self, group_id: GroupId) -> Prompt:
         """Pure in (seed, group_id); raises PromptTooLong over the limit."""
+        return self._prompt_at(group_id)
+
+    def _drawn(self, group_id: GroupId) -> Prompt:
         row = self._row(group_id)
         text, ids = self._encode(row)
         if len(ids) > self._limit:
