@@ -100,7 +100,7 @@ class Fleet:
                 (i, incarnation, reason)
             )
         self._gaps = {}
-        self.agreement = Agreement(0.2, self.gaps, self.pool, self.notes.append)
+        self.agreement = Agreement(0.2, self.gaps, self.pool, self.notes.append, [].append)
 
     def gaps(self, version):
         return self._gaps[version]

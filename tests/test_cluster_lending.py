@@ -14,8 +14,7 @@ import pytest
 from dora_jax.config import ClusterSection, Config, ModelSection, OrchestratorSection, RolloutSection, RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate import lending
-from dora_jax.plan import presets, validate
-from dora_jax.runtime.assembly import run
+from dora_jax.plan import devices, presets, validate
 from dora_jax.runtime.instances.instance_proxy import RETURNED
 from dora_jax.runtime.journal.journal_audit import audit
 from tests.fakes import faults
@@ -87,7 +86,7 @@ def configured(hosts=1, trainer_hosts=1, tensor=1, launcher="ray", **slices):
 
 
 def test_processes_that_make_up_no_whole_instance_are_refused():
-    assert run.lendable(configured(2, 4)) == (3, 4) and run.lendable(configured(4, 4)) == (3,)
+    assert devices.lendable(configured(2, 4)) == (3, 4) and devices.lendable(configured(4, 4)) == (3,)
     (problem,) = [line for line in validate.problems(configured(2, 3)) if "elastic" in line]
     assert problem.startswith("orchestrator.elastic: the trainer's 3 processes make up no whole number of instances of")
 

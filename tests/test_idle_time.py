@@ -76,7 +76,7 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
     writer = types.SimpleNamespace(note=print, phase=lambda *_: None, write=lambda *_, **__: None)
     writer.evaluations, writer.resumed_at = {}, None
     brain = types.SimpleNamespace(
-        summary=lambda: {"versions": {}, "stride": 1, "moves": 0, "reloads": 0, "lends": {}, "drafts": {}},
+        summary=lambda: {"versions": {}, "stride": 1, "moves": 0, "reloads": 0, "metrics": {}},
         waiting=dict,
         state=types.SimpleNamespace(config=types.SimpleNamespace(task_cycle=())),
     )

@@ -66,8 +66,9 @@ def test_speed_and_acceptance_are_learned_from_reports():
     drafts = learned(2.5).state.fleet.measured.drafts
     assert drafts.gain(1) == pytest.approx(2.5, rel=0.05) and drafts.gain(9) == 1.0
     assert drafts.acceptance == pytest.approx(0.75)
-    facts = learned(2.5).summary()["drafts"]
-    assert facts == {"acceptance": drafts.acceptance, "gain": drafts.gain(1)} and not learned(1.0).summary()["drafts"]
+    facts = learned(2.5).summary()["metrics"]
+    assert facts == {"drafts/acceptance": drafts.acceptance, "drafts/gain": drafts.gain(1)}
+    assert not learned(1.0).summary()["metrics"]
 
 
 def test_what_is_left_of_few_samples_is_expected_sooner():

@@ -149,7 +149,7 @@ def test_what_no_step_trains_on_is_kept_and_counted(tmp_path):
         ledger=types.SimpleNamespace(base=4), groups={-1: types.SimpleNamespace(version=4)}, evaluating={4: 2},
         config=types.SimpleNamespace(task_cycle=()),
     )  # fmt: skip
-    facts = {"versions": {}, "stride": 1, "moves": 0, "reloads": 0, "lends": {}, "drafts": {}}
+    facts = {"versions": {}, "stride": 1, "moves": 0, "reloads": 0, "metrics": {}}
     brain = types.SimpleNamespace(state=state, waiting=dict, summary=lambda: facts)
     tables = []
     sink = types.SimpleNamespace(write=lambda *_: None, samples=lambda *row: tables.append(row[:2]))

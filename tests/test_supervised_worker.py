@@ -372,7 +372,7 @@ def test_an_instance_that_cannot_be_believed_is_named_and_nothing_of_it_is_train
     job = Job(mode, instances=3, troubles=[trouble], steps=4 * STEPS)  # many, that some come after the quarantine
     quarantined, sampled, trained, suspected = [], {}, [], set()
     job.world.listen(lambda record: quarantined.append(record) if isinstance(record, ev.Quarantine) else None)
-    agreement = Agreement(0.2, WholeSteps(job.records).gaps, list(job.pool.values()), job.notes.append)
+    agreement = Agreement(0.2, WholeSteps(job.records).gaps, list(job.pool.values()), job.notes.append, [].append)
     job.world.listen(agreement.record)
 
     def watch(event):

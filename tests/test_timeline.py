@@ -16,6 +16,7 @@ from dora_jax.report.load import load
 from dora_jax.report.page import page
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.observe.timeline import ROWS, Timeline, length_bucket
+from dora_jax.runtime.training.agreement import Agreement
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 from tests.fakes.trace_rules import faults
 
@@ -146,11 +147,12 @@ def test_the_picture_begins_when_the_first_instance_is_up():
 
 
 def test_a_quarantine_is_reported_to_everyone_who_looks(tmp_path):
-    log = Timeline(tmp_path, print)
+    log, notes = Timeline(tmp_path, print), []
     for i in (0, 1):
         log.event(up(i), ())
     command = ev.Quarantine(instance=1, reason="NaN", group_ids=(5, 9), steps=(2, 2))
-    log.event(ev.InstanceUnhealthy(instance=1, reason="NaN"), (command,))
+    Agreement(0.0, None, (), notes.append, log.write).event(ev.InstanceUnhealthy(instance=1, reason="NaN"), (command,))
+    assert len(notes) == 1
     log.close()
     data = load(tmp_path, "a")
     ((sentence,),) = findings.quarantines(data).values()

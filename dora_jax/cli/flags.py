@@ -188,19 +188,6 @@ def parse(argv: Sequence[str], purpose: str = "train", flag_values: flags.FlagVa
 def describe(asked: CommandLine) -> str:
     """What --dry_run prints: the resolved config as JSON, then which part gets which device."""
     found, config, planned = asked.plan.machines, asked.plan.config, asked.plan.memory
-    n_devices = devices.known_devices(config) or 1
-    if config.cluster.launcher:
-        cluster = config.cluster
-        each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
-        plan = (
-            f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
-            f"{config.rollout.instances} instances of {cluster.hosts_per_instance} processes; each has {each}"
-        )
-        if config.orchestrator.elastic:
-            lent = cluster.trainer_hosts // cluster.hosts_per_instance
-            plan += f"; while the trainer waits, its processes are instances too: {lent} more"
-    else:
-        plan = devices.plan(n_devices, config).describe()
     memory = (
         budget.describe(planned) if planned else "memory: not planned, for the machine or the model is not known yet"
     )
@@ -217,7 +204,7 @@ def describe(asked: CommandLine) -> str:
             f"workdir: {asked.workdir}",
             f"chosen for {found}{'' if all(machine.name for machine in found) else ', as no slice is named'}:",
             *presets.table(asked.plan.choices),
-            plan,
+            devices.describe(config),
             memory,
             *notes,
         ]

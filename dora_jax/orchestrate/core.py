@@ -41,13 +41,8 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.events import Command, Event, Halt
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.state import ASKED, State
-from dora_jax.orchestrate.transitions import FACTS
+from dora_jax.orchestrate.transitions import CHANGES_READY, ENDS_NOTHING, FACTS, FREES_TRAINER
 from dora_jax.types import RENEWAL, GroupId, Version, is_served
-
-# After these a batch may be taken that could not be before; after these no version and no run can be over.
-CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp, ev.InstanceDown, ev.InstanceUnhealthy}
-FREES_TRAINER = {ev.PartTrained, ev.StepPublished}
-ENDS_NOTHING = {ev.InstanceReported, ev.SampleStarted, ev.SampleWaiting, ev.SampleReady}
 
 
 class Orchestrator:

@@ -141,10 +141,7 @@ def restart(s: State, step: Callable[[ev.Event], object]) -> Outstanding:
     for unit, dst in [(u, u.dst) for u in s.units() if u.state == MOVING and u.dst is not None]:
         failed = ev.MoveFailed(id=unit.id, src=_NOWHERE, dst=dst.id, attempt=unit.attempt, reason=LOST)
         commit(failed)
-    # The process that lent the chips is over, with what was asked for meanwhile.
-    s.roles.lent.clear()
-    s.roles.asked_s.clear()
-    s.roles.trained = 0
+    s.roles.restart()
     for unit in (u for u in s.units() if u.state == WAITING):
         unit.tokens = 0  # whatever is left of it may go on
         unit.placed = 0  # the wait that the next process answers

@@ -89,6 +89,12 @@ class Roles:
     def switch_s(self) -> float:
         return self.out_s + self.back_s
 
+    def restart(self) -> None:
+        """The process that lent the chips is over, with what was asked for meanwhile."""
+        self.lent.clear()
+        self.asked_s.clear()
+        self.trained = 0
+
     def came_home(self, id: InstanceId, now_s: float) -> None:
         """The instance is no more, whatever ended it."""
         if self.lent.pop(id, None) == RETURNING:

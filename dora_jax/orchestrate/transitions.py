@@ -417,3 +417,7 @@ FACTS: dict[type, tuple[Callable[..., bool], Callable[..., None]]] = {
     ev.StepPublished: (_progress_counts, step_published),
     ev.PartTrained: (_progress_counts, part_trained),
 }
+# After these a batch may be taken that could not be before; after these no version and no run can be over.
+CHANGES_READY = {ev.GroupScored, ev.GroupFailed, ev.StepPublished, ev.InstanceUp, ev.InstanceDown, ev.InstanceUnhealthy}
+FREES_TRAINER = {ev.PartTrained, ev.StepPublished}
+ENDS_NOTHING = {ev.InstanceReported, ev.SampleStarted, ev.SampleWaiting, ev.SampleReady}

@@ -74,8 +74,10 @@ def summary(s: State) -> dict[str, Any]:
         "waits": waits(s),
         "moves": s.moves_total,
         "reloads": s.reloads_total,
-        "drafts": {"acceptance": drafts.acceptance, "gain": drafts.gain(1)} if drafts.guesses else {},
-        "lends": {"total": s.roles.lends_total, "switch_s": s.roles.switch_s} if s.roles.lendable else {},
+        "metrics": {  # of the features in use
+            **({"drafts/acceptance": drafts.acceptance, "drafts/gain": drafts.gain(1)} if drafts.guesses else {}),
+            **({"lends/total": s.roles.lends_total, "lends/switch_s": s.roles.switch_s} if s.roles.lendable else {}),
+        },
         "dropped": dict(s.dropped),
         "instances": {h.id: h.serving for h in s.fleet.instances.values()},
         "next_group_id": min(s.cursors.values()),

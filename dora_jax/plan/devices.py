@@ -132,6 +132,32 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
     )
 
 
+def lendable(config: Config) -> tuple[int, ...]:
+    """The instances that the trainer's devices make up while the trainer waits."""
+    if not config.orchestrator.elastic:
+        return ()
+    if config.cluster.launcher:
+        lent = config.cluster.trainer_hosts // config.cluster.hosts_per_instance
+        return tuple(range(config.rollout.instances, config.rollout.instances + lent))
+    import jax
+
+    found = plan(len(jax.devices()), config)
+    return tuple(range(len(found.instances), len(found.instances) + len(found.lent)))
+
+
+def describe(config: Config) -> str:
+    """Which part of the run gets which devices, or processes."""
+    cluster = config.cluster
+    if not cluster.launcher:
+        return plan(known_devices(config) or 1, config).describe()
+    each = f"{cluster.devices_per_host} virtual CPU devices" if cluster.devices_per_host else "its host's devices"
+    more = len(lendable(config))
+    return (
+        f"cluster of {cluster.launcher}: the controller, a trainer of {cluster.trainer_hosts} and "
+        f"{config.rollout.instances} instances of {cluster.hosts_per_instance} processes; each has {each}"
+    ) + f"; while the trainer waits, its processes are instances too: {more} more" * bool(more)
+
+
 def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:
     """data, fsdp, tensor, context, expert of a trainer that has this many devices."""
     t = config.trainer

@@ -21,6 +21,7 @@ from dora_jax.base import callables
 from dora_jax.config import ClusterSection, Config, ConfigError, field_context
 from dora_jax.config.cluster import LAUNCHERS
 from dora_jax.orchestrate.events import InstanceUp
+from dora_jax.plan import devices
 from dora_jax.runtime.assembly import run
 from dora_jax.runtime.cluster.checkpoint_shards import steps_at
 from dora_jax.runtime.cluster.gang import GangLimits, GangListener
@@ -86,7 +87,7 @@ class ClusterBackend:
                 notify,
             )
         own = [remote.supervisor for remote in self._instances.values()]
-        for instance in run.lendable(config):  # of the trainer's processes
+        for instance in devices.lendable(config):  # of the trainer's processes
             first = (instance - config.rollout.instances) * config.cluster.hosts_per_instance
             launcher = LentLauncher(self._launcher.ip, lambda: self._trainer.gang, instance, first)
             self._instances[instance] = RemoteInstance(

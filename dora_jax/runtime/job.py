@@ -316,12 +316,13 @@ def run_stages(
         log_bytes=config.monitor.log_bytes,
         samples_bytes=config.monitor.samples_bytes,
     )
+    timeline = Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes)
     limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
     hung: tuple[RunPlugin | None, ...] = (
         recorder,
         log,
-        Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes),
-        Agreement(limit, seen, instances, writer.note) if seen else None,
+        timeline,
+        Agreement(limit, seen, instances, writer.note, timeline.write),
         backing,
         requests,
         parts.sessions,

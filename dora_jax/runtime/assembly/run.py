@@ -262,21 +262,10 @@ def orchestrator_config(config: Config) -> OrchestratorConfig:
         task_ratios=limits if any(limit != 1 for _, limit in limits) else (),
         task_lead=config.task.lead,
         task_adaptive=config.task.adaptive,
-        lendable=lendable(config),
+        lendable=devices.lendable(config),
         hold_versions=config.serving.hold_versions,
         hold_s=config.serving.hold_s,
     )
-
-
-def lendable(config: Config) -> tuple[InstanceId, ...]:
-    """The instances that the trainer's devices make up while the trainer waits."""
-    if not config.orchestrator.elastic:
-        return ()
-    if config.cluster.launcher:
-        lent = config.cluster.trainer_hosts // config.cluster.hosts_per_instance
-        return tuple(range(config.rollout.instances, config.rollout.instances + lent))
-    plan = devices.plan(len(jax.devices()), config)
-    return tuple(range(len(plan.instances), len(plan.instances) + len(plan.lent)))
 
 
 def instance_up(instance: InstanceId, config: Config) -> InstanceUp:

@@ -84,18 +84,6 @@ class TaskShares:
         return shares | {f"task/reward/{task}": float(np.mean(rewards)) for task, rewards in of_task.items() if rewards}
 
 
-def quarantined(command: ev.Quarantine) -> str:
-    """The sentence that names an instance in quarantine, and the steps that trained on its tokens before."""
-    steps: dict[Version, list[GroupId]] = {}
-    for group_id, step in zip(command.group_ids, command.steps, strict=True):
-        steps.setdefault(step, []).append(group_id)
-    trained = "; ".join(f"step {step}: groups {', '.join(map(str, groups))}" for step, groups in sorted(steps.items()))
-    return (
-        f"rollout {command.instance} is in quarantine ({command.reason}). Nothing of what it sampled will be trained; "
-        + (f"groups that it sampled a part of were trained in {trained}" if trained else "no group was trained with it")
-    )
-
-
 class ScoringFailures:
     def __init__(self, max_failed_share: float, prompt_of: Callable[[GroupId], Prompt], notify: Callable[[str], None]):
         self._max_failed_share, self._prompt_of, self._notify = max_failed_share, prompt_of, notify
@@ -270,8 +258,6 @@ class RunLog(RunPlugin):
         for command in commands:
             if isinstance(command, ev.Train):
                 self._writer.phase("trainer", f"training version {command.base_version + 1}")
-            elif isinstance(command, ev.Quarantine):
-                self._writer.note(quarantined(command))
 
     def close(self) -> None:
         """Wait until all samples are written."""
@@ -330,8 +316,7 @@ class RunLog(RunPlugin):
             "versions/stride": facts["stride"],
             "moves/total": facts["moves"],
             "reloads/total": facts["reloads"],
-            **{f"lends/{name}": value for name, value in facts["lends"].items()},
-            **{f"drafts/{name}": value for name, value in facts["drafts"].items()},
+            **facts["metrics"],
         }
         self._tokens = 0
         self.metrics = metrics

@@ -33,7 +33,6 @@ from dora_jax.base.retrying_file import PatientFile
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.seams import RunPlugin
 from dora_jax.runtime.common.worker import Finished, StepDone
-from dora_jax.runtime.observe.metrics_log import quarantined
 from dora_jax.runtime.observe.run_trace import RunTrace
 from dora_jax.types import InstanceId, SampleId, Version, is_training
 
@@ -82,7 +81,7 @@ class Timeline(RunPlugin):
                 place = state_files.set_aside(self._summary_path)
                 what = error if isinstance(error, state_files.StateError) else f"{self._summary_path} is damaged"
                 notify(f"{what}; it is moved aside as {place}, and statistics of instances begin anew")
-        self._write({"start": True})
+        self.write({"start": True})
 
     def record(self, record: object) -> None:
         match record:
@@ -108,13 +107,13 @@ class Timeline(RunPlugin):
         match event:
             case ev.InstanceUp(instance=i, slots=slots):
                 self._busy[i] = collections.Counter()
-                self._write({"up": i, "slots": slots})
+                self.write({"up": i, "slots": slots})
             case ev.InstanceDown(instance=i, reason=reason):
                 self._busy.pop(i, None)
                 self._where = {id: at for id, at in self._where.items() if at[0] != i}
-                self._write({"down": i, "reason": reason})
+                self.write({"down": i, "reason": reason})
             case ev.WeightsLoaded(instance=i, version=version):
-                self._write({"loaded": i, "version": version})
+                self.write({"loaded": i, "version": version})
             case ev.SampleStarted(id=id, instance=i, version=version):
                 self._enter(id, i, version)
             case ev.SampleMoved(id=id, src=src, dst=dst):
@@ -124,18 +123,16 @@ class Timeline(RunPlugin):
             case ev.SampleDone(id=id) | ev.SampleParked(id=id) | ev.SampleWaiting(id=id) | ev.SampleCancelled(id=id):
                 self._leave(id)
             case ev.StepPublished(version=version):
-                self._write({"published": version})
+                self.write({"published": version})
         for command in commands:
             match command:
                 case ev.Resume(ids=ids, instance=i, version=version):
                     for id in ids:
                         self._enter(id, i, version)
                 case ev.LoadWeights(instance=i, version=version):
-                    self._write({"load": i, "version": version})
+                    self.write({"load": i, "version": version})
                 case ev.Train(base_version=base):
-                    self._write({"train": base})
-                case ev.Quarantine(instance=i):
-                    self._write({"quarantine": i, "reason": quarantined(command)})
+                    self.write({"train": base})
         now = self._clock()
         if now - self._sampled_s >= (
             max(PERIOD_S, (now - self._began_s) / ROWS) * max(1.0, len(self._busy) / INSTANCES)
@@ -175,12 +172,12 @@ class Timeline(RunPlugin):
         if self._changed:
             busy = {i: dict(self._busy[i]) for i in sorted(self._changed) if i in self._busy}
             self._changed.clear()
-            self._write({"busy": busy}, now)
+            self.write({"busy": busy}, now)
         if self._moves:
-            self._write({"moves": [[src, dst, n] for (src, dst), n in sorted(self._moves.items())]}, now)
+            self.write({"moves": [[src, dst, n] for (src, dst), n in sorted(self._moves.items())]}, now)
             self._moves.clear()
 
-    def _write(self, row: dict[str, Any], now: float | None = None) -> None:
+    def write(self, row: dict[str, Any], now: float | None = None) -> None:
         """now: of rows that tell of one moment; None: the clock says it."""
         stamped = {"t": round(self._clock() if now is None else now, 3)} | row
         self._file.write(json.dumps(stamped, separators=(",", ":")).encode() + b"\n")

@@ -12,14 +12,14 @@ bfloat16 moves a mean gap by 0.02 nats at most, and a single token does not move
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.sample_gaps import SampleGap, SeenGaps
 from dora_jax.runtime.common.seams import RunPlugin
 from dora_jax.runtime.common.worker import StepDone
-from dora_jax.types import GroupId, InstanceId, is_training
+from dora_jax.types import GroupId, InstanceId, Version, is_training
 
 if TYPE_CHECKING:
     from dora_jax.runtime.common.seams import Notify, RolloutWorker
@@ -30,11 +30,20 @@ Incarnation = tuple[InstanceId, int]
 
 
 class Agreement(RunPlugin):
-    """Listens to records, observes the loop. A sample whose instance an earlier process knew is not judged."""
+    """Listens to records, observes the loop, and reports each instance that is put in quarantine, whatever for. A
+    sample whose instance an earlier process knew is not judged."""
 
-    def __init__(self, limit: float, seen: SeenGaps, instances: Sequence[RolloutWorker], notify: Notify):
-        """limit: nats a token; the mean of an instance's newest tokens may not exceed it."""
-        self._limit, self._seen, self._notify = limit, seen, notify
+    def __init__(
+        self,
+        limit: float,
+        seen: SeenGaps | None,
+        instances: Sequence[RolloutWorker],
+        notify: Notify,
+        write: Callable[[dict[str, Any]], object],
+    ):
+        """limit: nats a token; the mean of an instance's newest tokens may not exceed it. seen: None: no instance is
+        judged. write: a row of the timeline."""
+        self._limit, self._seen, self._notify, self._write = limit, seen, notify, write
         self._instances: Mapping[InstanceId, RolloutWorker] = {worker.instance: worker for worker in instances}
         self._ran: dict[GroupId, dict[int, Incarnation | None]] = {}  # None: more than one incarnation ran the sample
         self._newest: dict[Incarnation, collections.deque[SampleGap]] = collections.defaultdict(collections.deque)
@@ -55,9 +64,25 @@ class Agreement(RunPlugin):
                 self._ran.get(id.group_id, {}).pop(id.index, None)
             case ev.GroupFailed(group_id=group_id) | ev.GroupScored(group_id=group_id, trainable=False):
                 self._ran.pop(group_id, None)
+        for command in commands:
+            if isinstance(command, ev.Quarantine):
+                steps: dict[Version, list[GroupId]] = {}
+                for group_id, step in zip(command.group_ids, command.steps, strict=True):
+                    steps.setdefault(step, []).append(group_id)
+                named = [f"step {step}: groups {', '.join(map(str, groups))}" for step, groups in sorted(steps.items())]
+                sentence = (
+                    f"rollout {command.instance} is in quarantine ({command.reason}). Nothing of what it sampled will "
+                    "be trained; "
+                ) + (
+                    f"groups that it sampled a part of were trained in {'; '.join(named)}"
+                    if named
+                    else "no group was trained with it"
+                )
+                self._notify(sentence)
+                self._write({"quarantine": command.instance, "reason": sentence})
 
     def record(self, record: Any) -> None:
-        if not isinstance(record, StepDone):
+        if self._seen is None or not isinstance(record, StepDone):
             return
         for gap in self._seen(record.version):
             incarnation = self._ran.get(gap.id.group_id, {}).get(gap.id.index)
