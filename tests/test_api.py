@@ -122,7 +122,7 @@ def test_what_cannot_be_run_is_refused_by_name(workspace, given, message):
 
 
 class Frame:
-    """As pandas: it iterates over the names of its columns."""
+    """A table like those of pandas: it iterates over the names of its columns."""
 
     def __iter__(self):
         return iter(ROWS[0])
@@ -135,7 +135,7 @@ class Frame:
 
 
 class Dataset:
-    """As datasets.Dataset with a format of arrays: it iterates over rows, and its to_json takes a file."""
+    """A table like datasets.Dataset with arrays as its format: it iterates over rows, and its to_json takes a file."""
 
     def __iter__(self):
         return iter({**row, "tokens": np.arange(2), "day": datetime.date(2026, 1, 2)} for row in ROWS)

@@ -26,7 +26,7 @@ LENT = 2  # the first instance of the trainer's devices
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """As the run itself: its journal is followed here."""
+    """Lend whenever the trainer waits, in this process too, which follows the run's journal."""
     monkeypatch.setattr(lending, "worth_lending", lambda *expected: True)
 
 

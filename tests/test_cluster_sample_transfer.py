@@ -210,7 +210,7 @@ def test_a_sample_without_kv_is_handed_over_at_once(pair):
 
 @pytest.fixture(scope="module")
 def porters():
-    """Of the first process of instance 0 and of instance 1."""
+    """The KV endpoints of the first processes of instances 0 and 1."""
     return [KVEndpoint(i, 0, new_wire(role=f"rollout {i}", incarnation=2), LAYOUT) for i in (0, 1)]
 
 

@@ -29,7 +29,7 @@ def step_of(base):
 
 
 def remembering():
-    """Of four steps, at version 4."""
+    """A cache that holds four steps, at version 4."""
     memory = StepCache()
     memory.digests[0] = 100
     for base in range(4):

@@ -111,12 +111,12 @@ class Rig:
         self.hub.close()
 
     def step(self, base):
-        """As TrainerWorker does it; then the journal has it, as a rule."""
+        """Make a step as TrainerWorker does; then the journal has it, as a rule."""
         groups = (scored_group(2 * base), scored_group(2 * base + 1))
         return self.published(base, groups, self.trainer.step(part(groups, base)))
 
     def step_in_parts(self, base, between=lambda: None):
-        """As StreamingTrainerWorker does it; `between`: while the second part is waited for."""
+        """Make a step as StreamingTrainerWorker does; `between`: while the second part is waited for."""
         groups = (scored_group(2 * base), scored_group(2 * base + 1))
 
         def parts():

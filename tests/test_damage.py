@@ -27,7 +27,7 @@ def sample(number):
 
 @pytest.fixture
 def truth(tmp_path):
-    """Of a run of three steps, two finished samples and a running one, over two segments of the journal."""
+    """What is true of a run of three steps, two finished samples and a running one, over two segments of the journal."""
     rows = [
         dict(kind="version", version=v, params=hashes(weights(v)), opt_state=hashes(weights(v, "opt_state")))
         for v in range(4)

@@ -203,7 +203,7 @@ def test_a_shard_offered_by_two_processes_is_refused(ends):
 
 
 def test_the_shards_of_several_processes_are_one_tree(ends):
-    """As two hosts of one world offer them: a half each."""
+    """Offers of two hosts of one world, a half each."""
     k = key()
     halves = [sender.give(k, whole({name: x})) for (name, x), sender in zip(NAMED.items(), (ends[0], new_wire()))]
     takes(ends[1], halves, NAMED, k)

@@ -188,7 +188,7 @@ def test_nothing_of_a_poisoned_version_reaches_another():
 
 
 def test_an_engine_whose_devices_were_given_back_samples_beside_the_same_base():
-    """As a lent instance ends and begins again: no version, no pages, then the newest version."""
+    """A lent instance ends and begins again: no version, no pages, then the newest version."""
     id = SampleId(1, 0)
     with holding(1, 2) as engine:
         for version in engine.versions:

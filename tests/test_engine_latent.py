@@ -277,7 +277,7 @@ def test_a_gap_in_the_routes_raises():
 
 @pytest.fixture(scope="module")
 def paged():
-    """As on a TPU: two devices that hold the same latents and half of the heads each, the kernel's reference in its
+    """An engine as on a TPU: two devices that hold the same latents and half of the heads each, the kernel's reference in its
     place."""
     patch = pytest.MonkeyPatch()
     reference = latent_attention.latent_reference

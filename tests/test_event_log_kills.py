@@ -157,10 +157,10 @@ NAME_ATTEMPTS = {event.__name__ for event in records.NAME_ATTEMPTS}
 
 
 def older(record, format):
-    """As format 11 had it: no attempt in a load of weights. As format 9 had it: no settings of the run. As format 8 had it: no digest of a checkpoint or a copy, no attempt in a fact of a sample. As format 7 had it: no
-    report of drafts. As format 5 had it: no branches, terms and kinds, a configuration without task_lead, and two
-    columns more in a table. As format 4 had it: no report with what decoding took, and scores that were no group. As
-    format 3 had it: every entry by itself, and decided on by itself, and no sample with a table."""
+    """The record as an older format wrote it. Format 11: no attempt in a load of weights. Format 9: no settings of the run. Format 8: no digest of a checkpoint or a copy, no attempt in a fact of a sample. Format 7: no
+    report of drafts. Format 5: no branches, terms and kinds, a configuration without task_lead, and two
+    columns more in a table. Format 4: no report with what decoding took, and scores that were no group. Format
+    3: every entry by itself, and decided on by itself, and no sample with a table."""
     match as_before(msgpack.unpackb(record), format):
         case ["Batch", [["Saved", *_]], False] if format <= 8:
             return []
@@ -212,7 +212,7 @@ def test_a_journal_of_an_older_format_goes_on(monkeypatch):
     original = history.arm
 
     def one_fact_a_batch(body, *rest):
-        """As the code that wrote format 3 decided."""
+        """Decide on each fact by itself, as the code that wrote format 3 did."""
         brains.append(body.brain)
         payload_of, moment = body.payload_of, body.events
 

@@ -156,7 +156,7 @@ def test_the_points_of_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_log_probs_are_spoilt_from_the_pass_on(name):
-    """Of one sample they are no numbers; or those of an engine are off, from one sample on."""
+    """Either one sample has log-probs that are no numbers, or an engine's are off from one sample on."""
     outbox = queue.SimpleQueue()
     worker = EngineWorker(0, SlowEngine(SECTION, version_in=int), Weights(), outbox, 0.0, report_s=0.0)
     ids = np.arange(3, dtype=np.int32)

@@ -32,7 +32,7 @@ def saved_config():
 
 
 def begin(workdir):
-    """As a run does with its first step."""
+    """Write what a run writes with its first step."""
     Path(workdir, "metrics.jsonl").touch()
 
 

@@ -10,7 +10,7 @@ from tests.fakes.engine_rig import new_engine, weights
 
 
 def last_line(**changes):
-    """Of the page, its cells behind context and page size."""
+    """The cells of the page's last line, behind context and page size."""
     lines = train_step.host_time(rows=6, contexts=(256,), pages=(16,), steps=4, ticks=4, partial_s=0.01, **changes)
     return list(lines)[-1].split()[2:]
 

@@ -1,4 +1,4 @@
-"""What is said of waiting: it goes on while one waits, and is never more than the time that it is a share of."""
+"""Reported waiting time grows during a wait, and never exceeds the time that it is a share of."""
 
 import threading
 import types

@@ -80,7 +80,7 @@ def test_a_run_in_which_nothing_moves_ends_with_a_diagnosis():
 
 
 def test_a_quarantine_outlives_the_process_that_decided_it():
-    """Nobody would report it again."""
+    """After a restart nobody would report it again."""
     disk, brain = Disk(), make()
     world = mock.Mock()
     started = ev.SampleStarted(id=A, instance=0, version=0)

@@ -173,7 +173,7 @@ esac
 
 @pytest.mark.parametrize("there", [True, False])
 def test_uv_brings_a_python_to_a_machine_that_has_none(clone, there):
-    """As the images of TPU VMs, whose Python is 3.10: uv is the machine's, else pip fetches it, into the checkout."""
+    """On images of TPU VMs, whose Python is 3.10, uv is the machine's, else pip fetches it, into the checkout."""
     put(clone, "python3", "3.10")
     uv = clone.parent / "tools/uv" if there else clone / ".cache/uv/bin/uv"
     uv.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from tests.fakes.launch import CASES, GOLDENS, ROOT
 
 
 def manifests(name):
-    """Of a golden file: what lies between its commands."""
+    """The manifests of a golden file: what lies between its commands."""
     text = (GOLDENS / f"{name}.txt").read_text()
     blocks = "\n".join(line if line.startswith(" ") else "\0" for line in text.splitlines()).split("\0")
     return [yaml.safe_load(block) for block in blocks if block.strip()]

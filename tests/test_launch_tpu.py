@@ -40,7 +40,7 @@ def test_a_dry_run_prints_what_it_always_did_and_runs_its_checks_alone(here, nam
 
 
 def commands(text):
-    """Of a dry run: its lines but manifests and remarks."""
+    """The commands of a dry run: its lines without manifests and remarks."""
     lines = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
     return [shlex.split(line, comments=True) for line in lines]
 

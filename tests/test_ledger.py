@@ -214,7 +214,7 @@ def test_evict_has_the_members_test_only_and_partial_none():
 
 
 class UntakenOnly(Ledger):
-    """Counts what is not taken, and forgets that a batch is in training."""
+    """A ledger that counts only what is not taken, and forgets that a batch is in training."""
 
     next_base = property(lambda self: self.base)
 
@@ -257,7 +257,7 @@ def test_a_window_without_a_cap_breaks_the_bound():
 
 
 def test_a_member_past_its_deadline_is_not_taken():
-    """Of a mode that evicts, whose sums bound nothing."""
+    """In a mode that evicts, sums bound nothing."""
     book = ledger(groups_per_step=1, max_lag=1, base=0, capped=False)
     admit(book, 0, 0, 1, 2)
     finish(book, 0)

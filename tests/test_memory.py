@@ -193,7 +193,7 @@ def test_one_device_holds_a_version_once():
     ],
 )
 def test_temporaries_of_8b_are_those_that_xla_reported(layers, changes, mesh, gib):
-    """Of Qwen3-8B compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches but for
+    """Measured on Qwen3-8B, compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches but for
     two rows."""
     options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30} | changes
     work = memory.trainer_work(
@@ -203,7 +203,7 @@ def test_temporaries_of_8b_are_those_that_xla_reported(layers, changes, mesh, gi
 
 
 def test_temporaries_of_a_mixture_are_those_that_xla_reported():
-    """Of Qwen3-30B-A3B, experts over eight chips of v5p-16, in four micro-batches."""
+    """Measured on Qwen3-30B-A3B, with experts over eight chips of v5p-16, in four micro-batches."""
     options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30}
     options |= {"rows": 32, "pack_tokens": 4096, "expert_matmul": "megablox"}
     work = memory.trainer_work(KNOWN["Qwen3-30B-A3B"], changed(trainer=options), memory.Mesh(1, 1, 1, 1, 8))

@@ -264,7 +264,7 @@ def test_experts_over_a_mesh_give_the_same_loss_and_gradients(name, kind, axes):
 
 @pytest.mark.parametrize(("kind", "whole"), [("scan", True), ("blocks", True), ("ragged_dot", False)])
 def test_an_engines_devices_share_the_experts(kind, whole):
-    """Of four devices each has two experts whole, or a part of all eight."""
+    """Each of four devices has two whole experts, or a part of all eight."""
     cfg = CONFIGS["qwen3_moe"]
     params, (tokens, positions) = noisy(cfg), batch()
     mesh = sharding.serving_mesh(cfg, sharding.make_mesh(jax.devices()[:4], 1, 1, 4), 4 if whole else 1)

@@ -39,7 +39,7 @@ def test_same_logits_both_ways(family, tied, tmp_path):
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_experts_and_latents_have_the_same_logits_both_ways(family, tmp_path):
-    """As transformers 5 spells the folder, and as our export spells it: as the hub does."""
+    """The folder as transformers 5 spells it, and as our export does, which is the hub's way."""
     library = transformers()
     model = torch_model(family, tied=False)
     model.save_pretrained(tmp_path / "theirs")

@@ -24,7 +24,7 @@ def test_the_trainers_page_names_every_objective():
 
 
 def anchors(page):
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", (ROOT / page).read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

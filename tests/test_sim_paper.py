@@ -46,7 +46,7 @@ SHARE_BEYOND = {(64, "one_step"): 0.06, (128, "partial"): 0.06}
 
 
 def seven_of_eight_rows_land_on_the_published_figures(chips, table):
-    """Of both sizes together; the rollout-only share of the eighth, the misfit, is held too."""
+    """Both sizes together have eight rows; the rollout-only share of the eighth, the misfit, is held too."""
     off = {(chips, mode): r.step_s / 60 / p["step_min"] - 1 for mode, (r, p) in table.items() if p}
     assert len(off) == 4
     misfit = {key for key in paper.MISFIT if key[0] == chips}

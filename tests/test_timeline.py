@@ -98,7 +98,7 @@ def test_the_same_is_a_chrome_trace_which_a_resumed_run_goes_on_with(tmp_path):
 
 
 def test_a_viewer_loses_no_slice_however_short_it_is():
-    """Of wall-clock times, a double holds a quarter of a microsecond."""
+    """A double holds wall-clock times to a quarter of a microsecond."""
     events = []
     rows = chrome_trace.TraceRows("live", events.append)
     for i in range(1000):

@@ -44,7 +44,7 @@ def trainer(shared):
 
 
 def shifted(trainer, batch, gap):
-    """As an engine would have said it that is off by `gap` on every token."""
+    """The batch of an engine whose log-probs are off by `gap` on every token."""
     own = trainer.logprobs(batch)
     return dataclasses.replace(batch, behavior_logprobs=np.where(batch.mask, own - np.float32(gap), 0))
 
@@ -197,7 +197,7 @@ def test_traced_flops_count_loops_shards_and_recomputation():
 
 
 def test_traced_flops_of_grouped_products_are_those_of_all_rows():
-    """Of XLA's and of the kernel, whose grid depends on the load; a loop over blocks of rows counts once."""
+    """Both XLA's and the kernel's, whose grid depends on the load; a loop over blocks of rows counts once."""
     h, w, sizes = jnp.ones((256, 16)), jnp.ones((4, 16, 32)), jnp.full(4, 64)
     ragged = jax.make_jaxpr(jax.grad(lambda w: jax.lax.ragged_dot(h, w, sizes).sum()))(w)
     assert flops.traced_flops(ragged.jaxpr) == 2 * 2 * 256 * 16 * 32  # the product, and its gradient

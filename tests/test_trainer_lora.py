@@ -39,7 +39,7 @@ def adapter(model=MODEL, shape=LORA):
 
 
 def loss_and_gradient(model=MODEL, shape=LORA, micro_batches=1, remat="none", merged=False, **axes):
-    """Of the adapter; merged: of all weights, with the adapter added up into them."""
+    """The adapter's loss and gradient; merged: those of all weights, with the adapter added into them."""
     mesh, base, one = mesh_of(**axes), cases.params(3, model), adapter(model, shape)
     section = cases.section(micro_batches=micro_batches, remat=remat, **OBJECTIVE)
     made = recipe.new_recipe(model, section, mesh, total_steps=4, lora=Lora() if merged else shape)

@@ -229,7 +229,7 @@ def test_a_late_joiner_takes_no_damaged_copy_and_gets_the_version_from_another_s
 
 
 def deliver(net, message):
-    """As `Net.deliver`, without its look at all numbers."""
+    """Deliver a message as `Net.deliver` does, without its look at all numbers."""
     if not isinstance(message, tuple):
         net.tell(message)
     elif (fact := net.worlds[message[0]].hosts[message[2]].execute(message[3])) is not None:

@@ -32,7 +32,7 @@ STORES = {
 
 
 def published(store: WeightStore, version, params):
-    """As the trainer of this kind of store puts them."""
+    """Publish weights as the trainer of this kind of store does."""
     store.put(version, params if isinstance(store, DeviceWeights) else slices.offered(params))
     if isinstance(store, StoredWeights):
         assert version not in store.versions, "other processes may still be writing"
@@ -40,7 +40,7 @@ def published(store: WeightStore, version, params):
 
 
 def received(store: WeightStore, version):
-    """As an engine with these shardings gets them."""
+    """Get a version as an engine with these shardings does."""
     if not isinstance(store, StoredWeights):
         return store.get(version, SPECS)
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), cases.params(), SPECS)

@@ -124,7 +124,8 @@ def test_words_that_mean_many_things_become_fewer():
 
 def test_docstrings_begin_as_sentences_do():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = (node for path in modules() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+    paths = [*modules(), *(ROOT / "tests").rglob("*.py")]
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
     found = [text for node in nodes if (text := ast.get_docstring(node)) and text.split()[0] in BEGINNINGS]
     assert len(found) <= FRAGMENTS, found
 

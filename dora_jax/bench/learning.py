@@ -347,7 +347,7 @@ FIELDS = {
 
 
 def write_rows(path: Path) -> None:
-    """The same sums whatever the seed of the run."""
+    """Write the rows of sums, which do not depend on the seed of the run."""
     rng = np.random.default_rng(0)
     pairs = {tuple(pair) for pair in rng.integers(10, 100, (4 * ROWS, 2)).tolist()}
     lines = [
@@ -445,7 +445,7 @@ class Talk(NamedTuple):
 
 
 class Ended(RuntimeError):
-    """The endpoint has refused."""
+    """The endpoint refused a request."""
 
 
 class User:

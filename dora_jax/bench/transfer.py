@@ -443,7 +443,7 @@ def next_tokens_s(engine: Engine, request: InFlightSample) -> float:
 
 
 def sampled_s(engine: Engine) -> float:
-    """Seconds until the sample has sampled."""
+    """Seconds until the sample has new tokens."""
     began = time.perf_counter()
     while MOVED not in engine.tick().progress:
         pass

@@ -264,7 +264,7 @@ class Measured:
             self.outgrown_pages.clear()
 
     def pages(self, page_size: int, tokens: int = 0) -> int:
-        """To reserve for a sample that has `tokens`; of a started page, for all of it."""
+        """Pages to reserve for a sample that has `tokens`; a page that was started counts whole."""
         if not tokens:
             pages = self.fresh_pages.get(page_size)
             if pages is None:

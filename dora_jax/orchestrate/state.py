@@ -279,7 +279,7 @@ class State:
         self.due.versions_to_fill[version] = None
 
     def freed(self, instance: Instance | None, version: Version) -> None:
-        """A slot of `instance` that served `version` is free."""
+        """Take note that a slot of `instance` that served `version` is free."""
         if instance is not None:
             self.due.versions_to_fill[version] = None
             if version in self.fleet.drains:

@@ -37,7 +37,7 @@ from dora_jax.rollout.shapes import Shapes, kv_layout, shapes_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdapterStack:
-    """The arrays' shapes and shardings, and what writes to them. The object holds none."""
+    """Shapes and shardings of the stacked adapters, and the call that writes to them. The object holds no array."""
 
     one: Any  # shardings of a published adapter
     abstract: Any  # of `shapes.adapters` of them, with shardings

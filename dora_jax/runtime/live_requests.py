@@ -52,7 +52,7 @@ class Desk(Protocol):
 
 
 class LiveServing(Protocol):
-    """What answers requests on the fleet of a run."""
+    """The server that answers requests on the fleet of a run."""
 
     @property
     def facts(self) -> Sink:

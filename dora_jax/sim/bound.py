@@ -105,5 +105,5 @@ def _lengths(work: Workload, groups: Iterable[GroupId], samples: int) -> list[in
 
 
 def _speed(config: SimConfig) -> float:
-    """The speed of all instances together."""
+    """The relative speeds of all instances, summed."""
     return sum(config.hardware.speed(i) for i in range(config.hardware.instances))

@@ -297,7 +297,7 @@ def events(folder):
 
 
 class Porters:
-    """Of all processes; `share` of what is offered cannot be fetched."""
+    """The KV transfer of all processes; a `share` of the offers cannot be fetched."""
 
     def __init__(self, share, seed=0):
         self.offered, self.taken, self.all = {}, 0, []

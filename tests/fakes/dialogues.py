@@ -112,7 +112,7 @@ class Engine:
         assert self.tokens.tolist() == [*before[: keep if keep is not None else len(before)], *observed]
 
     def trained(self):
-        """Of each turn: the tokens up to its end in the branch that has its loss, and its length."""
+        """For each turn: the tokens up to its end in the branch that has its loss, and its length."""
         sample = self.registry.whole(self.registry.end(self.held.id, "stop"), {})
         assert len(sample.branches) == self.branches
         found = []

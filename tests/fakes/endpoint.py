@@ -229,7 +229,7 @@ class Call:
 
     @property
     def events(self):
-        """Of a stream, comments left out."""
+        """The events of a stream, without comments."""
         return [line.removeprefix("data: ") for line in self.body.decode().split("\n") if line.startswith("data: ")]
 
     @property

@@ -23,7 +23,7 @@ def before_strides(data):
 
 
 def before_attempts(data):
-    """Of format 14, from one of format 17."""
+    """Make a snapshot of format 14 from one of format 17."""
     data, groups = before_strides(data), []
     for *head, ran, begins_again, units in data["groups"]:
         rows = [[dst, _before_attempts(values), index] for dst, values, index in units]
@@ -51,14 +51,14 @@ def _instances(sampled):
 
 
 def before_drafts(data):
-    """Of format 13, from one of format 17 (as JSON) of a run without drafts."""
+    """Make a snapshot of format 13 from one of format 17 (as JSON) of a run without drafts."""
     data = before_attempts(data)
     measured = {name: value for name, value in data["fleet"]["measured"].items() if name != "drafts"}
     return data | {"format": 13, "fleet": data["fleet"] | {"measured": measured}}
 
 
 def before_lending(data):
-    """Of format 12, from one of format 17 (as JSON) that has lent no chips."""
+    """Make a snapshot of format 12 from one of format 17 (as JSON) that has lent no chips."""
     data = before_drafts(data)
     instances = [[_without_returning(values), ids] for values, ids in data["instances"]]
     kept = {name: value for name, value in data.items() if name != "roles"}
@@ -70,7 +70,7 @@ def _without_returning(values):
 
 
 def before_requests(data):
-    """Of format 11, from one of format 17 (as JSON) that knows of no request and lent no chips."""
+    """Make a snapshot of format 11 from one of format 17 (as JSON) that knows of no request and lent no chips."""
     data = before_lending(data)
     queue = {name: value for name, value in data["queue"].items() if name != "untrained_unfinished"}
     queue["evaluation_unfinished"] = data["queue"]["untrained_unfinished"]

@@ -349,7 +349,7 @@ class Adversary(OtherSources):
         self.halt = command
 
     def kill(self) -> None:
-        """All that is left is the orchestrator at the last fact, and what the journal kept."""
+        """End the process: only the orchestrator at its last fact and the journal are left."""
         for command in self.brain.decide():
             if isinstance(command, ev.Discard):  # of the others nothing is carried out
                 self.do_discard(command)

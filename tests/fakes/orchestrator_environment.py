@@ -96,7 +96,7 @@ class Environments:
 
 
 class OtherSources:
-    """Of the adversary: the scorer, the clock and the network, which carries commands too."""
+    """The adversary's scorer, clock and network; the network carries commands too."""
 
     def score(self) -> None:
         group_id = self.scoring.pop(self.draw.randrange(len(self.scoring)))

@@ -42,8 +42,8 @@ class Chips:
             )
 
     def decoded(self, rows: int) -> dict[str, Any]:
-        """Of a report: a decode step takes a second for each of its rows, so that more instances decode faster, and
-        with drafts half of that."""
+        """The fields of a report on decoding: a step takes a second for each of its rows, so that more instances decode
+        faster, and half of that with drafts."""
         body = self._body
         if not body.config.lendable:
             return {}

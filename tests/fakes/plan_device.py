@@ -72,7 +72,7 @@ class FakeDevice:
         self.scheduler.check()
 
     def version(self, call, adapter):
-        """Of a row: its call's, or that of its adapter."""
+        """The version of a row: its call's, or its adapter's."""
         if call.version is not None:
             return call.version
         return next(v for v, place in self.scheduler.adapters.items() if place == adapter)

@@ -122,7 +122,7 @@ class Body:
             )
 
     def _progress(self, text, tokens):
-        """Each instance reports all that it runs."""
+        """Let each instance report all that it runs."""
         self.tokens |= dict.fromkeys(ids(text), int(tokens))
         for i, host in self.brain.state.fleet.instances.items():
             if host.units.keys() & set(ids(text)):

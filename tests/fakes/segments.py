@@ -10,7 +10,7 @@ def segment(records, number=1):
 
 
 def unnumbered(records):
-    """As 10b51e5 wrote a segment."""
+    """Write a segment as 10b51e5 did."""
     return b"".join(
         UNNUMBERED.pack(len(record), zlib.crc32(record, zlib.crc32(len(record).to_bytes(4, "little")))) + record
         for record in records

@@ -7,7 +7,7 @@ from dora_jax.models import sharding
 
 
 def like_on(devices):
-    """Arrays that are sharded, replicated, of two dtypes, and a count; as a trainer has them."""
+    """The kinds of arrays that a trainer has: sharded, replicated, of two dtypes, and a count."""
     mesh = sharding.make_mesh(devices, 2, len(devices) // 2, 1)
 
     def like(shape, dtype, *spec):

@@ -15,7 +15,7 @@ def lines(workdir):
 
 
 def events(folder):
-    """Of event files: records of u64 length, u32 crc, payload, u32 crc."""
+    """Read the records of event files: records of u64 length, u32 crc, payload, u32 crc."""
     from tensorboardX.proto.event_pb2 import Event
 
     for file in sorted(folder.iterdir()):

@@ -70,7 +70,7 @@ class Rig:
 
     @property
     def params(self) -> Any:
-        """Those that the trainer holds after a resume."""
+        """What the trainer holds after a resume."""
         return self._trainer.params
 
     def resume(self, workdir: Path) -> Outcome:

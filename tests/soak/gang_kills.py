@@ -97,7 +97,7 @@ def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, flo
 
 
 def _resize(run: WatchedRun) -> tuple[float, float, float]:
-    """Of its seconds the wait for the next look at the number is a part."""
+    """Change the number of instances; its seconds include the wait for the next look at that number."""
     file, wanted = run.folder / WANTED, sum(name.startswith("rollout") for name in run.pids)
     last = f"rollout {wanted - 1}"
     file.write_text(f"{wanted - 1}\n")

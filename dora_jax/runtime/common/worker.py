@@ -34,7 +34,7 @@ class TokensElsewhere:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetSample:
-    """To an instance: an episode that waited has ended, so its KV goes. There is no answer."""
+    """A message to an instance: an episode that waited has ended, so its KV is dropped. It has no answer."""
 
     id: SampleId
 

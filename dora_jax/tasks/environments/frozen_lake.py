@@ -104,7 +104,7 @@ class Lakes:
 
 
 class FrozenLake:
-    """Reward term: reached, 1 for the goal."""
+    """FrozenLake on random lakes. Reward term `reached`: 1 for the goal."""
 
     terms = ("reached",)
     replays = True
