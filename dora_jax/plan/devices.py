@@ -141,12 +141,12 @@ def lendable(config: Config) -> tuple[int, ...]:
         return tuple(range(config.rollout.instances, config.rollout.instances + lent))
     import jax
 
-    found = plan(len(jax.devices()), config)
-    return tuple(range(len(found.instances), len(found.instances) + len(found.lent)))
+    planned = plan(len(jax.devices()), config)
+    return tuple(range(len(planned.instances), len(planned.instances) + len(planned.lent)))
 
 
 def describe(config: Config) -> str:
-    """Which part of the run gets which devices, or processes."""
+    """Which devices, or processes, trainer and instances get."""
     cluster = config.cluster
     if not cluster.launcher:
         return plan(known_devices(config) or 1, config).describe()
