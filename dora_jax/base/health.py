@@ -145,7 +145,12 @@ class Health:
         """(verdicts that begin, verdicts that end) with this row of metrics.jsonl."""
         before = {verdict.name: verdict for verdict in self.verdicts}
         if any(name.startswith("eval/") for name in row):
-            self._evaluation(row)
+            rewards = [reward for r in self._steps if (reward := number(r, "reward/mean")) is not None]
+            self._steps.clear()
+            if (accuracy := number(row, "eval/accuracy")) is not None:
+                ends = [number(row, f"eval/accuracy_{end}") or accuracy for end in ("low", "high")]
+                mean = statistics.fmean(rewards) if rewards else None
+                self._evaluated.append((int(number(row, "step") or 0), [accuracy, *ends], mean))
         else:
             self._step(row)
         now = {verdict.name: verdict for verdict in self._find()}
@@ -172,14 +177,6 @@ class Health:
         self._steps.append(row)
         terms = {name: number(row, name) for name in row if name.startswith("reward/term/")}
         self._terms.append({name: value for name, value in terms.items() if value is not None})
-
-    def _evaluation(self, row: Row) -> None:
-        rewards = [reward for r in self._steps if (reward := number(r, "reward/mean")) is not None]
-        self._steps.clear()
-        if (accuracy := number(row, "eval/accuracy")) is not None:
-            ends = [number(row, f"eval/accuracy_{end}") or accuracy for end in ("low", "high")]
-            reward = statistics.fmean(rewards) if rewards else None
-            self._evaluated.append((int(number(row, "step") or 0), [accuracy, *ends], reward))
 
     def _find(self) -> list[Verdict]:
         holding = []

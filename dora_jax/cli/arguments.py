@@ -68,7 +68,13 @@ def apply_overrides(
         config_flags.DEFINE_config_dict("config", tree, flag_values=flag_values, sys_argv=list(argv))
         leftover = flag_values(list(argv))[1:]
     except flags.IllegalFlagValueError as error:
-        raise ConfigError(_illegal_value(" ".join(str(error).split()), cls)) from error
+        message = " ".join(str(error).split())
+        # absl's "flag --config.steps=ten: why" as one of our sentences, with the type that the field has
+        match = re.match(r"flag --(config\.([^=]+))=(.*?): ", message)
+        kind = config_tree.fields(cls).get(match[2]) if match else None
+        if match and kind is not None:
+            message = f"{match[1]}: {match[3]!r} is not of its type, {getattr(kind, '__name__', kind)}"
+        raise ConfigError(message) from error
     except flags.Error as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if leftover:
@@ -89,12 +95,3 @@ def _entries(tree: ml_collections.ConfigDict, prefix: str) -> list[str]:
             *(_entries(value, f"{prefix}.{name}") if isinstance(value, ml_collections.ConfigDict) else ()),
         ]
     return found
-
-
-def _illegal_value(message: str, cls: type) -> str:
-    """absl's "flag --config.steps=ten: why" as one of our sentences, with the type that the field has."""
-    match = re.match(r"flag --(config\.([^=]+))=(.*?): ", message)
-    kind = config_tree.fields(cls).get(match[2]) if match else None
-    if match is None or kind is None:
-        return message
-    return f"{match[1]}: {match[3]!r} is not of its type, {getattr(kind, '__name__', kind)}"

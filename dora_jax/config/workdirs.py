@@ -128,7 +128,12 @@ def put_history_aside(workdir: Path, config: Config, name: str) -> str:
     if not begun(workdir) and not partial.exists():
         return f"{workdir} holds no run: this one begins at version 0"
     try:
-        _refuse_beside_another(workdir)
+        if (lock := workdir / "journal" / "lock").is_file():
+            with lock.open("a+") as file:  # a run that goes on has locked it
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise ConfigError(f"begin_anew: another run writes {workdir}: end it first") from error
         partial.mkdir(exist_ok=True)
         named = {path.resolve() for path in map(Path, _strings(configs.to_json(config))) if path != Path()}
         for path in sorted(workdir.iterdir()):
@@ -144,18 +149,6 @@ def put_history_aside(workdir: Path, config: Config, name: str) -> str:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _refuse_beside_another(workdir: Path) -> None:
-    """ConfigError: a run that goes on has locked its journal."""
-    lock = workdir / "journal" / "lock"
-    if not lock.is_file():
-        return
-    with lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"begin_anew: another run writes {workdir}: end it first") from error
 
 
 def _strings(tree: Any) -> Iterator[str]:

@@ -143,10 +143,6 @@ class Budget:
         """Rows of an update on one shard."""
         return memory.batch_layout(self.config, self.mesh).rows // self.mesh.rows
 
-    @property
-    def _page_bytes(self) -> float:
-        return memory.page_bytes(self.model, self.config.rollout, self.config.model.dtype)
-
     def with_trainer(self, **changes: Any) -> Budget:
         section = dataclasses.replace(self.config.trainer, **changes)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, trainer=section))
@@ -190,7 +186,8 @@ def problems(budget: Budget) -> list[str]:
             f"and {trainer} has {trainer.memory_bytes / GIB:.1f}; {advice}"
         )
     needs = memory.total(budget.instance) + (updating if budget.shared else 0.0)
-    least = needs + budget.crowd * (budget.needed_pages + 1) * budget._page_bytes
+    page_bytes = memory.page_bytes(budget.model, rollout, budget.config.model.dtype)
+    least = needs + budget.crowd * (budget.needed_pages + 1) * page_bytes
     beside = ", the trainer's part included," if budget.shared else ""
     if least > instance.memory_bytes:
         fewer = rollout.residents > 1 and not budget.config.lora.on

@@ -113,13 +113,11 @@ def missing_paths(config: Config, purpose: str = "train", coming: Container[str]
     return [
         f"{field}: {path} does not exist{hub.advice(field, path)}"
         for field, path in named_paths(config, purpose).items()
-        if path and not (field in coming or "://" in path or _is_there(field, Path(path)))
+        if path
+        and not (field in coming or "://" in path or Path(path).exists())
+        # rows may be the shards of a split that the path names
+        and not (field.startswith("task.") and any(Path(path).parent.glob(f"{glob.escape(Path(path).name)}*")))
     ]
-
-
-def _is_there(field: str, path: Path) -> bool:
-    """Rows may be the shards of a split that the path names."""
-    return path.exists() or field.startswith("task.") and any(path.parent.glob(f"{glob.escape(path.name)}*"))
 
 
 def model_problems(config: Config) -> list[str]:

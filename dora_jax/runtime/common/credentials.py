@@ -45,7 +45,10 @@ class Authority:
                 raise ValueError(f"a {type(key).__name__} is no key of an authority")
             self._key, self._certificate = key, x509.load_pem_x509_certificate(pem.encode())
         else:
-            self._key, name = _new_key(), _name(run or secrets.token_hex(16), Member(AUTHORITY, 0))
+            self._key, name = (
+                ec.generate_private_key(ec.SECP256R1()),
+                _name(run or secrets.token_hex(16), Member(AUTHORITY, 0)),
+            )
             constraints = x509.BasicConstraints(ca=True, path_length=0)
             unsigned = _unsigned(name, name, self._key).add_extension(constraints, critical=True)
             self._certificate = unsigned.sign(self._key, hashes.SHA256())
@@ -54,7 +57,7 @@ class Authority:
 
     def issue(self, role: str, incarnation: int) -> str:
         """A member's certificate and key, and the authority's certificate, as `Credential` reads them."""
-        key, name = _new_key(), _name(self.run, Member(role, incarnation))
+        key, name = ec.generate_private_key(ec.SECP256R1()), _name(self.run, Member(role, incarnation))
         certificate = _unsigned(name, self._certificate.subject, key).sign(self._key, hashes.SHA256())
         return _pem(certificate) + _pem_of_key(key) + _pem(self._certificate)
 
@@ -86,10 +89,6 @@ class Credential:
 
 
 # ---------------------------------------------------------------- private
-
-
-def _new_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP256R1())
 
 
 def _name(run: str, member: Member) -> x509.Name:

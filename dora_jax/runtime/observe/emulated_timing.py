@@ -27,7 +27,7 @@ from dora_jax.costs import CostOptions, Costs, Hardware, ModelSizes, Roofline
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Batches, Pack, PolicyTrainer, PublishedWeights, RolloutEngine, Tree
-from dora_jax.types import SampleId, Sampling, ScoredGroup, Version
+from dora_jax.types import SampleId, ScoredGroup, Version
 
 if TYPE_CHECKING:
     from dora_jax.trainer.step import Probe
@@ -106,16 +106,8 @@ class CountedEngine(Wrapper):
         self.engine = self._wrapped = engine
         self._account = TickStats()
 
-    def submit(
-        self,
-        id: SampleId,
-        prompt_ids: np.ndarray,
-        version: Version,
-        max_new_tokens: int,
-        turn_tokens: int = 0,
-        sampling: Sampling | None = None,
-    ) -> None:
-        self.engine.submit(id, prompt_ids, version, max_new_tokens, turn_tokens, sampling)
+    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, *more: Any, **named: Any) -> None:
+        self.engine.submit(id, prompt_ids, version, *more, **named)
         self._account.enter(id, version, len(prompt_ids))
 
     def import_(self, in_flight: InFlightSample) -> None:

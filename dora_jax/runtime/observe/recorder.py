@@ -34,7 +34,7 @@ from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Notify, PublishedWeights, RolloutEngine, RolloutWorker, RunPlugin, TrainerSide
 from dora_jax.runtime.instances.supervised_worker import LocalInstance
 from dora_jax.runtime.observe.emulated_timing import CountedEngine, PacedEngine, PacedTrainer, PacedWeights, costs_of
-from dora_jax.types import GroupId, InstanceId, SampleId, Sampling, Version
+from dora_jax.types import GroupId, InstanceId, SampleId, Version
 
 ROUNDS = 8  # of the fit; the ratio settles in three
 RECORDED = "recorded"  # its folder in the workdir
@@ -99,16 +99,8 @@ class TimedEngine(CountedEngine):
         self._ended = None if self.engine.idle else now
         return result
 
-    def submit(
-        self,
-        id: SampleId,
-        prompt_ids: np.ndarray,
-        version: Version,
-        max_new_tokens: int,
-        turn_tokens: int = 0,
-        sampling: Sampling | None = None,
-    ) -> None:
-        super().submit(id, prompt_ids, version, max_new_tokens, turn_tokens, sampling)
+    def submit(self, id: SampleId, prompt_ids: np.ndarray, version: Version, *more: Any, **named: Any) -> None:
+        super().submit(id, prompt_ids, version, *more, **named)
         self.prompts.append(len(prompt_ids))
 
     def export(self, id: SampleId) -> InFlightSample:
