@@ -51,6 +51,23 @@ class Agreement(RunPlugin):
         self._warned = False
 
     def event(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
+        for command in commands:
+            if isinstance(command, ev.Quarantine):
+                steps: dict[Version, list[GroupId]] = {}
+                for group_id, step in zip(command.group_ids, command.steps, strict=True):
+                    steps.setdefault(step, []).append(group_id)
+                each = (f"step {step}: groups {', '.join(map(str, groups))}" for step, groups in sorted(steps.items()))
+                sentence = (
+                    f"rollout {command.instance} is in quarantine ({command.reason}). Nothing of what it sampled "
+                )
+                sentence += "will be trained; "
+                trained = "; ".join(each)
+                more = f"groups that it sampled a part of were trained in {trained}"
+                sentence += more if trained else "no group was trained with it"
+                self._notify(sentence)
+                self._write({"quarantine": command.instance, "reason": sentence})
+        if self._seen is None:
+            return
         match event:
             case ev.SampleStarted(id=id, instance=instance, incarnation=incarnation) if is_training(id.group_id):
                 self._ran.setdefault(id.group_id, {})[id.index] = (instance, incarnation)
@@ -64,22 +81,6 @@ class Agreement(RunPlugin):
                 self._ran.get(id.group_id, {}).pop(id.index, None)
             case ev.GroupFailed(group_id=group_id) | ev.GroupScored(group_id=group_id, trainable=False):
                 self._ran.pop(group_id, None)
-        for command in commands:
-            if isinstance(command, ev.Quarantine):
-                steps: dict[Version, list[GroupId]] = {}
-                for group_id, step in zip(command.group_ids, command.steps, strict=True):
-                    steps.setdefault(step, []).append(group_id)
-                named = [f"step {step}: groups {', '.join(map(str, groups))}" for step, groups in sorted(steps.items())]
-                sentence = (
-                    f"rollout {command.instance} is in quarantine ({command.reason}). Nothing of what it sampled will "
-                    "be trained; "
-                ) + (
-                    f"groups that it sampled a part of were trained in {'; '.join(named)}"
-                    if named
-                    else "no group was trained with it"
-                )
-                self._notify(sentence)
-                self._write({"quarantine": command.instance, "reason": sentence})
 
     def record(self, record: Any) -> None:
         if self._seen is None or not isinstance(record, StepDone):
