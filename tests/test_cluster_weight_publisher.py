@@ -24,7 +24,7 @@ class Gang:
     """One process, whose calls are answered when the test says so."""
 
     def __init__(self, name, stored, epoch=1):
-        self.name, self.epoch, self.hosts = name, epoch, 1
+        self.name, self.epoch, self.wanted = name, epoch, ((),)
         self.received, self.casts, self.reason, self.dead = [], [], None, False
         self.swift = False  # the next write is answered before its caller goes on
         self._stored = stored
@@ -141,9 +141,7 @@ def test_a_replica_goes_on_where_the_trainer_dies_over_its_first_version(rig):
     loaded = []
     publish(publisher, trainer, 1)
     publisher.want(replica, 1, lambda: loaded.append(1))
-    key = replica.received[-1].key
-    publisher.tell(ex.Accepted(key=key, host=0, shards=()))
-    assert isinstance(trainer.received[-1], ex.Offer)
+    assert isinstance(trainer.received[-1], ex.Offer) and trainer.received[-1].wanted == replica.wanted
     publisher.down(trainer)
     assert isinstance(replica.received[-1], ex.Abort) and "trainer is gone" in replica.received[-1].reason
     publisher.drop(7)  # anything may come meanwhile
@@ -152,11 +150,9 @@ def test_a_replica_goes_on_where_the_trainer_dies_over_its_first_version(rig):
     publisher.up(again)
     publish(publisher, again, 1)
     again.written()
-    publisher.tell(ex.Accepted(key=replica.received[-1].key, host=0, shards=()))
     assert isinstance(again.received[-1], ex.Offer)
     publisher.down(again)
     key = replica.received[-1].key
-    publisher.tell(ex.Accepted(key=key, host=0, shards=()))
     assert isinstance(replica.received[-1], ex.Read), "storage has it by now"
     publisher.tell(ex.Staged(key=key, host=0, sums=()))
     publisher.tell(ex.Committed(key=key, host=0))
@@ -182,8 +178,7 @@ def test_what_an_instance_staged_must_have_the_digest_that_the_trainer_or_the_jo
         publisher.kept(trainer, 1, digest=5)
     assert publisher.digests[1] == 5
     publisher.want(replica, 1, lambda: pytest.fail("it was taken into use"))
-    key = replica.received[-1].key
-    publisher.tell(ex.Accepted(key=key, host=0, shards=()))
+    key = (replica if found else trainer).received[-1].key
     if not found:
         publisher.tell(ex.Offered(key=key, host=0, manifests=((),)))
     publisher.tell(ex.Staged(key=key, host=0, sums=()))

@@ -7,7 +7,7 @@ from multiprocessing import connection
 import pytest
 
 from dora_jax.orchestrate.events import TimePassed
-from dora_jax.runtime.transfer import weight_distribution
+from dora_jax.runtime.transfer import slices, weight_distribution
 from dora_jax.runtime.transfer import weight_messages as ex
 from dora_jax.runtime.transfer.weight_distribution import WeightDistribution
 from tests.fakes import namespaces, weight_peer
@@ -29,7 +29,8 @@ class Controller:
             process = multiprocessing.get_context("spawn").Process(target=weight_peer.run, args=arguments, daemon=True)
             process.start()
             theirs.close()
-            self.tell(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
+            shards = (slices.wanted(weight_peer.like(SIZE)),)
+            self.tell(ex.WorldUp(world=name, epoch=1, shards=shards, trainer=name == "trainer"))
         for name in hosts.space:
             self.seen(name)  # it is there
 

@@ -29,9 +29,7 @@ def test_every_process_stages_before_any_commits_and_the_source_is_released():
         net.deliver(message)
     assert (
         seen
-        == ["Propose"] * 2
-        + ["Accepted"] * 2
-        + ["Offer"] * 2
+        == ["Offer"] * 2
         + ["Offered"] * 2
         + ["Pull"] * 2
         + ["Staged"] * 2
@@ -158,11 +156,7 @@ def test_storage_serves_a_late_joiner_with_nobody_there():
 
 @pytest.mark.parametrize(
     ("phase", "late"),
-    [
-        (ex.Propose, "process 1 of r0 is late with Accepted"),
-        (ex.Offer, "process 1 of trainer is late with Offered"),
-        (ex.Pull, "process 1 of r0 is late with Staged"),
-    ],
+    [(ex.Offer, "process 1 of trainer is late with Offered"), (ex.Pull, "process 1 of r0 is late with Staged")],
 )
 def test_whoever_is_late_is_named_and_the_rest_is_undone(phase, late):
     net = Net(replicas=1)

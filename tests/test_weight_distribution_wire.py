@@ -44,13 +44,15 @@ def test_trained_weights_reach_replicas_in_their_layout_and_from_each_other():
     trainer.put(3, slices.offered(copy))
     worlds = {"trainer": [WeightEndpoint(0, new_wire(role="trainer"), trainer)]}
     brain = WeightDistribution()
-    facts = [ex.WorldUp(world="trainer", epoch=1, hosts=1, trainer=True), ex.Holds(world="trainer", epoch=1, version=3)]
+    up = ex.WorldUp(world="trainer", epoch=1, shards=((),), trainer=True)
+    facts = [up, ex.Holds(world="trainer", epoch=1, version=3)]
     shardings = {}
     for i in range(3):
         shardings[f"r{i}"] = meshed(devices[2:4] if i == 0 else devices[4:8], 4 if i else 2)  # four share two KV heads
         like = weight_receiver.like(cases.MODEL, shardings[f"r{i}"], decoder.abstract_params(cases.MODEL, jnp.bfloat16))
         worlds[f"r{i}"] = [WeightEndpoint(0, new_wire(role=f"r{i}"), HostWeights(), like)]
-        facts += [ex.WorldUp(world=f"r{i}", epoch=1, hosts=1), ex.Wanted(world=f"r{i}", version=3)]
+        wanted = (worlds[f"r{i}"][0].wanted,)
+        facts += [ex.WorldUp(world=f"r{i}", epoch=1, shards=wanted), ex.Wanted(world=f"r{i}", version=3)]
     outcomes = carry(brain, worlds, *facts)
     assert outcomes == [ex.Loaded(world=f"r{i}", version=3) for i in range(3)]
     served = decoder.serving_layout(copy)
@@ -72,9 +74,9 @@ def test_a_replica_with_another_model_is_refused_and_the_version_stays_whole():
         "r0": [WeightEndpoint(0, new_wire(), HostWeights(), like)],
     }
     up = [
-        ex.WorldUp(world="trainer", epoch=1, hosts=1),
+        ex.WorldUp(world="trainer", epoch=1, shards=((),)),
         ex.Holds(world="trainer", epoch=1, version=0),
-        ex.WorldUp(world="r0", epoch=4, hosts=1),
+        ex.WorldUp(world="r0", epoch=4, shards=(worlds["r0"][0].wanted,)),
         ex.Wanted(world="r0", version=0),
     ]
     (outcome,) = carry(WeightDistribution(), worlds, *up)

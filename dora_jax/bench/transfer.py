@@ -132,6 +132,7 @@ def run_host(
     config = harness.config_of(DTYPE, {"lora": Lora(rank=rank)}, slots=1, max_prompt_tokens=16, max_new_tokens=16)
     wire = Wire("127.0.0.1", Credential(credential), not plain)
     side = (PublishingSide if trainer else InstanceSide)(config, model_of(mib), folder, wire)
+    end.send(side.host.wanted)
     while True:
         try:
             name, *arguments = end.recv()
@@ -232,7 +233,9 @@ class Cluster:
             its = name == "trainer", mib, str(folder), rank, authority.issue(name, 1), plain
             self.ends[name], child = harness.spawned(run_host, *its)
             self.children.append(child)
-            self.brain.step(ex.WorldUp(world=name, epoch=1, hosts=1, trainer=name == "trainer"))
+        for name in self.names:
+            shards = (self.ends[name].recv(),)
+            self.brain.step(ex.WorldUp(world=name, epoch=1, shards=shards, trainer=name == "trainer"))
 
     def close(self) -> None:
         for end in self.ends.values():

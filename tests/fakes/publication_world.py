@@ -60,7 +60,8 @@ class World:
         self.hosts = [WeightEndpoint(wire.host, wire, HostWeights(), LIKE, self.stored) for wire in self.wires]
 
     def up(self):
-        return ex.WorldUp(world=self.name, epoch=self.epoch, hosts=len(self.hosts), trainer=self.name == "trainer")
+        shards = tuple(host.wanted for host in self.hosts)
+        return ex.WorldUp(world=self.name, epoch=self.epoch, shards=shards, trainer=self.name == "trainer")
 
 
 def weights(version):

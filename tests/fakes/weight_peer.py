@@ -34,6 +34,14 @@ def weights(version, size):
     return {f"{i}": np.full(size // LEAVES // 4, version * 100 + i, np.float32) for i in range(LEAVES)}
 
 
+def like(size):
+    """What such weights are, on one device."""
+    import jax
+
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in weights(0, size).items()}
+
+
 def run(end, size, credential, ip="127.0.0.1", space=None):
     """`credential`: PEM of who it is, by the test's run."""
     if space is not None:
@@ -49,9 +57,8 @@ def run(end, size, credential, ip="127.0.0.1", space=None):
     from dora_jax.runtime.transfer.weight_receiver import WeightEndpoint
 
     jax.config.update("jax_platforms", "cpu")
+    host = WeightEndpoint(0, Wire(ip, Credential(credential)), HostWeights(), like(size))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in weights(0, size).items()}
-    host = WeightEndpoint(0, Wire(ip, Credential(credential)), HostWeights(), like)
     while True:
         try:
             item = CODEC.decode(end.recv_bytes())

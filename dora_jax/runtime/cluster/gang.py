@@ -24,6 +24,7 @@ from dora_jax.runtime.cluster.launch_process import Ticket
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.common.channel import Channel
 from dora_jax.runtime.common.listener import Listener
+from dora_jax.runtime.transfer.transfer_manifest import Shard
 from dora_jax.types import Version
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
@@ -128,6 +129,11 @@ class Gang:
         """Versions that all processes of the gang hold from an earlier controller's time."""
         held = [set(process.ready.holds if process.ready else ()) for process in self._ranks]
         return tuple(sorted(set.intersection(*held)))
+
+    @property
+    def wanted(self) -> tuple[tuple[Shard, ...], ...]:
+        """The shards of a version that each process is sent, by rank."""
+        return tuple(process.ready.wanted if process.ready else () for process in self._ranks)
 
     @property
     def waited_s(self) -> float:

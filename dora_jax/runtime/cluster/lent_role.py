@@ -92,7 +92,7 @@ class LentRole:
         try:
             if isinstance(begin := link.inbox.get(), messages.Begin):
                 role = self._parts.role(begin, link, status, turns_of(begin, link.credential, arrivals), self._free)
-                link.send(messages.Ready())
+                link.send(messages.Ready(wanted=role.wanted))
                 role.run(link.inbox)
                 link.records.flush(LAST_WORDS_S)  # what is handed over is sent before the process may end
             self._free()

@@ -32,7 +32,7 @@ from dora_jax.runtime.common.worker import (
 )
 from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
-from dora_jax.runtime.transfer.transfer_manifest import KVOffer
+from dora_jax.runtime.transfer.transfer_manifest import KVOffer, Shard
 from dora_jax.types import InstanceId, Prompt, ScoredGroup, Version
 
 # ----------------------------------------------------------- joining
@@ -67,6 +67,7 @@ class Rejoin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     holds: tuple[Version, ...] = ()  # weights from before; of a new gang none
+    wanted: tuple[Shard, ...] = ()  # of a version, that this process is sent; of a trainer none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

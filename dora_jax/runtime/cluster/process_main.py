@@ -77,7 +77,7 @@ def serve(ticket: Ticket, leave: Callable[[], None] = lambda: None) -> None:
         open_role = TrainerRole if begin.instance is None else open_rollout
         role = open_role(begin, config, link, status, turns_of(begin, own, arrivals))
         listener.close()
-        link.send(messages.Ready())
+        link.send(messages.Ready(wanted=role.wanted))
         role.run(link.inbox)
         link.part()
         threading.Event().wait()  # it has handed over: the controller ends it

@@ -30,7 +30,7 @@ from dora_jax.runtime.common.seams import Notify
 from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, ForgetSample, HandedOver, Message, Outbox
 from dora_jax.runtime.instances.instance_proxy import RETURNED, Destination, InstanceProxy
 from dora_jax.runtime.transfer.transfer_manifest import KVOffer
-from dora_jax.runtime.transfer.weight_messages import Accepted, Committed, Dropped, Offered, Staged, TransferFailed
+from dora_jax.runtime.transfer.weight_messages import Committed, Dropped, Offered, Staged, TransferFailed
 from dora_jax.types import SampleId, Version
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
@@ -267,7 +267,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
 
     def _on_message(self, item: Any) -> None:
         match item:
-            case Accepted() | Offered() | Staged() | Committed() | TransferFailed():
+            case Offered() | Staged() | Committed() | TransferFailed():
                 self._publisher.tell(item)
             case ev.WeightsLoaded(incarnation=number) if (new := self._coming) and number == new.incarnation:
                 self._coming = None

@@ -140,6 +140,7 @@ class RolloutRole:
             _instance(begin), engine, weights.weights, sender, partial_s, begin.epoch, report_s, progress_s
         )
         self._free = free
+        self.wanted = weights.wanted  # shards of a version, that this process is sent
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._transfers.sort(inbox)
@@ -180,7 +181,7 @@ class RolloutRole:
                         self._link.alone = False
                         for sample in samples:
                             self._link.send(sample)
-                        self._link.send(messages.Ready(holds=holds))
+                        self._link.send(messages.Ready(holds=holds, wanted=self.wanted))
             if self._worker.busy:
                 self._worker.work()
             self._status.progress += 1

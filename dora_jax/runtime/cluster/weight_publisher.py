@@ -69,7 +69,8 @@ class WeightPublisher:
                 for version in self._live:
                     self.tell(ex.Stored(version=version, there=False))
             self._gangs[gang.name] = gang
-            self.tell(ex.WorldUp(world=gang.name, epoch=gang.epoch, hosts=gang.hosts, trainer=gang.name == TRAINER))
+            trainer = gang.name == TRAINER
+            self.tell(ex.WorldUp(world=gang.name, epoch=gang.epoch, shards=gang.wanted, trainer=trainer))
 
     def down(self, gang: Gang) -> None:
         with self._lock:

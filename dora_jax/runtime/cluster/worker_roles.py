@@ -47,6 +47,8 @@ from dora_jax.types import Version
 class TrainerRole:
     """Answers calls one after the other, on the main thread."""
 
+    wanted = ()  # of versions: it is sent none
+
     def __init__(
         self, begin: messages.Begin, config: Config, link: ControllerConnection, status: HeartbeatSender, turns: Turns
     ):

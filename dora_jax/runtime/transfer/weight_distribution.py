@@ -1,10 +1,11 @@
 """Stage 6, publish, between worlds: which world brings which version where. PURE: facts in, commands out; time is a
 fact.
 
-    Wanted -> Propose -> Accepted* -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
-                                      (from storage: Read -> Staged*)             * of every process of that world
+    Wanted -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
+              (from storage: Read -> Staged*)                            * of every process of that world
 
-A world is the processes of one trainer or of one instance. Consumes facts about worlds and answers of their processes;
+A world is the processes of one trainer or of one instance; what each of them is sent of a version it has said when it
+came up. Consumes facts about worlds and answers of their processes;
 produces commands, each for all processes of one world, and outcomes: the records of weight_messages.py.
 `weight_receiver.WeightEndpoint` executes the commands.
 Laws: no process commits before all of its world have staged the same transfer, and what they staged has the digest of
@@ -36,7 +37,8 @@ ATTEMPTS = 3  # from different sources; the fault of a transfer that fails three
 @dataclasses.dataclass
 class _Endpoint:
     epoch: int
-    hosts: int
+    shards: tuple[tuple[Shard, ...], ...]  # that each process is sent
+    bytes: int  # the most that one process is sent
     trainer: bool
     holds: set[Version] = dataclasses.field(default_factory=set)
     wanted: dict[Version, dict[str, str]] = dataclasses.field(default_factory=dict)  # -> failed source -> reason
@@ -49,8 +51,6 @@ class _Transfer:
     phase: type[ex.Answer]  # the kind of answer that it waits for
     until_s: float
     answers: dict[int, ex.Answer] = dataclasses.field(default_factory=dict)  # of this phase, by process
-    bytes: int = 0  # the most that one process is sent
-    shards: tuple[tuple[Shard, ...], ...] = ()  # that each process is sent
 
 
 class WeightDistribution:
@@ -92,7 +92,7 @@ class WeightDistribution:
             case TimePassed(now_s=now_s):
                 self._now_s = max(now_s, self._now_s)
                 for late in [t for t in self._transfers.values() if t.until_s < self._now_s]:
-                    missing = sorted(set(range(self._worlds[self._answers(late)].hosts)) - set(late.answers))
+                    missing = sorted(set(range(len(self._worlds[self._answers(late)].shards))) - set(late.answers))
                     yield from self._fail(
                         late, f"process {missing[0]} of {self._answers(late)} is late with {late.phase.__name__}"
                     )
@@ -102,7 +102,8 @@ class WeightDistribution:
                     return
                 if known is not None:
                     yield from self._down(fact.world)
-                self._worlds[fact.world] = _Endpoint(fact.epoch, fact.hosts, fact.trainer)
+                most = max(sum(shard.bytes for shard in shards) for shards in fact.shards)
+                self._worlds[fact.world] = _Endpoint(fact.epoch, fact.shards, most, fact.trainer)
                 for other in self._worlds.values():
                     for failed in other.wanted.values():
                         failed.pop(fact.world, None)  # an earlier incarnation of this world failed, not this one
@@ -139,7 +140,7 @@ class WeightDistribution:
                         return
                     if not isinstance(fact, transfer.phase):
                         return  # an answer of a phase that is over
-                    hosts = self._worlds[self._answers(transfer)].hosts
+                    hosts = len(self._worlds[self._answers(transfer)].shards)
                     if not 0 <= fact.host < hosts:
                         raise ValueError(
                             f"{self._answers(transfer)} has {hosts} processes, and number {fact.host} has answered"
@@ -161,24 +162,16 @@ class WeightDistribution:
     def _advance(self, transfer: _Transfer, answers: list[Any]) -> Iterator[ex.Command | ex.Outcome]:
         """Every process has answered, in the kind of this phase."""
         key, receiver = transfer.key, transfer.key.receiver
-        if transfer.phase is ex.Accepted:
-            transfer.shards = tuple(answer.shards for answer in answers)
-            transfer.bytes = max(sum(shard.bytes for shard in shards) for shards in transfer.shards)
-            if transfer.source == STORAGE:
-                self._enter(transfer, ex.Staged, deadline_s(transfer.bytes))
-                yield ex.Read(world=receiver, key=key)
-            else:
-                self._enter(transfer, ex.Offered, GRACE_S)
-                yield ex.Offer(world=transfer.source, key=key, wanted=transfer.shards)
-        elif transfer.phase is ex.Offered:
-            timeout_s = deadline_s(transfer.bytes)
+        if transfer.phase is ex.Offered:
+            timeout_s = deadline_s(self._worlds[receiver].bytes)
             # a process that is alive reports its own timeout before
             self._enter(transfer, ex.Staged, timeout_s + GRACE_S)
             manifests = tuple(zip(*(answer.manifests for answer in answers), strict=True))
             yield ex.Pull(world=receiver, key=key, timeout_s=timeout_s, manifests=manifests)
         elif transfer.phase is ex.Staged:
             digest = self._digests.get(key.version)
-            if digest and (fault := _fault(transfer.shards, [answer.sums for answer in answers], digest)):
+            shards = self._worlds[receiver].shards
+            if digest and (fault := _fault(shards, [answer.sums for answer in answers], digest)):
                 yield from self._fail(transfer, fault)
                 return
             self._enter(transfer, ex.Committed, GRACE_S)
@@ -202,8 +195,13 @@ class WeightDistribution:
                     self._sequence += 1
                     key = Key(epoch=self._worlds[name].epoch, version=version, receiver=name, sequence=self._sequence)
                     source = min(free, key=self._cost)
-                    self._transfers[name] = _Transfer(key, source, ex.Accepted, self._now_s + GRACE_S)
-                    yield ex.Propose(world=name, key=key)
+                    if source == STORAGE:
+                        until_s = self._now_s + deadline_s(world.bytes)
+                        self._transfers[name] = _Transfer(key, source, ex.Staged, until_s)
+                        yield ex.Read(world=name, key=key)
+                    else:
+                        self._transfers[name] = _Transfer(key, source, ex.Offered, self._now_s + GRACE_S)
+                        yield ex.Offer(world=source, key=key, wanted=world.shards)
                 elif sources == []:
                     del world.wanted[version]
                     reasons = [f"from {source}: {reason}" for source, reason in failed.items()]
@@ -233,7 +231,9 @@ class WeightDistribution:
     def _release(self, transfer: _Transfer, staged: bool = False) -> Iterator[ex.Release]:
         asked = staged or transfer.phase in (ex.Offered, ex.Staged)  # else the source offers nothing yet, or no more
         if asked and transfer.source in self._worlds:
-            yield ex.Release(world=transfer.source, key=transfer.key, hosts=self._worlds[transfer.key.receiver].hosts)
+            yield ex.Release(
+                world=transfer.source, key=transfer.key, hosts=len(self._worlds[transfer.key.receiver].shards)
+            )
 
     def _answers(self, transfer: _Transfer) -> str:
         return transfer.source if transfer.phase is ex.Offered else transfer.key.receiver

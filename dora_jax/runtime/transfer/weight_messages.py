@@ -24,7 +24,7 @@ from dora_jax.types import Version
 class WorldUp:
     world: str
     epoch: int  # rises with every gang of this name
-    hosts: int
+    shards: tuple[tuple[Shard, ...], ...]  # of a version, that each of its processes is sent; of a trainer none
     trainer: bool = False  # asked last: it has other work
 
 
@@ -82,13 +82,6 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    key: Key
-    host: int
-    shards: tuple[Shard, ...]  # that the process must be sent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
     key: Key
     host: int  # of the source
@@ -99,7 +92,7 @@ class Offered:
 class Staged:
     key: Key
     host: int
-    sums: tuple[tuple[int, int], ...]  # of the bytes that arrived (box_digest.py), by shard, as they were `Accepted`
+    sums: tuple[tuple[int, int], ...]  # of the bytes that arrived (box_digest.py), by shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +111,6 @@ class TransferFailed:
 
 
 # ---------------------------------------------------------- commands
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Propose:
-    world: str
-    key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +185,7 @@ class Broken:
     reason: str
 
 
-Answer = Accepted | Offered | Staged | Committed
+Answer = Offered | Staged | Committed
 Fact = (
     WorldUp
     | WorldDown
@@ -212,7 +199,7 @@ Fact = (
     | TransferFailed
     | TimePassed
 )
-Command = Propose | Offer | Pull | Read | Commit | Abort | Release
+Command = Offer | Pull | Read | Commit | Abort | Release
 Outcome = Loaded | NotLoaded | Broken
 RECORDS = (Key, Shard, Manifest, *typing.get_args(Answer), TransferFailed, *typing.get_args(Command))  # that travel
 CODEC = Codec(*RECORDS)

@@ -1,6 +1,6 @@
 """Stage 6, publish, between worlds: the part of one process, of the trainer or of an instance.
 
-    Propose -> Accepted   Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
+    Offer -> Offered   Pull | Read -> Staged   Commit -> Committed   Abort, Release -> nothing
 
 Consumes the commands of `weight_distribution.WeightDistribution`, produces its facts; what arrives waits in host memory
 until an engine takes it. Laws: what is staged is reported with its sums, by which the controller knows it; what is
@@ -45,13 +45,12 @@ class WeightEndpoint:
         self._host = host
         self._wire = wire
         self._like = like
-        self._wanted = slices.wanted(like) if like is not None else ()
+        self.wanted = slices.wanted(like) if like is not None else ()
         self._stored = stored
         self._offers: dict[Key, ex.Offered] = {}
         self._released: dict[str, int] = {}  # receiver -> the newest transfer whose offer is over
-        self._newest: Key | None = None  # of the transfers that were proposed or aborted here
-        self._phase: type | None = None  # what was answered to it last; None: it was aborted
-        self._brought: Key | None = None  # the last transfer that was pulled or read, or is being
+        self._newest: Key | None = None  # of the transfers that were begun or aborted here
+        self._phase: type | None = None  # what was answered to it last, or is to be; None: it was aborted
         self._staged: Tree | None = None
         self._sums: tuple[Sums, ...] = ()  # of what was staged last
         self._lock = threading.Lock()
@@ -61,13 +60,6 @@ class WeightEndpoint:
         their effect."""
         try:
             match command:
-                case ex.Propose(key=key):
-                    with self._lock:
-                        later = self._newest is None or key.sequence >= self._newest.sequence
-                        if later and key != self._newest:
-                            self._newest, self._phase, self._staged = key, ex.Accepted, None
-                        self._check(key)
-                    return ex.Accepted(key=key, host=self._host, shards=self._wanted)
                 case ex.Offer(key=key):
                     with self._lock:
                         if key.sequence <= self._released.get(key.receiver, 0):
@@ -85,9 +77,9 @@ class WeightEndpoint:
                 case ex.Commit(key=key):
                     with self._lock:
                         self._check(key)
-                        if self._phase is ex.Accepted:
-                            raise WireError(f"{words(key)} is to be committed and is not staged")
                         if self._phase is ex.Staged:
+                            if self._staged is None:
+                                raise WireError(f"{words(key)} is to be committed and is not staged")
                             self.weights.put(key.version, self._staged)
                             self._phase, self._staged = ex.Committed, None
                     return ex.Committed(key=key, host=self._host)
@@ -135,24 +127,24 @@ class WeightEndpoint:
     def _stage(self, command: ex.Pull | ex.Read) -> ex.Staged | None:
         key = command.key
         with self._lock:
+            if key == self._newest and self._phase is not None:  # the command came twice
+                there = self._staged is not None or self._phase is ex.Committed  # else the first call answers
+                return ex.Staged(key=key, host=self._host, sums=self._sums) if there else None
+            if self._newest is None or key.sequence > self._newest.sequence:
+                self._newest, self._phase, self._staged = key, ex.Staged, None
             self._check(key)
-            if self._phase is not ex.Accepted:
-                return ex.Staged(key=key, host=self._host, sums=self._sums)
-            if self._brought == key:
-                return None  # the command came twice: the first call answers
-            self._brought = key
         if isinstance(command, ex.Pull):
             wire, manifests = self._wire_for(key), command.manifests[self._host]
-            got = wire.take(manifests, self._wanted, _of_host(key, self._host), command.timeout_s)
+            got = wire.take(manifests, self.wanted, _of_host(key, self._host), command.timeout_s)
             tree = slices.received(self._like, got)
         elif self._stored is None:
             raise WireError(f"{words(key)} is to be read from storage, and this process has none")
         else:
             tree = self._stored.get(key.version, self._like)
-        sums = slices.sums(tree, self._wanted)
+        sums = slices.sums(tree, self.wanted)
         with self._lock:
             self._check(key)
-            self._phase, self._staged, self._sums = ex.Staged, tree, sums
+            self._staged, self._sums = tree, sums
         return ex.Staged(key=key, host=self._host, sums=sums)
 
     def _check(self, key: Key) -> None:
