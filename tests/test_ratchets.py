@@ -22,7 +22,7 @@ CODE = {
     ".": 1059,
     "aot": 368,
     "base": 1644,
-    "bench": 2996,
+    "bench": 2999,
     "buffer": 329,
     "cli": 473,
     "config": 838,

@@ -4,7 +4,7 @@ fact.
     Wanted -> Offer -> Offered* -> Pull -> Staged* -> Commit, Release -> Committed* -> Loaded
               (from storage: Read -> Staged*)                            * of every process of that world
 
-A world is the processes of one trainer or of one instance; what each of them is sent of a version it has said when it
+A world is the processes of one trainer or of one instance; what each of them is sent of a version is known since it
 came up. Consumes facts about worlds and answers of their processes;
 produces commands, each for all processes of one world, and outcomes: the records of weight_messages.py.
 `weight_receiver.WeightEndpoint` executes the commands.
