@@ -218,7 +218,7 @@ def _listed(prompts: Any) -> Iterable[object]:
 
 
 def _plain(value: object) -> object:
-    """What JSON holds of an array or a date."""
+    """Return an array or a date as JSON can hold it."""
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()

@@ -42,7 +42,7 @@ def offered_copy(dtype: str, shardings: Tree | None = None) -> Callable[[Tree], 
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """The boxes of a stacked tensor, or of a layer of one, that this process has. It is a leaf of a pytree."""
+    """The boxes that this process has of a stacked tensor, or of one of its layers; a leaf of a pytree."""
 
     shape: tuple[int, ...]  # of the whole tensor
     dtype: np.dtype

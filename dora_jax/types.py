@@ -43,7 +43,7 @@ MAX_RENEWALS = 20  # ids stay within 31 bits
 
 
 def issued_first_as(group_id: GroupId) -> GroupId:
-    """The number in the prompt stream: that of a group's first issue."""
+    """Return the group's number in the prompt stream, which is that of its first issue."""
     return group_id % RENEWAL if group_id >= 0 else group_id
 
 

@@ -185,7 +185,7 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
 def _kernels(
     program: Program, text: hlo.CompiledText, flops_of: dict[str, float], place: SlicePlacement
 ) -> Iterator[Kernel]:
-    """A kernel that is handed the pool of all layers reads the pages of one, all of them at most."""
+    """Yield the kernels of a program. One that gets the pool of all layers reads the pages of one layer at most."""
     chip, (pool, layers) = roles.chip_of(place.slice_name), program.pool
     for one in text.kernels():
         other_layers = pool * (1 - 1 / layers) if one.bytes >= one.runs * pool else 0.0

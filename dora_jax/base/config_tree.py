@@ -199,7 +199,7 @@ def build(cls: type[T], tree: Tree, renamed: Mapping[str, str] = NONE) -> tuple[
 
 
 def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str] = NONE) -> str:
-    """What to say of a dotted name that is no field."""
+    """Return the sentence about a dotted name that is no field."""
     return f"renamed to {renamed[name]}" if name in renamed else f"unknown field; the nearest is {nearest(name, known)}"
 
 

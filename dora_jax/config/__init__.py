@@ -394,7 +394,7 @@ class RunError(RuntimeError):
 
 @contextlib.contextmanager
 def field_context(field: str) -> Iterator[None]:
-    """A ValueError inside says what is wrong with something that `field` names: the user's to mend."""
+    """Raise a ValueError from inside as a ConfigError that names `field`, which is the user's to mend."""
     try:
         yield
     except ConfigError:

@@ -246,7 +246,7 @@ class Fleet:
     # ------------------------------------------------------------------ instances by version
 
     def offer(self, instance: Instance) -> None:
-        """Enter a instance with room into the heap of each version that it may start samples of."""
+        """Enter an instance with room into the heap of each version that it may start samples of."""
         if not self.has_room(instance):
             return
         entry = ((len(instance.units) + instance.incoming) / (instance.slots * instance.speed), instance.id)

@@ -96,7 +96,7 @@ class Roles:
         self.trained = 0
 
     def came_home(self, id: InstanceId, now_s: float) -> None:
-        """The instance is no more, whatever ended it."""
+        """Take note that a lent instance has ended, whatever ended it."""
         if self.lent.pop(id, None) == RETURNING:
             self.back_s += (now_s - self.asked_s[id] - self.back_s) / 4
         self.asked_s.pop(id, None)
@@ -313,7 +313,7 @@ class State:
                 self.renew(group.id)
 
     def recorded(self, unit: Unit) -> None:
-        """The sample runs nowhere; its tokens are recorded, and it goes on where a slot of its version is free."""
+        """Queue a sample that runs nowhere and whose tokens are recorded, until a slot of its version is free."""
         if unit.group.abandoned is not None:
             self.cancel(unit)
             return

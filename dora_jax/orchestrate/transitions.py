@@ -147,7 +147,7 @@ def _progress_counts(s: State, event: ev.ProgressFact) -> bool:
 
 
 def instance_up(s: State, event: ev.InstanceUp) -> None:
-    """The end of its earlier incarnation may arrive later, and is then late."""
+    """Take in an instance. The end of its earlier incarnation may still arrive, and is then dropped as late."""
     if event.instance in s.fleet.instances:
         lost(s, s.fleet.instances[event.instance])
     s.fleet.incarnations[event.instance] = event.incarnation

@@ -159,7 +159,7 @@ def describe(config: Config) -> str:
 
 
 def trainer_mesh(size: int, config: Config) -> tuple[int, int, int, int, int]:
-    """data, fsdp, tensor, context, expert of a trainer that has this many devices."""
+    """Return the axes data, fsdp, tensor, context and expert of the mesh of a trainer with this many devices."""
     t = config.trainer
     unit = t.data * t.tensor * t.context * t.expert
     if t.fsdp <= 0 and size % unit:

@@ -50,7 +50,7 @@ class Mesh(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Pieces of a batch's rows."""
+        """Shards of a batch's rows."""
         return self.data * self.fsdp * self.expert
 
 

@@ -60,7 +60,7 @@ def _replay(place: str, data: RunData) -> None:
 
 
 def _brought(workdir: str, folder: Path) -> str:
-    """The URL of a copy of the bucket's journal. What a run adds meanwhile is not in it: the list comes first."""
+    """Copy the bucket's journal and return the copy's URL. What a run adds meanwhile is not in it."""
     from dora_jax.runtime.journal import object_storage
 
     store, taken = object_storage.Objects(workdir), 0

@@ -251,7 +251,7 @@ class Engine:
         self.scheduler.check()
 
     def tick(self) -> TickResult:
-        """One plan, its calls, their tokens."""
+        """Make one plan, run its calls and commit their tokens."""
         self._step()
         grown, self._emit = vars(self._emit), GrowingResult()
         rows = len(grown["progress"]) if grown.pop("decodes_only") else 0

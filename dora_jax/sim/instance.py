@@ -206,7 +206,7 @@ class SimInstance:
             self._join(job)
 
     def take(self, id: SampleId) -> Job | None:
-        """The sample leaves, with what KV it has; None: it is not here."""
+        """Take the sample out, with the KV that it has; None: it is not here."""
         job = self.decoding.get(id)
         if job is not None:
             self._leave(job)

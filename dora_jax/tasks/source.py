@@ -18,7 +18,7 @@ Question = str | list[dict[str, str]]  # text, or messages with role and content
 
 
 def uid_of(question: Question) -> str:
-    """Hash of the content, blind to white space: prompts that differ in layout only never cross the split."""
+    """Hash the content without its white space, so that prompts which differ in layout only never cross the split."""
     if not isinstance(question, str) and [m["role"] for m in question] == ["user"]:
         question = question[0]["content"]  # what the chat template makes of a text
     content = question if isinstance(question, str) else json.dumps([[m["role"], m["content"]] for m in question])

@@ -442,7 +442,7 @@ def aside(directory: str | os.PathLike) -> list[str]:
 
 
 def set_aside(path: Path, why: str) -> None:
-    """Kept for a person, out of the way of the next save."""
+    """Move a checkpoint out of the way of the next save, and keep it for a person."""
     target = path.with_name(f"{path.name}.{why}")
     again = 1
     while target.exists():

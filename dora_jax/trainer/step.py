@@ -120,7 +120,7 @@ class Trainer:
 
     @property
     def params(self) -> Any:
-        """Valid until the next step, which donates them."""
+        """The trained weights, valid until the next step, which donates them."""
         return self.state.params
 
     @property

@@ -291,7 +291,7 @@ class TrainerSide:
 
 
 class RunPlugin:
-    """What hangs on a run, at the places that it needs: at each of them nothing happens here."""
+    """A plug-in of a run: it overrides the hooks that it needs, each of which does nothing here."""
 
     def record(self, record: object) -> None:
         """Take a payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone or Quarantine."""

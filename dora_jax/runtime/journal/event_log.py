@@ -116,7 +116,7 @@ class EventLog:
         head = self._log.head(number)
 
         def write() -> None:
-            """In the child. It uses no buffer that a thread of the parent could have left locked."""
+            """Write in the child, without a buffer that a thread of the parent could have left locked."""
             fd = os.open(head, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             write_all(fd, bytes(frames.PREAMBLE.size))
             count = 0

@@ -73,7 +73,7 @@ class TaskShares:
         self._groups: collections.Counter[str] = collections.Counter()
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """After a step on these groups; nothing where there is one task."""
+        """Return the metrics after a step on these groups; none where there is one task."""
         if not self._config.task_cycle:
             return {}
         of_task: dict[str, list[np.ndarray]] = {task: [] for task in sorted(self._config.tasks)}
@@ -131,7 +131,7 @@ class ScoringFailures:
 
 
 class EpisodeFailures:
-    """Says once that episodes fail more often than now and then."""
+    """Notes once that the share of failed episodes is above FAILED_SHARE."""
 
     def __init__(self, environments: Environments | None, notify: Callable[[str], None]):
         self._environments, self._notify = environments, notify

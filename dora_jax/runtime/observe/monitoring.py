@@ -83,7 +83,7 @@ class UserSink:
 
 
 class RunFacts:
-    """The newest record and the newest facts of a run: a sink, and what pages say of it."""
+    """A sink that keeps the newest record and facts of a run, for the pages that show them."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, float] = {}

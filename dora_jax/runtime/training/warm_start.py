@@ -157,7 +157,7 @@ class _Kept:
         self._writer: Any = None
 
     def load(self, fresh: WarmStartState) -> WarmStartState:
-        """Where an earlier run was, on the devices of `fresh`, the beginning; that one where no run was stopped."""
+        """Return the state at which an earlier run stopped, on the devices of `fresh`; `fresh` where there is none."""
         step = checkpoint.latest(self._folder, full=True)
         if step is None:
             return fresh

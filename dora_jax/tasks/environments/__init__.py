@@ -208,7 +208,7 @@ class EnvironmentPool:
         return tuple(pid for worker in self._workers if (pid := worker.process.pid) is not None)
 
     def stats(self) -> dict[str, float]:
-        """Since the start."""
+        """Return counts and times since the start."""
         with self._lock:
             turns = max(1, self._counts["turns"])
             ended = self._counts["ended"] + self._counts["failed"]
@@ -383,7 +383,7 @@ class EnvironmentPool:
             return any(self._overdue(e) for id, e in self._episodes.items() if self._of(id) is process)
 
     def _overdue(self, episode: Episode) -> bool:
-        """A process that has lost the episode answers each of its turns again."""
+        """Whether an answer is later than even a process takes that has lost the episode and plays its turns again."""
         step_s = self._section.step_timeout_s + self._section.noise_late_s
         patience_s = step_s * (1 + len(episode.messages)) + GRACE_S
         return bool(episode.number) and time.monotonic() - episode.asked_s > patience_s

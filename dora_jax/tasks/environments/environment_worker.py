@@ -219,7 +219,7 @@ class EpisodeServer:
                 CLOCK.reset(before)
 
     def _observed(self, messages: Sequence[Message]) -> list[Message]:
-        """With contents that are lists as their text, and of each text no more than the middle left out."""
+        """Turn contents that are lists into text, and leave out the middle of a text above the bound."""
         found = []
         for message in messages or ():
             if not isinstance(message, dict):  # which whoever renders it refuses in a sentence

@@ -125,7 +125,7 @@ def _take_fresh_ids() -> None:
 
 
 def _bwrap() -> list[str]:
-    """bwrap and its options."""
+    """Return bwrap's path and options."""
     path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if path is None:
         raise Unavailable(0, "bwrap is not installed (package bubblewrap)")

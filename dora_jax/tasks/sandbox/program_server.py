@@ -46,7 +46,7 @@ SOCKET_BYTES = 212_992  # net.core.wmem_default of Linux; seccomp.py lets no pro
 
 
 def serve(channel: socket.socket) -> None:
-    """Until the channel ends; the end of this process is then the end of its runners."""
+    """Serve until the channel ends; this process then ends, and its runners with it."""
     woken, wake = os.pipe()
     for fd in (woken, wake):
         os.set_blocking(fd, False)

@@ -166,7 +166,7 @@ class _Supervisor:
 
 
 def _confined() -> bool:
-    """Whether not even our parent can be signalled; 0 would be our own group, and says nothing."""
+    """Whether a signal to our parent is refused. A signal to 0, our own group, would show nothing."""
     try:
         os.kill(os.getppid(), 0)
     except PermissionError:
