@@ -352,6 +352,7 @@ class LentPacedWorker(PacedWorker):
                 self.engine.load(version, version)
                 self._paced.rest()
                 self.incarnation, self._lent = self.incarnation + 1, True
+                self._here["incarnation"] = self.incarnation
                 self.outbox.put(dataclasses.replace(self._up, versions=(version,), incarnation=self.incarnation))
             case ev.Return():
                 began = time.monotonic()
