@@ -222,7 +222,7 @@ MUTANTS = (
         "test_payload_replay.py::test_the_tokens_of_a_cancelled_sample_are_forgotten",
     ),
     Mutant(
-        "facts_are_told_before_they_are_written",
+        "facts_are_sent_before_they_are_written",
         "runtime/journal/journaled_world.py",
         "            self._journal.commit(urgent=ev.StepPublished in kinds)",
         "            self._journal.sync_soon()",

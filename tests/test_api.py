@@ -32,7 +32,7 @@ def right(prompt, response, answer):
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """Runs are told, not made: each call of `train` is (config, workdir)."""
+    """Runs are recorded, not made: each call of `train` is (config, workdir)."""
     from dora_jax.runtime import job
 
     monkeypatch.chdir(tmp_path)

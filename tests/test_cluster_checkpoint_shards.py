@@ -225,7 +225,7 @@ def train(tmp_path, console):
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # a process that is not heard for ten seconds is taken for dead
+@pytest.mark.alone  # a process that sends nothing for ten seconds is taken for dead
 def test_a_cluster_that_is_killed_goes_on_from_the_bucket_alone(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     (tmp_path / "scratch").mkdir()

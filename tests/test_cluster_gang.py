@@ -1,4 +1,4 @@
-"""Links and gangs: which callers are let in and heard, what a death does. Threads stand for processes."""
+"""Links and gangs: which callers are let in, what a death does. Threads stand for processes."""
 
 import dataclasses
 import os

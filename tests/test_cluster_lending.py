@@ -158,7 +158,7 @@ def begun(start, blows, ticket, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # a process that is not heard for ten seconds is taken for dead
+@pytest.mark.alone  # a process that sends nothing for ten seconds is taken for dead
 def test_the_trainer_s_gang_is_killed_while_it_is_lent_and_then_the_controller(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     console = tmp_path / "console.log"

@@ -1,4 +1,4 @@
-"""The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one told to leave, and
+"""The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one asked to leave, and
 then the controller is killed, too, when a step is half made."""
 
 import contextlib
@@ -23,7 +23,7 @@ def lines_of(console, pattern):
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # a process that is not heard for ten seconds is taken for dead
+@pytest.mark.alone  # a process that sends nothing for ten seconds is taken for dead
 def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     console = tmp_path / "console.log"

@@ -31,7 +31,7 @@ def test_a_move_out_of_a_lost_gang_fails_right_behind_its_loss(pair):
     remotes.tell(0, "down", gangs[0])
     down, failed = drained(outbox)
     assert isinstance(down, ev.InstanceDown) and (failed.id, failed.src, failed.dst) == (A, 0, 1)
-    remotes[0].send(MOVE, dst=remotes[1])  # asked for before the orchestrator has heard
+    remotes[0].send(MOVE, dst=remotes[1])  # asked for before the orchestrator knows
     assert isinstance(drained(outbox)[0], ev.MoveFailed)
 
 

@@ -139,7 +139,7 @@ def answer(remotes, number, host, fault=""):
 
 
 def reported_late(remotes, outbox, number):
-    """What the next gang of instance 1 is told where the last answer for KV of the lost one comes to it."""
+    """What the next gang of instance 1 receives where the last answer for KV of the lost one comes to it."""
     drained(outbox)
     later = rise(remotes, 1, outbox, 2)
     answer(remotes, number, 1)
@@ -368,7 +368,7 @@ def test_pages_on_their_way_to_a_gang_that_is_lost_are_forgotten(handed):
     remotes.tell(1, "down", gangs[1])
     assert isinstance(drained(outbox)[0], ev.InstanceDown)
     before = len(gangs[1].posts)
-    remotes[1].send(RESUME, in_flight)  # asked for before the orchestrator has heard
+    remotes[1].send(RESUME, in_flight)  # asked for before the orchestrator knows
     assert len(gangs[1].posts) == before and not reported_late(remotes, outbox, number)
 
 

@@ -144,7 +144,7 @@ def test_gangs_go_on_and_the_next_controller_takes_them_over(tmp_path, mode, max
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeypatch):
-    """Also by a journal that was told no token."""
+    """Also with a journal that holds no token."""
     released = threading.Event()
 
     def tick(engine):
@@ -170,7 +170,7 @@ def test_what_was_sampled_while_nobody_listened_is_kept(tmp_path, hosts, monkeyp
     incarnations.check(incarnations.again(lambda event: isinstance(event, ev.SampleResumed) and released.set()))
     imported = {in_flight.id: in_flight for in_flight in reversed(incarnations.launcher.imported)}
     resumed = {event.id for event in events(incarnations.folder) if isinstance(event, ev.SampleResumed)}
-    assert resumed - imported.keys(), "one has ended alone, and is only told of"
+    assert resumed - imported.keys(), "one has ended alone, and is only reported"
     went_on = [imported[id] for id in resumed & started & imported.keys()]
     assert went_on and all(len(in_flight.out_ids) for in_flight in went_on)
     assert any(in_flight.kv_len for in_flight in went_on)  # its pages had stayed where it came back to

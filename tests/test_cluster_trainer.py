@@ -192,7 +192,7 @@ def test_a_step_in_parts_is_made_once_whoever_dies_over_them(tmp_path, dies):
 def test_a_trainer_that_is_lost_between_two_parts_is_brought_back_before_the_second_comes(tmp_path):
     def lose():
         rig.kill()
-        rig.trainer.catch_up()  # what its worker is told once the new gang is there
+        rig.trainer.catch_up()  # what its worker receives once the new gang is there
         assert [host.begun for host in rig.launcher.gangs["trainer", 2]] == [[4], [4]]
 
     with Rig(tmp_path) as rig:

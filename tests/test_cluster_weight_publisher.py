@@ -71,7 +71,7 @@ def publish(publisher, trainer, *versions):
 
 
 def leaves(tmp_path, *names):
-    """What is in storage, once it has done what it was told."""
+    """What is in storage, once it has done what it was asked."""
     eventually(lambda: {key.split("/")[1] for key in Objects(str(tmp_path)).keys("weights")} == set(names))
 
 

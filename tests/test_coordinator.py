@@ -265,7 +265,7 @@ def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports()
     reported = [outbox.get() for _ in range(outbox.qsize())]
     reports = [item for item in reported if isinstance(item, ev.InstanceReported)]
     assert [bool(report.tokens) for report in reports] == [True, False, False, True, False, False, True]
-    assert [report.sampled for report in reports[1:4]] == [0, 0, 3 * SECTION.decode_steps]  # since it said so last
+    assert [report.sampled for report in reports[1:4]] == [0, 0, 3 * SECTION.decode_steps]  # since the report before
     assert progress_period_s(100, 100) <= 0.1 and progress_period_s(10_000, 100) == 10.0
 
 

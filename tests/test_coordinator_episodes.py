@@ -32,7 +32,7 @@ def played(environments, **options):
 
 
 def check(sample, environments):
-    """One version; the tokens in front of each turn are what the environment said; each sampled one is the oracle's."""
+    """One version; the tokens in front of each turn are what the environment answered; each sampled one is the oracle's."""
     (span,) = sample.spans
     want = ORACLE.expected(span.version, *sample.id, len(sample.out_ids))
     np.testing.assert_array_equal(sample.out_ids[sample.mask], want[sample.mask])

@@ -128,7 +128,7 @@ def test_the_same_tokens_with_and_without(case):
         for engine in engines:
             engine.load(0, weights(engine))
         here, there = engines
-        done, held = {}, 0  # tokens of drafts, by what ticks said
+        done, held = {}, 0  # tokens of drafts, by what ticks reported
         for group in range(4):
             for id in ids((group,), size=4):
                 submit(here, id)

@@ -12,7 +12,7 @@ from dora_jax.runtime.evaluation_job import follow
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run that saves its next checkpoint, and forgets its oldest, whenever it is waited for. Evaluations are told."""
+    """A run that saves its next checkpoint, and forgets its oldest, whenever it is waited for. Evaluations are recorded."""
     printed, coming = [], [(4, None), (6, 2)]
 
     def save(step):

@@ -1,4 +1,4 @@
-"""The journal as bytes: what was committed is read back after any crash; damage is found, said, and cut off."""
+"""The journal as bytes: what was committed is read back after any crash; damage is found, reported, and cut off."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""A checkpoint becomes a Hugging Face folder; what is wrong with the command line is said."""
+"""A checkpoint becomes a Hugging Face folder; what is wrong with the command line is reported."""
 
 import json
 import os

@@ -50,7 +50,7 @@ def test_a_process_that_waits_says_so_with_every_beat(monkeypatch):
     def send(beat):
         beats.append(beat)
         if len(beats) == 4:
-            threading.Event().wait()  # it has said enough
+            threading.Event().wait()  # it has reported enough
 
     pulse = connection.HeartbeatSender(types.SimpleNamespace(send=send))
     with pulse.waits:
@@ -92,7 +92,7 @@ def test_no_step_has_more_waiting_than_time(clock, tmp_path):
         max_failed_share=1.0,
     )
     shares = []
-    for step, beat_s in enumerate([1.0, 1.0, 1.5, 1.5]):  # said of the process's wait in all
+    for step, beat_s in enumerate([1.0, 1.0, 1.5, 1.5]):  # reported of the process's wait in all
         clock.now_s += 0.5
         instance.wait_s = beat_s
         log.record(StepDone(version=step + 1, groups=(group,), metrics={}, wait_s=0.0, step_s=0.1))

@@ -19,7 +19,7 @@ ERRORS = []  # of JetStream's threads
 def orchestrator():
     """The module; importing it gives the root logger a handler and the level DEBUG, which a test must not keep.
 
-    A thread of its that fails kills the process; here it is heard of. `Driver.stop` makes them fail now and then: it
+    A thread of its that fails kills the process; here it is noticed. `Driver.stop` makes them fail now and then: it
     takes the channel of a request away while another thread closes it.
     """
     for name in ("jetstream", "grpc", "shortuuid", "prometheus_client"):

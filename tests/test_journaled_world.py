@@ -51,7 +51,7 @@ def test_a_run_that_is_stopped_goes_on_and_a_finished_one_ends_at_once(tmp_path)
     def look():
         calls.append(0)
         if len(calls) == 20:
-            raise Stop("told to")
+            raise Stop("asked to")
 
     guard.look = look
     with pytest.raises(Stop):

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 PAPER_PYTHON = """#!/bin/bash
-# An interpreter that answers what the scripts ask, and writes down what it is told to do.
+# An interpreter that answers what the scripts ask, and writes down its arguments.
 version=VERSION
 case "$1 $2" in
   "-c import sys, venv"*|"-c import sys, pip"*) echo "$version" ;;
@@ -60,7 +60,7 @@ def put(clone, name, version=None):
 
 
 def run(clone, *args, **environment):
-    """The finished process and what the interpreter was told in it."""
+    """The finished process and what the interpreter was called with in it."""
     log = clone.parent / "log"
     log.write_text("")
     done = subprocess.run(

@@ -69,7 +69,7 @@ class Controller:
         return gang
 
     def start(self, name, epoch=1):
-        """A gang that is there, and waits to be told what to do."""
+        """A gang that is there, and waits for its first command."""
         gang = self.expect(name, epoch)
         started = self.launcher.start(self.hub.ticket(name, epoch), 2, "v4-16")
         eventually(lambda: started.ended() is None and len(gang.processes) == 2, 120)

@@ -31,7 +31,7 @@ def unverified(door):
 
 
 def ended(raw):
-    """Whether the other side has ended it, after what it had said before."""
+    """Whether the other side has ended it, after what it had sent before."""
     try:
         while raw.recv(4096):
             pass

@@ -292,7 +292,7 @@ def short(version, group, index, limit):
 
 @pytest.mark.slow
 def test_a_run_trains_on_what_its_users_say():
-    """Every sample is one session's answer by the version that the session was told, worth what was said to it."""
+    """Every sample is one session's answer by the version that the session was given, worth what the user wrote next."""
     so_far, lock = {}, threading.Lock()
 
     def use(run, number):

@@ -54,7 +54,7 @@ def test_the_slots_of_a_failed_group_are_held_until_its_samples_are_cancelled():
     begin(brain, A)
     (cancel,) = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
     assert cancel == ev.Cancel(ids=(A, B), instance=0, reason="the environment broke")
-    assert brain.step(ev.SampleStarted(id=B, instance=0, version=0)) == ()  # said before it heard of the Cancel
+    assert brain.step(ev.SampleStarted(id=B, instance=0, version=0)) == ()  # sent before it received the Cancel
     brain.step(ev.SampleCancelled(id=A, reason="done"))
     discard, start = unnumbered(*brain.step(ev.SampleCancelled(id=B, reason="done")))
     assert discard == ev.Discard(group_id=0, reason="its last sample has ended")
@@ -106,7 +106,7 @@ def test_words_of_an_earlier_incarnation_change_nothing():
         ev.SampleResumed(id=A, instance=0),
         ev.InstanceReported.of(0, 0, {A: 9}),
         ev.WeightsLoaded(instance=0, version=0),
-        ev.InstanceDown(instance=0, reason="heard of it late"),
+        ev.InstanceDown(instance=0, reason="it arrived late"),
         up(0),
     ):
         assert brain.step(event) == ()
@@ -123,13 +123,11 @@ def test_an_instance_that_is_up_again_has_lost_its_earlier_incarnation():
     begin(brain, A)
     (load,) = brain.step(up(0, incarnation=1))
     assert load == ev.LoadWeights(instance=0, version=0, attempt=2) and brain.state.unit(A).state == "parked"
-    assert brain.step(ev.InstanceDown(instance=0, reason="heard of it late")) == ()
+    assert brain.step(ev.InstanceDown(instance=0, reason="it arrived late")) == ()
     assert (
         brain.step(ev.InstanceDown(instance=0, reason="lost", incarnation=2)) == () and not brain.state.fleet.instances
     )
-    assert (
-        brain.step(up(0, incarnation=2)) == () and not brain.state.fleet.instances
-    )  # it was over before it was heard of
+    assert brain.step(up(0, incarnation=2)) == () and not brain.state.fleet.instances  # it was over before it was known
 
 
 def test_what_is_reported_twice_counts_once():

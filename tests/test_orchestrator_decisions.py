@@ -149,7 +149,7 @@ def test_no_move_where_it_costs_more_than_it_gains():
 
 
 def test_moves_are_planned_again_as_soon_as_they_fit():
-    """Both instances are full when one is told to take version 1: no trigger comes, but slots come free."""
+    """Both instances are full when one is asked to take version 1: no trigger comes, but slots come free."""
     made = body("loaded started resumed scored", groups_per_step=2, group_size=2, max_versions=4, inflight=4.0)
     tell(made, "up 0\nup 1\ndone 1.0-1\ndone 3.0-1\npublished 1")
     assert made.brain.state.fleet.instances[1].coming == 1 and made.brain.state.fleet.instances[0].used == 4
@@ -190,7 +190,7 @@ def test_one_step_keeps_the_version_of_its_batch_until_the_batch_is_taken():
 
 
 def test_the_first_instance_that_is_free_takes_a_version_without_a_host():
-    """Version 0 lost its host while the trainer works; one instance was told to make room, the other is free first."""
+    """Version 0 lost its host while the trainer works; one instance was asked to make room, the other is free first."""
     made = body(max_versions=6, inflight=4.0)
     tell(made, """
         up 0 slots=1

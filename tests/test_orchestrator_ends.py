@@ -216,7 +216,7 @@ def test_what_an_incarnation_that_is_over_has_left_is_not_trained():
     assert brain.state.groups[1].abandoned == "evicted", "a sample of it had ended there"
     assert brain.state.fleet.instances[0].incarnation == 1, "its next incarnation goes on"
     assert all(brain.state.unit(id).state == "running" for id in healthy if id.group_id != 1)
-    assert not brain.counts(late), "said twice"
+    assert not brain.counts(late), "sent twice"
     assert brain.counts(ev.InstanceUnhealthy(instance=0, reason="NaN", incarnation=1))
     assert not brain.counts(ev.InstanceUnhealthy(instance=0, reason="NaN", incarnation=2)), "which has not come up"
 

@@ -30,7 +30,7 @@ def test_a_request_takes_a_slot_and_leaves_no_trace(mode):
     brain.step(ev.WeightsLoaded(instance=0, version=0))
     ledger, measured = json.dumps(vars(brain.state.ledger), default=str), brain.state.fleet.measured.mean_tokens
     assert unnumbered(*brain.step(CAME)) == (ev.Start(ids=(ID,), instance=0, version=0),)
-    assert not brain.counts(CAME)  # said twice
+    assert not brain.counts(CAME)  # sent twice
     brain.step(ev.SampleStarted(id=ID, instance=0, version=0))
     brain.step(ev.SampleDone(id=ID, instance=0, tokens=40, finish="stop"))
     assert FIRST not in brain.state.groups and not brain.state.queue.untrained_unfinished

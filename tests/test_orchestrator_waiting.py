@@ -61,7 +61,7 @@ def test_a_group_that_fails_gives_up_the_samples_that_wait():
     cancels = brain.step(ev.GroupFailed(group_id=0, reason="the environment broke"))
     assert {c.instance: c.ids for c in cancels if isinstance(c, ev.Cancel)} == {None: (A,), 0: (B,)}
     assert not brain.counts(ev.SampleReady(id=A, tokens=9)) and brain.summary()["in_environment"] == {}
-    assert waits(brain, B) == ()  # it had stopped before it heard of the Cancel, which it answers all the same
+    assert waits(brain, B) == ()  # it had stopped before it received the Cancel, which it answers all the same
     for id in (A, B):
         brain.step(ev.SampleCancelled(id=id, reason="done"))
     assert 0 not in brain.state.groups

@@ -77,7 +77,7 @@ class Store:
 
 
 class Sink(dict):
-    """Stands for the weight store and the console: keeps what it is told."""
+    """Stands for the weight store and the console: keeps what it receives."""
 
     file = Path("w/metrics.jsonl")
 

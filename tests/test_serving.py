@@ -288,7 +288,7 @@ def test_a_session_that_comes_back_goes_on_where_it_was():
             assert again.json["choices"][0]["token_ids"] == engine.expected(1, 1, 0, 30).tolist()
             assert rig.answers.tokens == 30 and rig.answers.joined == 1
             other = await rig.ask(COMPLETIONS, body, x_session_id="s")
-            assert other.json["choices"] != again.json["choices"], "told in full: the next one is another request"
+            assert other.json["choices"] != again.json["choices"], "sent in full: the next one is another request"
 
     asyncio.run(run())
 

@@ -19,7 +19,7 @@ OURS = ("train", "sft", "evaluate", "export_hf", "sweep", "simulate")
 
 
 def python(*args, cwd, path="", code=RETRY, timeout=60):
-    """Runs Python; what it said on stderr."""
+    """Runs Python; what it printed on stderr."""
     done = subprocess.run(
         [sys.executable, *args],
         cwd=cwd,

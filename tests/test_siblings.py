@@ -1,4 +1,4 @@
-"""What instances are told of the siblings of their samples: tokens that have ended or are recorded, once, and none that
+"""What instances receive of the siblings of their samples: tokens that have ended or are recorded, once, and none that
 are wrong."""
 
 import types

@@ -40,7 +40,7 @@ def recorded(tmp_path_factory):
 def test_a_journal_replays_to_the_same_commands(recorded):
     path, result, _ = recorded
     again = replay.replay(path)
-    assert again.mode == "dora" and again.steps == 3  # the last publication ends the simulation before it is told
+    assert again.mode == "dora" and again.steps == 3  # the last publication ends the simulation before it is reported
     assert again.events == len(path.read_text().splitlines()) - 1 > 500
     assert set(again.lags) <= {0, 1, 2} and 0 < again.rollout_only < 1
     assert again.step_s == pytest.approx(result.step_s, rel=0.5)

@@ -145,7 +145,7 @@ class Job:
             self.world.close()
 
     def audit(self):
-        """Every group once, every token by the version that is claimed, no sample told twice."""
+        """Every group once, every token by the version that is claimed, no sample reported twice."""
         ids = [group.group_id for _, group in trained_by(self.records)]
         assert len(ids) == len(set(ids)) == self.config.total_steps * P
         finished = [r.sample for r in self.records if isinstance(r, Finished)]
@@ -234,7 +234,7 @@ def test_an_instance_that_hangs_leaves_the_pool_and_is_not_received_when_it_wake
         if isinstance(event, ev.InstanceDown):
             wake.set()
             versions_to_fill.wait(10)
-            time.sleep(0.05)  # it has told what it had
+            time.sleep(0.05)  # it has reported what it had
 
     assert job.play(watch).ok
     job.audit()

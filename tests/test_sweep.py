@@ -39,13 +39,13 @@ with open("log", "a") as log:
 code = pathlib.Path("code" + args["--config.seed"])
 if code.exists() and code.read_text() == "wait":
     import signal
-    heard = []
+    received = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: heard.append(number))
+        signal.signal(number, lambda number, _: received.append(number))
     (workdir / "waits").touch()
-    while signal.SIGTERM not in heard:
+    while signal.SIGTERM not in received:
         time.sleep(0.1)
-    pathlib.Path("heard").write_text(str(list(map(int, heard))))
+    pathlib.Path("received").write_text(str(list(map(int, received))))
     sys.exit(42)
 sys.exit(int(code.read_text()) if code.exists() else 0)
 """
@@ -165,7 +165,7 @@ def test_at_a_signal_it_signals_the_run_once_and_waits_for_it(folder, number):
         process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 42
-    assert Path("heard").read_text() == f"[{int(signal.SIGTERM)}]"
+    assert Path("received").read_text() == f"[{int(signal.SIGTERM)}]"
     assert [line.rpartition("  ")[2] for line in out.splitlines()[-3:]] == [
         "ended well",
         "stopped; the same command goes on from here",

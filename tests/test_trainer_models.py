@@ -98,7 +98,7 @@ def test_gradient_norms_are_those_of_each_trajectory_alone():
 
 
 def test_vcpo_scales_the_step_by_its_effective_samples():
-    """Two runs that differ in what the engine said: the same direction, a step shorter by lr_scale."""
+    """Two runs that differ in what the engine reported: the same direction, a step shorter by lr_scale."""
     section = cases.section(policy_loss="reinforce", loss_params={}, correction="vcpo_lr", warmup_steps=0)
     trainer = step.Trainer(cases.MODEL, section, one_device(), cases.params(), total_steps=5)
     batch = cases.batch(trainer)

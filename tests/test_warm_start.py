@@ -126,7 +126,7 @@ def test_row_order_shows_every_row_once_an_epoch():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """One warm start on the pairs above, and what it said."""
+    """One warm start on the pairs above, and what it printed."""
     out = tmp_path_factory.mktemp("sft") / "base"
     progress = Quiet()
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +169,7 @@ class Signal:
     def __call__(self):
         self.left -= 1
         if not self.left:
-            raise Stop("told to")
+            raise Stop("asked to")
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ def test_answers_of_another_epoch_or_transfer_change_nothing():
         and net.brain.step(ex.Holds(world="r0", epoch=9, version=5)) == ()
     )
     net.run()
-    assert net.brain.step(net.worlds["r0"].up()) == ()  # said twice: it stays what it was
+    assert net.brain.step(net.worlds["r0"].up()) == ()  # sent twice: it stays what it was
     net.want("r0", 5)
     assert net.outcomes == [ex.Loaded(world="r0", version=5)] * 2 and not net.messages
 

@@ -23,7 +23,7 @@ def meshed(devices, tensor):
 
 
 def carry(brain, worlds, *facts):
-    """A controller of its own: every command is executed, every answer told."""
+    """A controller of its own: every command is executed, every answer handed on."""
     outcomes, messages = [], list(facts)
     while messages:
         for item in brain.step(messages.pop(0)):

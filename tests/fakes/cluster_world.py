@@ -189,7 +189,7 @@ class World:
         return RunRegistry()
 
     def open(self, found=None):
-        """A controller, on what the journal told it, if it told anything."""
+        """A controller, on what the journal holds, if it holds anything."""
         self.roster, self.outbox, self.remotes = self.new_roster(), queue.SimpleQueue(), {}
         self.hub = GangListener("127.0.0.1", self.roster)
         self.publisher = WeightPublisher(

@@ -1,8 +1,8 @@
-"""The production coordinator without threads or time: a driver decides whose turn it is, and whose facts are heard.
+"""The production coordinator without threads or time: a driver decides whose turn it is, and whose facts are taken.
 
 Coordinator, LocalInstance, EngineWorker, TrainerWorker, JournaledWorld and the arithmetic engine are the real ones;
 what would be a thread is a list of things that the driver may do next. Instances die with calls and facts on their way,
-or turn out unhealthy, and are made again; events are said twice; environments answer late, or have lost an episode; the
+or turn out unhealthy, and are made again; events are sent twice; environments answer late, or have lost an episode; the
 process is killed at any fact and begun again from its journal.
 
     python -m tests.fakes.coordinator_adversary 500        so many configurations, one after the other

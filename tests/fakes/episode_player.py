@@ -34,7 +34,7 @@ def ids_of(text):
 
 
 class Player:
-    """An episode as the coordinator keeps it. tokenizer: of what is said and observed."""
+    """An episode as the coordinator keeps it. tokenizer: of what is sampled and observed."""
 
     def __init__(self, pool, id=FIRST, room=1000, tokenizer=LETTERS, prompt=None):
         self.pool, self.id, self.room, self.tokenizer = pool, id, room, tokenizer

@@ -285,7 +285,7 @@ class History:
         self.disk = Disk()
         self.checkpoints: dict[int, int] = {0: 1}
         self.batches: dict[int, tuple[int, ...]] = {}
-        self.known: set[SampleId] = set()  # finished, as the orchestrator was told
+        self.known: set[SampleId] = set()  # finished, as far as the orchestrator knows
         self.ends: dict[int, str] = {}  # group -> how it ended untrained
         self.incarnations = 0
         self.replayed = 0

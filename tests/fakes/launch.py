@@ -1,4 +1,4 @@
-"""A checkout of the launch scripts on a machine whose gcloud, kubectl, git and ray write down what they are told."""
+"""A checkout of the launch scripts on a machine whose gcloud, kubectl, git and ray write down their arguments."""
 
 import dataclasses
 import os

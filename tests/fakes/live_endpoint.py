@@ -1,5 +1,5 @@
-"""The endpoint of a run over arithmetic engines, with real threads and sockets; the trainer makes steps as it is
-told."""
+"""The endpoint of a run over arithmetic engines, with real threads and sockets; the trainer makes steps when it
+is asked."""
 
 import contextlib
 import dataclasses

@@ -117,7 +117,7 @@ def patient(url):
 
 
 def hasty(url):
-    """A client that gives up before it has heard anything, and comes back."""
+    """A client that gives up before it has received anything, and comes back."""
     client = client_of(url, timeout=0.6, max_retries=8, default_headers={"X-Session-ID": "hasty"})
     talk = client.completions.create(model="policy", prompt="abc", max_tokens=12)
     assert talk.usage.completion_tokens == 12, talk

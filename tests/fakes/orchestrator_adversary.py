@@ -1,8 +1,8 @@
 """A body without time that is out to confuse the orchestrator: it keeps what a body owes, in the worst order.
 
 Each source (an incarnation of an instance, its supervisor, the scorer, the trainer, the clock) says its facts in order;
-between sources any order and any delay is possible. A fact may be said twice. Instances die whenever they like, with
-commands and facts on their way; an incarnation that is over goes on being heard. Samples wait for environments, which
+between sources any order and any delay is possible. A fact may be sent twice. Instances die whenever they like, with
+commands and facts on their way; facts of an incarnation that is over still arrive. Samples wait for environments, which
 answer when they like. Facts are decided on alone or many together. The job is killed, or the orchestrator restored from
 a snapshot, between any two facts. Chips of the trainer are lent, and lost on the way. Instances sample with drafts.
 Rollouts pass over versions, by a stride that stays or that follows what was measured, which may change at each step.
@@ -34,7 +34,7 @@ from tests.fakes.orchestrator_suspicions import Suspicions
 from tests.fakes.orchestrator_timeline import InFlightSample, InstanceIncarnation
 
 MAX_MOVES = 60_000
-# states of a given-up sample whose end is still heard: its Cancel is out, or follows when it is parked or has moved
+# states of a given-up sample whose end still counts: its Cancel is out, or follows when it is parked or has moved
 LEAVING = ("cancelling", "parking", "moving")
 DEATH, REBIRTH, TWICE, RESTORED, KILLED, PROGRESS, SUSPICION = 0.01, 0.1, 0.1, 0.01, 0.003, 0.3, 0.003
 AGAIN = 0.05  # how often a fact of the last ones is repeated
@@ -52,7 +52,7 @@ class Adversary(OtherSources):
         self.incarnations: dict[int, InstanceIncarnation] = {}
         self.born = collections.Counter()
         self.says: dict[object, collections.deque] = collections.defaultdict(collections.deque)
-        self.dead: list[InstanceIncarnation] = []  # that are still to be heard
+        self.dead: list[InstanceIncarnation] = []  # whose facts still arrive
         self.requests: list[InFlightSample] = []
         self.recorded: dict[SampleId, int] = {}
         self.environments, self.suspicions, self.chips = Environments(self, turns), Suspicions(self), Chips(self)
@@ -177,7 +177,7 @@ class Adversary(OtherSources):
         self.says["supervisor", i].append(dataclasses.replace(up, versions=versions))
 
     def die(self, i: int, reason: str = "killed") -> None:
-        """Its debts are paid right behind its end; what it said before may be heard before or after."""
+        """Its debts are paid right behind its end; what it sent before may arrive before or after."""
         incarnation = self.incarnations.pop(i)
         incarnation.over = True
         self.dead.append(incarnation)

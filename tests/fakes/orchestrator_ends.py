@@ -37,7 +37,7 @@ class Ends:
         self._trains_again: set[int] = set()  # groups of a step that the end of a process cut off
 
     def again(self, brain: Orchestrator, event: ev.Event) -> ev.Event:
-        """What was heard some time ago is repeated: it counts no more."""
+        """What arrived some time ago is repeated: it counts no more."""
         assert not isinstance(event, ONCE) or not brain.counts(event), f"{event} counts twice"
         return event
 

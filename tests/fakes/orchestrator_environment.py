@@ -1,4 +1,4 @@
-"""The environments of the orchestrator's adversary: samples whose turn has ended, until an answer is heard."""
+"""The environments of the orchestrator's adversary: samples whose turn has ended, until an answer arrives."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Suspicions:
         )
 
     def hear(self, event: ev.Event) -> None:
-        """A fact that counts. Of a sample that goes on, no tokens are heard before it is heard where."""
+        """A fact that counts. Of a sample that goes on, no tokens arrive before it is known where."""
         match event:
             case (
                 ev.SampleStarted(id=id, instance=i, incarnation=incarnation)

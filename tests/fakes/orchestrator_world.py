@@ -238,7 +238,7 @@ class World(Audit):
             self.schedule(run, src)
         else:
             self.recorded[id] = run
-        return [ev.MoveFailed(id=id, src=src, dst=dst, attempt=move.attempt, reason="the test said so")]
+        return [ev.MoveFailed(id=id, src=src, dst=dst, attempt=move.attempt, reason="the test wants it")]
 
     def on_published(self, version: int) -> list[ev.Event]:
         assert all(engine.paused for engine in self.engines.values()) == self.config.colocated or not self.engines
@@ -308,7 +308,7 @@ class World(Audit):
 
     def do_resume(self, command: ev.Resume) -> None:
         for id in command.ids:
-            run = self.recorded.pop(id, None) or self.waiting.pop(id)  # it waited, which nobody heard of
+            run = self.recorded.pop(id, None) or self.waiting.pop(id)  # it waited, which nobody knew
             assert run.version == command.version or self.config.decisions.mixes_versions, f"{command} mixes versions"
             self.epoch += 1
             run.version, run.epoch, run.began = command.version, self.epoch, False
@@ -332,7 +332,7 @@ class World(Audit):
                 self.at(0.02, ("parked", id, command.instance, run.attempt))
 
     def take_off(self, id: SampleId, instance: int) -> Run | None:
-        """Stop a sample where it is; None: it had just ended, which is said instead."""
+        """Stop a sample where it is; None: it had just ended, which is reported instead."""
         engine = self.engines[instance]
         run = engine.runs.pop(id)
         self.advance(run, engine)

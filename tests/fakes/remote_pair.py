@@ -1,4 +1,4 @@
-"""Two remote instances whose gangs record what they are told."""
+"""Two remote instances whose gangs record what they receive."""
 
 import queue
 import threading

@@ -20,7 +20,7 @@ def row(mode, **changes):
 
 
 class Audit:
-    """Observer: what was started, what ended, what was trained at which lag, and when each thing was said."""
+    """Observer: what was started, what ended, what was trained at which lag, and when each was reported."""
 
     def __init__(self):
         self.started, self.ended, self.version = collections.Counter(), collections.Counter(), {}

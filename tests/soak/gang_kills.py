@@ -8,10 +8,10 @@ A kind names whose process it is and what happens to it: a kill is SIGKILL, a fr
 which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the
 controller alone and starts the same command again, which must take over the gangs that are there; a node is a raylet
 with all that it started, one host of a slice of `hosts`, and another slice takes the place of this one: with a spare
-one afterwards, else the gang has to wait for it; a drain is what Ray is told of a node that is about to go. A blow
-falls once all gangs are up and another step has been published. One row a kind: seconds until the loss is said, until a
+one afterwards, else the gang has to wait for it; a drain is what Ray learns of a node that is about to go. A blow
+falls once all gangs are up and another step has been published. One row a kind: seconds until the loss is noted, until a
 new gang is up, and until it does its work again (an instance is at once, the trainer when it is back at its version);
-of a controller "said" means that the next one has its first gang, and at work that another step is published.
+of a controller "noted" means that the next one has its first gang, and at work that another step is published.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 """
@@ -57,7 +57,7 @@ def main() -> None:
             time.sleep(draw.uniform(0, 1))
             times.setdefault(kind, []).append(_strike(run, kind, draw))
             print(
-                f"  {kind:16} said {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
+                f"  {kind:16} noted {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
                 f"{times[kind][-1][2]:5.1f} s",
                 flush=True,
             )
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, float, float]:
-    """Seconds until the loss is said, a new gang is up, and at work."""
+    """Seconds until the loss is noted, a new gang is up, and at work."""
     role, _, blow = kind.partition("-")
     if role == "controller":
         return _strike_controller(run)
@@ -152,14 +152,14 @@ def _strike_controller(run: WatchedRun) -> tuple[float, float, float]:
 
 def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:
     print(
-        f"{'kind':16} {'blows':>5}  {'said s: median':>14} {'max':>5}  {'up s: median':>12} {'max':>5}  "
+        f"{'kind':16} {'blows':>5}  {'noted s: median':>15} {'max':>5}  {'up s: median':>12} {'max':>5}  "
         f"{'at work s: median':>17} {'max':>5}"
     )
     for kind, rows in times.items():
         reported, up, work = (sorted(column) for column in zip(*rows, strict=True))
         middle = len(rows) // 2
         print(
-            f"{kind:16} {len(rows):>5}  {reported[middle]:>14.2f} {reported[-1]:>5.1f}  {up[middle]:>12.1f} {up[-1]:>5.1f}  "
+            f"{kind:16} {len(rows):>5}  {reported[middle]:>15.2f} {reported[-1]:>5.1f}  {up[middle]:>12.1f} {up[-1]:>5.1f}  "
             f"{work[middle]:>17.1f} {work[-1]:>5.1f}"
         )
 

@@ -60,7 +60,7 @@ class WatchedRun:
         return self.folder / "console.log"
 
     def look(self) -> None:
-        """What has been said since the last look."""
+        """What has been printed since the last look."""
         with self.console.open("rb") as log:
             log.seek(self.read)
             text = log.read()
