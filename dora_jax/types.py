@@ -145,6 +145,8 @@ class TokenTable:
     """
 
     routes: np.ndarray | None = None  # uint8 or uint16 [T + U - 1, M, k]: the experts of M layers; see models/routes.py
+    # f32[T + U - 1]: that the next token was drawn at where its turn had its own, else 0
+    temperatures: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,7 @@ class Observed:
     keep: int | None = None  # leading tokens of prompt and response that stay; None: all. Fewer begin a new branch.
     turn_tokens: int = 0  # that the turn which follows may sample; 0: as of the prompt
     stop: tuple[str, ...] = ()  # strings that end that turn
+    temperature: float | None = None  # that it is drawn at; None: the run's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,11 @@ KINDS = {
     "few-shot": {"messages": SHOTS},
     "short": {"max_tokens": 5},
     "logprobs": {"logprobs": True},
+    "warm": {"temperature": 1.5},
 }
 UNTRAINED = {
     "temperature": {"temperature": 0},
+    "top_p": {"temperature": 0.5, "top_p": 0.5},
     "two": {"n": 2},
     "version": {"model": "policy@0"},
     "top": {"logprobs": True, "top_logprobs": 2},
@@ -37,7 +39,7 @@ UNTRAINED = {
 
 
 class Agents:
-    """Threads that work on tasks until the run ends. answered: turn -> (version, task, reward)."""
+    """Threads that work on tasks until the run ends. answered: turn -> (version, task, reward, temperature)."""
 
     def __init__(self, url):
         self.url, self.answered, self.flags, self.lock = url, {}, {}, threading.Lock()
@@ -66,7 +68,7 @@ class Agents:
             assert len(ids) <= (5 if kind == "short" else 9)
             reward = float(sum(ids) % 7)
             with self.lock:
-                self.answered[tuple(ids)] = answer["weight_version"], task, reward
+                self.answered[tuple(ids)] = answer["weight_version"], task, reward, KINDS[kind].get("temperature")
             for _ in range(2):  # as a client whose first answer was lost
                 session.reward(reward)
             return True
@@ -106,8 +108,13 @@ def test_a_run_trains_on_agents_with_tools_and_says_which_answers_it_does_not_tr
         for sample, reward in zip(group.samples, group.rewards, strict=True):
             turn = sample.out_ids[sample.mask]
             np.testing.assert_array_equal(turn, expected(sample)[sample.mask])
-            version, task, posted = agents.answered[tuple(turn.tolist())]
+            version, task, posted, temperature = agents.answered[tuple(turn.tolist())]
             assert version == group.version and reward == posted
+            if temperature is None:
+                assert sample.table.temperatures is None
+            else:
+                drawn_at = sample.table.temperatures[len(sample.prompt_ids) - 1 :]
+                np.testing.assert_array_equal(drawn_at, np.where(sample.mask, np.float32(temperature), 0))
             tasks.add(task)
         assert len(tasks) == 1, "a baseline mixes no tasks"
 

@@ -38,6 +38,7 @@ class BatchShape:
     share_prompts: bool = False
     skip_zero_advantage: bool = False
     routes: Routes | None = None  # of what the samples carry; None: the trainer's routers choose
+    temperature: float | None = None  # the run's, where turns may have their own; None: there is no such column
 
     def row_order(self) -> np.ndarray:
         """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""

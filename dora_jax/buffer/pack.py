@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dora_jax.buffer.layout import BatchShape, Place, Row, items_of, places_of
-from dora_jax.types import Estimate, GroupId, Sample, ScoredGroup, Span
+from dora_jax.types import Estimate, GroupId, Sample, ScoredGroup, Span, TokenTable
 
 
 class MemoryGroupStore:
@@ -71,6 +71,7 @@ class TrainBatch:
     prefix_ids: np.ndarray | None = None  # i32, the segment that the token's own continues, its own where none
     returns: np.ndarray | None = None  # f32, its target
     routes: np.ndarray | None = None  # uint8 or uint16 [B, L, M, k], the experts that sampling took; missing in padding
+    temperatures: np.ndarray | None = None  # f32, that the target was drawn at; None: all at the run's
     group_ids: tuple[GroupId, ...] = ()
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -272,9 +273,11 @@ def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShap
     batch["mask"], batch["behavior_logprobs"] = _zeros(shape, bool), _zeros(shape)
     if shape.routes:
         batch["routes"] = shape.routes.missing(shape.rows, shape.tokens)
+    if shape.temperature:
+        batch["temperatures"] = _zeros(shape) + np.float32(shape.temperature)
 
     def write(
-        row: Row, start: int, segment: int, prefix: int, text: np.ndarray, position: int, routes: np.ndarray | None
+        row: Row, start: int, segment: int, prefix: int, text: np.ndarray, position: int, table: TokenTable
     ) -> None:
         n = len(text) - 1
         here = (row, slice(start, start + n))
@@ -282,17 +285,22 @@ def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShap
         batch["segment_ids"][here], batch["positions"][here] = segment, np.arange(position, position + n)
         if shape.share_prompts:
             batch["prefix_ids"][here] = prefix
-        if routes is not None:
-            batch["routes"][here] = routes[position : position + n]
+        if table.routes is not None and shape.routes:
+            batch["routes"][here] = table.routes[position : position + n]
+        if shape.temperature and table.temperatures is not None:
+            own = table.temperatures[position : position + n]
+            batch["temperatures"][here] = np.where(own > 0, own, shape.temperature)
 
     for sample, place in zip(samples, places):
         text, shared = np.concatenate([sample.prompt_ids, sample.out_ids]), place.shared
         name = f"{sample.id.index} of group {sample.id.group_id}"
-        routes = shape.routes.check(sample.table.routes, len(text) - 1, name) if shape.routes else None
+        table = sample.table
+        if shape.routes:
+            table = dataclasses.replace(table, routes=shape.routes.check(table.routes, len(text) - 1, name))
         if shared:  # written again by every sample of the group, the same each time
             prompt = place.prompt_segment
-            write(place.row, place.prompt_start, prompt, prompt, sample.prompt_ids, 0, routes)
-        write(place.row, place.start, place.segment, prompt if shared else place.segment, text[shared:], shared, routes)
+            write(place.row, place.prompt_start, prompt, prompt, sample.prompt_ids, 0, table)
+        write(place.row, place.start, place.segment, prompt if shared else place.segment, text[shared:], shared, table)
         first = place.start + len(sample.prompt_ids) - 1 - shared
         response = (place.row, slice(first, first + len(sample.out_ids)))
         batch["mask"][response] = sample.mask

@@ -24,12 +24,16 @@ def policy_logits(
     hidden: jax.Array,
     *,
     vocab_limit: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | jax.Array = 1.0,
     axis: str | None = None,
 ) -> jax.Array:
-    """f32[..., V] after temperature; ids >= vocab_limit (rows of the embedding without a token) are masked."""
+    """f32[..., V] after temperature (of all, or of each row of logits, f32[...]); ids >= vocab_limit (rows of the
+    embedding without a token) are masked."""
     logits = decoder.logits(cfg, params, hidden)
-    logits = logits if temperature == 1.0 else logits / temperature
+    if isinstance(temperature, jax.Array):
+        logits = logits / jnp.where(temperature > 0, temperature, 1.0)[..., None]  # padding has none
+    elif temperature != 1.0:
+        logits = logits / temperature
     if vocab_limit is None or vocab_limit >= cfg.vocab_size:
         return logits
     return jnp.where(_token_ids(logits, axis) < vocab_limit, logits, MASKED)
@@ -42,25 +46,27 @@ def target_logprobs(
     targets_BxL: jax.Array,
     *,
     vocab_limit: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | jax.Array = 1.0,
     entropy_grad: bool = False,
     max_bytes: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-prob of each target, entropy), f32[B, L]. `max_bytes` a device bounds the logits alive at once; None: all.
+    temperature: of all targets, or f32[B, L].
 
     On a mesh each shard of rows and positions walks its own chunks, with the head gathered over fsdp once: left to
     itself, XLA gathers it, and sums its gradient over the mesh, chunk by chunk.
     """
     name = "embed" if cfg.tie_embeddings else "lm_head"
 
+    own = (temperature,) if isinstance(temperature, jax.Array) else ()
+
     def local(
-        head: jax.Array, hidden: jax.Array, targets: jax.Array, axis: str | None = None
+        head: jax.Array, hidden: jax.Array, targets: jax.Array, *own: jax.Array, axis: str | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        def run(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = policy_logits(
-                cfg, {name: head}, hidden, vocab_limit=vocab_limit, temperature=temperature, axis=axis
-            )
+        def run(hidden: jax.Array, targets: jax.Array, *own: jax.Array) -> tuple[jax.Array, jax.Array]:
+            divisor = own[0] if own else temperature
+            logits = policy_logits(cfg, {name: head}, hidden, vocab_limit=vocab_limit, temperature=divisor, axis=axis)
             return logprobs_of(logits, targets, entropy_grad=entropy_grad, axis=axis)
 
         # Over chunks of the positions, recomputed in the backward pass: the longest divisor of their number whose f32
@@ -70,24 +76,26 @@ def target_logprobs(
             each = 4 * rows * (head.size // cfg.d_model)
             chunk = next((c for c in range(length, 1, -1) if length % c == 0 and each * c <= max_bytes), 1)
         if chunk == length:
-            return run(hidden, targets)
+            return run(hidden, targets, *own)
         split = (rows, length // chunk, chunk)
-        pairs = jnp.moveaxis(hidden.reshape(*split, -1), 1, 0), jnp.moveaxis(targets.reshape(split), 1, 0)
-        _, parts_NxBxC = jax.lax.scan(lambda _, pair: (None, jax.checkpoint(run)(*pair)), None, pairs)
+        chunks = [jnp.moveaxis(hidden.reshape(*split, -1), 1, 0)]
+        chunks += [jnp.moveaxis(x.reshape(split), 1, 0) for x in (targets, *own)]
+        _, parts_NxBxC = jax.lax.scan(lambda _, chunk: (None, jax.checkpoint(run)(*chunk)), None, tuple(chunks))
         return tuple(jnp.moveaxis(part, 0, 1).reshape(rows, length) for part in parts_NxBxC)
 
     if mesh is None or mesh.size == 1:
-        return local(params[name], hidden_BxLxD, targets_BxL)
+        return local(params[name], hidden_BxLxD, targets_BxL, *own)
     from dora_jax.models.sharding import TABLE, spec  # the table imports the decoder
 
     axes, rows = decoder.logical_axes(cfg)[name], spec("batch", "sequence")
 
-    def sharded(head: jax.Array, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def sharded(head: jax.Array, hidden: jax.Array, *of_targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         head = jax.lax.all_gather(head.astype(hidden.dtype), TABLE["embed"], axis=axes.index("embed"), tiled=True)
-        return local(head, hidden, targets, TABLE["vocab"])
+        return local(head, hidden, *of_targets, axis=TABLE["vocab"])
 
-    return jax.shard_map(sharded, mesh=mesh, in_specs=(spec(*axes), rows, rows), out_specs=(rows, rows))(
-        params[name], hidden_BxLxD, targets_BxL
+    specs = (spec(*axes), rows, rows, *(rows for _ in own))
+    return jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=(rows, rows))(
+        params[name], hidden_BxLxD, targets_BxL, *own
     )
 
 

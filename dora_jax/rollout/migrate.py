@@ -152,7 +152,8 @@ def sampled_from(held: InFlightSample | Sample, start: int, row: int) -> Sampled
 
 
 def rows_of(table: TokenTable, rows: slice) -> TokenTable:
-    return TokenTable(routes=None if table.routes is None else table.routes[rows])
+    columns = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    return TokenTable(**{name: None if column is None else column[rows] for name, column in columns.items()})
 
 
 def count_rows(table: TokenTable) -> int:

@@ -12,9 +12,9 @@ version: its baseline is their mean reward. A turn is scored by task.rewards, wh
 "next" is empty where the session ended. With `reward_s` clients post rewards too, of a session or of its turns.
 
 Laws: a place that no session takes holds no slot, and waits; a session is in one place at most; a turn samples as the
-run does, and what its client sees of it is what the session must go on from; an error of a reward, or a reward that
-does not come in time, fails the group and is no reward of 0; a reward that comes twice counts once. Places of a process
-before this one are lost: their samples begin again with other sessions.
+run does, but for its temperature, and what its client sees of it is what the session must go on from; an error of a
+reward, or a reward that does not come in time, fails the group and is no reward of 0; a reward that comes twice counts
+once. Places of a process before this one are lost: their samples begin again with other sessions.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class AskedTurn:
     variables: Columns = dataclasses.field(default_factory=dict)  # of the chat template: tools and others
     max_tokens: int
     stop: tuple[str, ...] = ()
+    temperature: float | None = None  # that it is drawn and trained at; None: the run's
     differs: str = ""  # why no turn can be the answer: it is drawn otherwise than the run draws. Empty: it is not.
     # tokens of a turn and how it finished -> what its client sees; None: their text
     shown: Callable[[np.ndarray, str], Message] | None = None
@@ -371,7 +372,11 @@ class LiveSessions(RunPlugin):
         place.answer = place.sampled = None
         place.promise = Promise()
         place.promise.set_running_or_notify_cancel()  # a client that leaves does not take the turn back
-        self._results.put(Observed(id=place.id, token_ids=ids, keep=keep, turn_tokens=limit, stop=asked.stop))
+        self._results.put(
+            Observed(
+                id=place.id, token_ids=ids, keep=keep, turn_tokens=limit, stop=asked.stop, temperature=asked.temperature
+            )
+        )
         return place.promise
 
     def _score(self, place: _Place, new: Sequence[Message]) -> None:

@@ -12,7 +12,8 @@ filtered, failed or given up, and what comes late for it is dropped; nothing is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,18 @@ from dora_jax.runtime.common.worker import FinishedUnheard, ForgetSample, Handed
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
-from dora_jax.types import Branch, GroupId, InstanceId, Observed, Prompt, Sample, SampleId, Sampling, Version
+from dora_jax.types import (
+    Branch,
+    GroupId,
+    InstanceId,
+    Observed,
+    Prompt,
+    Sample,
+    SampleId,
+    Sampling,
+    TokenTable,
+    Version,
+)
 
 
 @dataclasses.dataclass
@@ -46,6 +58,7 @@ class SampleRegistry:
         self._branches: dict[SampleId, list[tuple[Sample, int]]] = {}  # what a rewriting ended; the tokens that stayed
         self.payloads = PayloadState()  # samples of a lost instance go on with its tokens; only read here
         self._turns: dict[SampleId, dict[str, Any]] = {}  # of an episode whose turn differs from its prompt's
+        self._temperatures: dict[SampleId, list[float]] = {}  # of an episode's turns; 0: the run's
         self._recorded: dict[SampleId, Version] = {}  # begun under an earlier process, and not asked for yet
 
     def adopt(self, outstanding: Outstanding, payloads: PayloadState) -> None:
@@ -75,6 +88,7 @@ class SampleRegistry:
         """The sample's group, if this was the last sample of it."""
         group = self.groups.get(sample.id.group_id)
         self._turns.pop(sample.id, None)
+        self._temperatures.pop(sample.id, None)
         if group is None:
             return None  # it was cancelled
         if sample.id.index in group.done:
@@ -88,6 +102,7 @@ class SampleRegistry:
             self._parked.pop(id, None)
             self._branches.pop(id, None)
             self._turns.pop(id, None)
+            self._temperatures.pop(id, None)
             self._recorded.pop(id, None)
             self.groups.pop(id.group_id, None)
 
@@ -126,6 +141,7 @@ class SampleRegistry:
         """Parks the episode as it is before its first turn."""
         self._branches.pop(id, None)
         self._turns.pop(id, None)
+        self._temperatures.pop(id, None)
         fresh = InFlightSample(
             id=id,
             version=version,
@@ -141,7 +157,10 @@ class SampleRegistry:
         before = self._parked[answer.id]
         assert isinstance(before, InFlightSample)
         prompt = self.groups[before.id.group_id].prompt
-        own = dataclasses.replace(prompt.sampling or Sampling(), stop=answer.stop) if answer.stop else prompt.sampling
+        own = prompt.sampling
+        if answer.stop or answer.temperature is not None:
+            own = dataclasses.replace(own or Sampling(), stop=answer.stop, temperature=answer.temperature)
+        self._temperatures.setdefault(before.id, []).append(answer.temperature or 0.0)
         turn: dict[str, Any] = {"turn_tokens": answer.turn_tokens or prompt.turn_tokens, "sampling": own}
         self._turns[before.id] = turn
         after = dataclasses.replace(observed(before, answer.token_ids, answer.keep), **turn)
@@ -166,8 +185,10 @@ class SampleRegistry:
         return ended(held, finish)
 
     def whole(self, sample: Sample, terms: dict[str, float]) -> Sample:
-        """The sample with its earlier branches, each token in the oldest branch that holds it."""
+        """The sample with its earlier branches, each token in the oldest branch that holds it, and the temperatures of
+        its turns where one had its own."""
         held = self._branches.pop(sample.id, [])
+        temperatures = iter(turns if any(turns := self._temperatures.pop(sample.id, [])) else ())
         branches, shared = [], 0
         for piece, stay in held:
             branches.append(
@@ -175,14 +196,15 @@ class SampleRegistry:
                     prompt_ids=piece.prompt_ids,
                     out_ids=piece.out_ids,
                     logprobs=piece.logprobs,
-                    mask=_without(piece.mask, shared),
+                    mask=(mask := _without(piece.mask, shared)),
                     version=piece.version,
-                    table=piece.table,
+                    table=_tempered(piece, mask, temperatures),
                 )
             )
             shared = stay
         mask = _without(sample.mask, shared)
-        return dataclasses.replace(sample, mask=mask, branches=tuple(branches), terms=terms)
+        table = _tempered(sample, mask, temperatures)
+        return dataclasses.replace(sample, mask=mask, branches=tuple(branches), terms=terms, table=table)
 
     def find(self, found: HandedOver | FinishedUnheard) -> Partial | None:
         """A sample that an instance still has from an earlier process: it is used where it goes on from what is
@@ -230,6 +252,17 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
 def _without(mask: np.ndarray, shared: int) -> np.ndarray:
     """bool[U]: the first `shared` tokens have their loss elsewhere."""
     return mask & (np.arange(len(mask)) >= shared)
+
+
+def _tempered(sample: Sample, mask: np.ndarray, temperatures: Iterator[float]) -> TokenTable:
+    """The table with the temperature of each turn, a run of True in the mask."""
+    starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+    turns = list(itertools.islice(temperatures, len(starts)))
+    if not any(turns):
+        return sample.table
+    drawn = np.repeat(np.array([0.0, *turns], np.float32), np.diff([0, *starts, len(mask)])) * mask
+    before = np.zeros(len(sample.prompt_ids) - 1, np.float32)
+    return dataclasses.replace(sample.table, temperatures=np.concatenate([before, drawn]))
 
 
 class KeptKV:

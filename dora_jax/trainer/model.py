@@ -116,7 +116,7 @@ class Model(NamedTuple):
             hidden,
             arrays["targets"],
             vocab_limit=self.vocab_limit,
-            temperature=self.temperature,
+            temperature=arrays.get("temperatures", self.temperature),
             entropy_grad=entropy_grad,
             max_bytes=self.logits_bytes,
             mesh=self.mesh,

@@ -182,9 +182,9 @@ def may_start_early(section: TrainerSection) -> bool:
     return section.updates > 1 and not needs_scores(section) and alone
 
 
-def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]:
+def batch_dtypes(section: TrainerSection, exact: bool = False, tempered: bool = False) -> dict[str, str]:
     """Arrays of a packed batch as this objective uses it: name -> dtype. exact: with log-probs of the engine's
-    calls."""
+    calls. tempered: with the temperature of each target."""
     integers: tuple[str, ...] = ("tokens", "targets", "segment_ids", "positions", "version")
     integers += ("prefix_ids",) if section.share_prompts == "on" else ()
     names = dict.fromkeys(integers, "int32") | {"mask": "bool"}
@@ -195,6 +195,8 @@ def batch_dtypes(section: TrainerSection, exact: bool = False) -> dict[str, str]
         floats.append("ref_logprobs")
     if exact:
         floats.append("exact_logprobs")
+    if tempered:
+        floats.append("temperatures")
     if needs_value(section):
         floats += ["values", "returns"]
     return names | dict.fromkeys(floats, "float32")

@@ -33,9 +33,11 @@ class TrainState(NamedTuple):
 class Recipe:
     """The static part of an update: objective, optimizer, schedule, critic."""
 
-    def __init__(self, model: Model, section: TrainerSection, total_steps: int, exact: bool = False):
-        """exact: log-probs come along with the batch."""
-        self.model, self.section, self.lora, self.exact = model, section, model.lora, exact
+    def __init__(
+        self, model: Model, section: TrainerSection, total_steps: int, exact: bool = False, tempered: bool = False
+    ):
+        """exact: log-probs come along with the batch. tempered: temperatures do."""
+        self.model, self.section, self.lora, self.exact, self.tempered = model, section, model.lora, exact, tempered
         self.rate = optim.schedule(
             section.schedule, section.learning_rate, section.warmup_steps, total_steps * section.updates
         )
@@ -85,6 +87,7 @@ def new_recipe(
     dtype: str = "float32",
     lora: Lora = OFF,
     exact: bool = False,
+    tempered: bool = False,
 ) -> Recipe:
     """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
     wrong = list(objective.attention_problems(section, mesh.devices.flat[0].platform, dtype))
@@ -103,7 +106,7 @@ def new_recipe(
         section.expert_dispatch,
         lora,
     )
-    return Recipe(model, section, total_steps, exact)
+    return Recipe(model, section, total_steps, exact, tempered)
 
 
 def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[Any, ...]:
@@ -119,7 +122,7 @@ def abstract_inputs(recipe: Recipe, rows: int, tokens: int) -> tuple[Any, ...]:
     where = sharding.batch_spec(recipe.model.mesh)
     arrays = {
         name: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=where)
-        for name, dtype in objective.batch_dtypes(recipe.section, recipe.exact).items()
+        for name, dtype in objective.batch_dtypes(recipe.section, recipe.exact, recipe.tempered).items()
     }
     if recipe.routes is not None:
         shape = (rows, tokens, recipe.routes.layers, recipe.routes.per_token)

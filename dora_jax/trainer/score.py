@@ -79,15 +79,15 @@ def segments_of(batch: Any) -> list[tuple[int, int, int]]:
 def one_a_row(batch: Any, segments: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
     """Each trajectory from column 0 of a row of its own, [n, L]."""
     names: tuple[str, ...] = ("tokens", "targets", "positions", "mask", "segment_ids")
-    names += ("routes",) if batch.routes is not None else ()
+    names += ("routes", "temperatures")
     out = {
         name: np.zeros((len(segments), *x.shape[1:]), x.dtype)
         for name in names
         if (x := getattr(batch, name)) is not None
     }
     for i, (row, start, stop) in enumerate(segments):
-        for name in names:
-            out[name][i, : stop - start] = getattr(batch, name)[row, start:stop]
+        for name, x in out.items():
+            x[i, : stop - start] = getattr(batch, name)[row, start:stop]
     return out
 
 

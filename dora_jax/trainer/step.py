@@ -68,11 +68,13 @@ class Trainer:
         adapter: Any = None,
         seed: int = 0,
         replay: scores.Replay | None = None,
+        tempered: bool = False,
     ):
         """Copies `params` (stacked, any sharding); they stay the caller's.
 
         lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one,
-        stacked; None: a fresh one of this seed. replay: see score.py.
+        stacked; None: a fresh one of this seed. replay: see score.py. tempered: batches have the temperature of each
+        target.
         """
         self.section, self.mesh, self._replay = section, mesh, replay
         self.recipe = new_recipe(
@@ -85,6 +87,7 @@ class Trainer:
             dtype=dtype,
             lora=lora,
             exact=replay is not None,
+            tempered=tempered,
         )
         if section.lent_memory == "host":
             optim.need_host_memory(mesh, "lent_memory")

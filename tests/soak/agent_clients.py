@@ -140,6 +140,14 @@ def asked(python: Path, name: str, url: str) -> dict[str, str]:
         return {"version": "?", "chat": f"{type(error).__name__}: {error}"[:300]}
 
 
+def install(envs: Path, names: list[str]) -> None:
+    """Makes the environments that are missing."""
+    for name in names:
+        if not (folder := envs / name).exists():
+            venv.create(folder, with_pip=True)
+            subprocess.run([folder / "bin" / "pip", "install", "-q", *PACKAGES[name]], check=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--envs", type=Path, required=True, help="folder of the clients' environments")
@@ -150,10 +158,8 @@ def main() -> int:
     names = [name for name in given.only.split(",") if name]
     if unknown := set(names) - set(PACKAGES):
         parser.error(f"--only: {min(unknown)} is none of {', '.join(PACKAGES)}")
-    for name in names if given.install else ():
-        if not (folder := given.envs / name).exists():
-            venv.create(folder, with_pip=True)
-            subprocess.run([folder / "bin" / "pip", "install", "-q", *PACKAGES[name]], check=True)
+    if given.install:
+        install(given.envs, names)
     trees = ([given.before.resolve()] if given.before else []) + [ROOT]
     wrong = []
     print("| client |", " | ".join(FEATURES), "|")

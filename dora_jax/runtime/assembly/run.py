@@ -218,6 +218,7 @@ def _trainer_options(config: Config, vocab_limit: int) -> dict[str, Any]:
         "vocab_limit": vocab_limit,
         "temperature": config.rollout.temperature,
         "lora": config.lora,
+        "tempered": config.serving.train,  # agents choose the temperature of a turn
     }
 
 
@@ -311,7 +312,7 @@ def packer(config: Config, trainer: Trainer) -> Pack:
 
     Where updates take their groups apart, as many batches as there are groups for, each packed when it is asked for.
     """
-    shape = dataclasses.replace(batch_layout(config, trainer.shards), routes=trainer.routes)
+    shape = _with_columns(batch_layout(config, trainer.shards), config, trainer)
     updates = config.trainer.updates
     apart = config.orchestrator.groups_per_step // updates if updates_apart(config) > 1 else 0
     prepare = Prepare(config.trainer, config.rollout.max_new_tokens)
@@ -327,6 +328,12 @@ def packer(config: Config, trainer: Trainer) -> Pack:
     return pack
 
 
+def _with_columns(shape: BatchShape, config: Config, trainer: Trainer) -> BatchShape:
+    """The shape with the optional columns of the run's batches."""
+    temperature = config.rollout.temperature if config.serving.train else None
+    return dataclasses.replace(shape, routes=trainer.routes, temperature=temperature)
+
+
 def prober(config: Config, trainer: Trainer) -> MakeProbe:
     """(group, version, its weights) -> what `trainer.step` takes as a probe."""
     rollout = config.rollout
@@ -339,7 +346,7 @@ def prober(config: Config, trainer: Trainer) -> MakeProbe:
         max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         share_prompts=config.trainer.share_prompts == "on",
     )
-    shape = dataclasses.replace(shape, routes=trainer.routes)
+    shape = _with_columns(shape, config, trainer)
 
     def probe(group: ScoredGroup, version: Version, weights: Tree) -> Probe:
         return Probe(pack_step([[group]], shape, ZeroWeights())[0], version, weights)

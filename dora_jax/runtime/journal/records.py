@@ -25,7 +25,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 12  # of the records that this version writes; the head of a segment says its own
+FORMAT = 13  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -97,7 +97,7 @@ class Batch:
 
 CODEC = Codec(Head, Published, Fact, Partial, Saved, Batch)
 TOKENS_A_RECORD = 1 << 20
-NO_TABLE = [TokenTable.__name__, *(None for _ in dataclasses.fields(TokenTable))]  # the row of an empty one
+NO_TABLE = [TokenTable.__name__, None]  # the row of an empty one, up to format 12
 
 
 def batches(entries: Sequence[Entry]) -> Iterator[Batch]:
@@ -132,6 +132,8 @@ def upgrade(row: Any, written: int) -> Any:
         for older in range(written, FORMAT):
             if older == 5:
                 row = _with_episodes(row)
+            if older == 12:
+                row = _with_temperatures(row)
             if _is(row, Head) and older in CONFIGURED:
                 row = [*row[:3], CONFIGURED[older] | row[3], *row[4:]]
             if _is(row, Head) and older in (8, 10) and isinstance(row[5], dict):
@@ -193,6 +195,13 @@ def _with_episodes(row: Any) -> Any:
         case [name] if name == Partial.__name__:
             return [*row, SAMPLED, 0, NO_TABLE]
     return row
+
+
+def _with_temperatures(row: object) -> object:
+    """The row of a record, as tables have a column of temperatures."""
+    if not isinstance(row, list):
+        return row
+    return [*map(_with_temperatures, row), *([None] if row[:1] == [TokenTable.__name__] else [])]
 
 
 def _with_tables(row: Any) -> Any:
