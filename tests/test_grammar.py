@@ -12,7 +12,7 @@ from dora_jax.models import decoder, grammar, sharding
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
-from dora_jax.serving.chat import ToolCall, ToolCalls
+from dora_jax.serving.parser import AnswerParser, ToolCall
 from dora_jax.types import SampleId, Sampling
 from tests.fakes.engine_rig import finish
 from tests.fakes.hf_folder import byte_tokenizer
@@ -113,7 +113,7 @@ def test_a_required_call_is_one_and_an_answer_or_a_call_is_one_of_both(engines, 
     samples = sampled(engine, [Sampling(grammar=forced), *(Sampling(grammar=either),) * 3])
     kinds = set()
     for sample in samples:
-        found = list(ToolCalls().feed(tokenizer.decode(sample.out_ids)))
+        found = list(AnswerParser().feed(tokenizer.decode(sample.out_ids), final=True))
         calls = [each for each in found if isinstance(each, ToolCall)]
         if calls:
             ((call,), (_,)) = calls, found

@@ -445,6 +445,22 @@ def test_a_retired_version_is_gone_and_says_what_is_there():
     asyncio.run(run())
 
 
+def test_the_user_of_a_body_pins_neither_a_version_nor_an_answer():
+    async def run():
+        async with Rig() as rig:
+            body, models, ids = {"prompt": "abc", "max_tokens": 4, "user": "u"}, [], set()
+            for version in (1, 2):
+                if version > 1:
+                    rig.engines[0].load(version, version)
+                    rig.versions.loaded(version)
+                call = await rig.ask(COMPLETIONS, body)
+                models.append(call.json["model"])
+                ids.add(call.json["id"])
+            assert models == ["policy@1", "policy@2"] and len(ids) == 2 and rig.answers.joined == 0
+
+    asyncio.run(run())
+
+
 def test_a_stop_string_ends_the_sample_in_its_engine_too():
     async def run():
         async with Rig() as rig:

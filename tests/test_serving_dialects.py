@@ -13,6 +13,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 HELLO = [{"role": "user", "content": "hello"}]
 SIX = {"seed": 3, "temperature": 0.5}
 FUNCTION = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+THOUGHT = b"<think>\nhm, 5\n</think>\n\nFive."
 SAMPLED = b'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -41,15 +42,17 @@ def whole_of(path, call):
         whole = events[-1]["response"]
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         assert whole["output"] == done
-        deltas = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        kinds = "response.reasoning_text.delta", "response.output_text.delta"
+        deltas = "".join(event["delta"] for event in events if event["type"] in kinds)
         assert deltas == "".join(part["text"] for item in done for part in item.get("content", []))
         return whole
     whole, blocks = events[0]["message"], {}
     for event in events:
         if event["type"] == "content_block_start":
             blocks[event["index"]] = event["content_block"] | {"json": ""}
-        elif event["type"] == "content_block_delta" and event["delta"]["type"] == "text_delta":
-            blocks[event["index"]]["text"] += event["delta"]["text"]
+        elif event["type"] == "content_block_delta" and event["delta"]["type"] in ("text_delta", "thinking_delta"):
+            kind = event["delta"]["type"].removesuffix("_delta")
+            blocks[event["index"]][kind] += event["delta"][kind]
         elif event["type"] == "content_block_delta":
             blocks[event["index"]]["json"] += event["delta"]["partial_json"]
         elif event["type"] == "message_delta":
@@ -88,6 +91,44 @@ def test_another_dialect_gets_what_a_chat_completion_gets(path, stream):
                 assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
             else:
                 assert answer["stop_reason"] == "max_tokens" and answer["type"] == "message"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_what_is_thought_stands_beside_what_is_said(path, stream):
+    async def run():
+        async with Rig() as rig:
+            size = {"max_output_tokens" if path == RESPONSES else "max_tokens": 90}
+            call = rig.open(path, asked(path, stream=stream) | size)
+            await rig.settle()
+            ids = np.append(np.frombuffer(THOUGHT, np.uint8).astype(np.int32), np.int32(END))
+            logprobs = np.full(len(ids), -0.5, np.float32)
+            for n in (9, 25):
+                rig.answers.grew(SampleId(1, 0), 0, ids[:n], logprobs[:n])
+                await rig.settle()
+            rig.answers.ended(sample_of(SampleId(1, 0), ids, logprobs))
+            await call.task
+            if path == CHAT and stream:
+                deltas = [choice["delta"] for chunk in call.chunks for choice in chunk["choices"]]
+                said = {
+                    name: "".join(delta.get(name) or "" for delta in deltas)
+                    for name in ("reasoning_content", "content")
+                }
+                assert said == {"reasoning_content": "\nhm, 5\n", "content": "Five."}
+            elif path == CHAT:
+                message = call.json["choices"][0]["message"]
+                assert (message["reasoning_content"], message["content"]) == ("\nhm, 5\n", "Five.")
+            elif path == RESPONSES:
+                thought, said = (whole_of(path, call) if stream else call.json)["output"]
+                assert thought["type"] == "reasoning" and thought["summary"] == [] and said["type"] == "message"
+                assert thought["content"] == [{"type": "reasoning_text", "text": "\nhm, 5\n"}]
+                assert said["content"][0]["text"] == "Five."
+            else:
+                thought, said = (whole_of(path, call) if stream else call.json)["content"]
+                assert thought == {"type": "thinking", "thinking": "\nhm, 5\n", "signature": ""}
+                assert said == {"type": "text", "text": "Five."}
 
     asyncio.run(run())
 

@@ -1,9 +1,8 @@
-"""What the endpoint decides without a clock or a socket: where a text ends, what is a tool call, which version serves a
-session."""
+"""What the endpoint decides without a clock or a socket: where a text ends, which version serves a session."""
 
 import pytest
 
-from dora_jax.serving.chat import Detokenizer, StopText, ToolCall, ToolCalls
+from dora_jax.serving.chat import Detokenizer, StopText
 from dora_jax.serving.request import Refused
 from dora_jax.serving.versions import Versions
 
@@ -27,40 +26,6 @@ def test_half_a_character_waits_for_its_rest():
         parts.append(tokens.add(byte))
     assert parts == ["a", "", "é", "", "", "€", "b"]
     assert tokens.add(0xE2) == "" and tokens.rest() == "\ufffd"
-
-
-def test_tool_calls_leave_the_text_however_it_is_cut():
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    text = f"Let me see.\n{call}\n{call} <tool_call>no</tool_call> <tool_call>{{"
-    for size in (1, 3, 7, 1000):
-        calls, found = ToolCalls(), []
-        for i in range(0, len(text), size):
-            found += calls.feed(text[i : i + size])
-        found.append(calls.rest())
-        parts = "".join(part for part in found if isinstance(part, str))
-        assert [part for part in found if isinstance(part, ToolCall)] == [ToolCall("add", '{"a": 1}')] * 2
-        assert parts.split() == ["Let", "me", "see.", "<tool_call>no</tool_call>", "<tool_call>{"]
-
-
-@pytest.mark.parametrize("thinking", [False, True])
-def test_a_call_that_is_only_thought_of_is_none(thinking):
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    text = ("" if thinking else "<think>") + f"maybe {call}</think>{call}"
-    for size in (1, 4, 1000):
-        calls, found = ToolCalls(thinking), []
-        for i in range(0, len(text), size):
-            found += calls.feed(text[i : i + size])
-        found.append(calls.rest())
-        assert [part for part in found if isinstance(part, ToolCall)] == [ToolCall("add", '{"a": 1}')]
-        assert "".join(part for part in found if isinstance(part, str)) == text[: -len(call)]
-
-
-@pytest.mark.parametrize(
-    "arguments, read", [('"{\\"a\\": 1}"', '{"a": 1}'), ("[1]", None), ('"no"', None), ("7", None)]
-)
-def test_arguments_are_an_object(arguments, read):
-    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
-    assert list(ToolCalls().feed(text)) == [ToolCall("add", read) if read else text]
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "", "-1", "1.0", "x"])

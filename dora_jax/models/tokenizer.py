@@ -58,6 +58,8 @@ class Tokenizer:
         self._chat = render.Renderer(f"the chat template of {path}", setup) if template is not None else None
         added = sorted((token.content for token in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
+        marks = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+        self.special = re.compile("|".join(map(re.escape, marks))) if marks else None  # tokens that decode leaves out
         self.path = path
         self.eos_ids = eos_ids  # any of them ends a sample; several are normal
         self.pad_id = pad_id

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dora_jax.serving.chat import CONTEXT, THINK, Detokenizer, StopText, ToolCall, ToolCalls
+from dora_jax.serving.chat import CONTEXT, Detokenizer, StopText
+from dora_jax.serving.parser import AnswerSyntax, Thought, ToolCall
 from dora_jax.serving.request import MAX_SAMPLES, GenerateRequest, Refused
 from dora_jax.serving.versions import Versions
 from dora_jax.types import MAX_TOP_LOGPROBS, GroupId, Prompt, Sample, SampleId, Sampling, Version
@@ -80,6 +81,7 @@ class Piece:
     finish: str | None = None  # stop, length or tool_calls: nothing follows
     tops: tuple[Top, ...] = ()  # of each token, where they are asked for
     stopped_by: str | None = None  # the stop string that ended it
+    thought: str = ""  # before the text
 
 
 class Identity(NamedTuple):
@@ -89,11 +91,18 @@ class Identity(NamedTuple):
     value: str
 
 
+class TextCodec(NamedTuple):
+    """Reads the tokens of answers."""
+
+    decode: Callable[..., str]  # (ids, keep_special=...)
+    syntax: AnswerSyntax  # of chats
+
+
 class _Choice:
     """One sample of an answer."""
 
-    def __init__(self, answer: Answer, index: int, id: SampleId, prompt: tuple[int, ...], decode: Callable[..., str]):
-        wanted = answer.wanted
+    def __init__(self, answer: Answer, index: int, id: SampleId, prompt: tuple[int, ...], codec: TextCodec):
+        wanted, decode, syntax = answer.wanted, codec.decode, codec.syntax
         self.answer, self.index, self.id, self.prompt = answer, index, id, prompt
         self.n = 0  # tokens taken
         self.n_scored = len(prompt) - 1 if wanted.scores_prompt else 0  # of them: the prompt's
@@ -101,11 +110,15 @@ class _Choice:
         self.top_rows = np.zeros((0, 2 * MAX_TOP_LOGPROBS), np.int32)  # as TopTokens has them
         self.finish: str | None = None
         self.in_flight: InFlightSample | None = None  # it is out of its engine
-        self._text = Detokenizer(functools.partial(decode, keep_special=wanted.keep_special), prompt)
+        special = wanted.keep_special or (wanted.chat and syntax.special is not None)
+        self._text = Detokenizer(functools.partial(decode, keep_special=special), prompt)
         self._stop = StopText(wanted.stop, include=wanted.include_stop)
-        self._calls = None
-        if wanted.tools:
-            self._calls = ToolCalls(decode(prompt[-CONTEXT:], keep_special=True).rstrip().endswith(THINK))
+        self._parser = None
+        if wanted.chat:
+            before = decode(prompt[-CONTEXT:], keep_special=True)
+            self._parser = syntax.begin(
+                before, tools=wanted.tools, texts=wanted.texts, keep_special=wanted.keep_special
+            )
 
     def take(self, ids: Sequence[int], logprobs: Sequence[float], finish: str | None) -> Piece | None:
         """finish: as the engine says, where these are its last tokens. None: nothing new."""
@@ -130,18 +143,18 @@ class _Choice:
         if not (count or self.finish):
             return None
         calls: tuple[ToolCall, ...] = ()
-        if self._calls is not None:
-            pieces = list(self._calls.feed(text))
-            calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
+        thought = ""
+        if self._parser is not None:
+            outputs = list(self._parser.feed(text, final=bool(self.finish)))
+            calls = tuple(each for each in outputs if isinstance(each, ToolCall))
             if calls and self.answer.wanted.one_call:  # what follows the first is dropped
-                pieces, calls, self.finish = pieces[: pieces.index(calls[0])], calls[:1], "stop"
-            elif self.finish:
-                pieces.append(self._calls.rest())
-            text = "".join(piece for piece in pieces if isinstance(piece, str))
-        finish = "tool_calls" if self.finish == "stop" and self._calls and self._calls.found else self.finish
+                outputs, calls, self.finish = outputs[: outputs.index(calls[0])], calls[:1], "stop"
+            text = "".join(each for each in outputs if isinstance(each, str))
+            thought = "".join(each.text for each in outputs if isinstance(each, Thought))
+        finish = "tool_calls" if self.finish == "stop" and self._parser and self._parser.n_calls else self.finish
         tops = self.tops(self.n - count, self.n)
         by = self._stop.complete or None
-        return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish, tops, by)
+        return Piece(self.index, text, calls, tuple(ids[:count]), tuple(logprobs[:count]), finish, tops, by, thought)
 
     def tops(self, start: int, stop: int) -> tuple[Top, ...]:
         """The most likely tokens at tokens [start, stop), as many as the request wants."""
@@ -220,11 +233,14 @@ class Answers:
         linger_s: float = LINGER_S,
         parked_bytes: int = PARKED_BYTES,
         first_group: int | None = None,
+        syntax: AnswerSyntax | None = None,
     ):
-        """decode(ids, keep_special=...). first_group: of the samples' identities, and so of their noise."""
+        """decode(ids, keep_special=...). first_group: of the samples' identities, and so of their noise. syntax: of
+        chats."""
         self.versions = versions
         self.joined = self.cancelled_samples = self.tokens = 0  # since the start
-        self._fleet, self._decode, self._linger_s, self._parked_bytes = fleet, decode, linger_s, parked_bytes
+        self._fleet, self._linger_s, self._parked_bytes = fleet, linger_s, parked_bytes
+        self._codec = TextCodec(decode, syntax or AnswerSyntax())
         self._group = secrets.randbelow(SEEDED) if first_group is None else first_group
         self._choices: dict[SampleId, _Choice] = {}  # in an engine, or parked
         self._leaving: set[SampleId] = set()  # cancelled, and the engine may still speak of it
@@ -269,7 +285,7 @@ class Answers:
                 self._known[key], self._keys[answer] = answer, key
             for index, id in enumerate(ids):
                 prompt = wanted.prompts[index // wanted.n]
-                choice = _Choice(answer, index, id, prompt, self._decode)
+                choice = _Choice(answer, index, id, prompt, self._codec)
                 answer.choices.append(choice)
                 self._choices[id] = choice
                 self.versions.begin(version)
@@ -279,7 +295,7 @@ class Answers:
     def message(self, wanted: GenerateRequest, ids: Sequence[int], finish: str) -> dict[str, Any]:
         """What a client sees of an answer, as it sends it back."""
         answer = Answer(wanted, 0)
-        choice = _Choice(answer, 0, SampleId(0, 0), wanted.prompts[0], self._decode)
+        choice = _Choice(answer, 0, SampleId(0, 0), wanted.prompts[0], self._codec)
         piece = choice.take(ids, [0.0] * len(ids), finish)
         text, calls = (piece.text, piece.calls) if piece else ("", ())
         functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
@@ -290,7 +306,7 @@ class Answers:
     ) -> Reader:
         """A reader of a trained answer, which is there as a whole."""
         answer = Answer(wanted, version, untrained="")
-        answer.choices.append(choice := _Choice(answer, 0, SampleId(0, 0), wanted.prompts[0], self._decode))
+        answer.choices.append(choice := _Choice(answer, 0, SampleId(0, 0), wanted.prompts[0], self._codec))
         answer.tell(choice.take(ids, logprobs, finish))
         self.tokens += len(ids)
         return self._read(answer)

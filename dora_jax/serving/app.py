@@ -28,7 +28,7 @@ from dora_jax.base import prometheus
 from dora_jax.base.prometheus import Counters
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.runtime.live_sessions import AskedTurn, LiveSessions, SessionsOver
-from dora_jax.serving import chat, request
+from dora_jax.serving import chat, parser, request
 from dora_jax.serving.answers import Answer, Answers, Identity, Piece, Reader
 from dora_jax.serving.dialects import Messages, MessagesReply, Responses, ResponsesReply, refusal, renamed
 from dora_jax.serving.reply import ChatReply, CompletionReply, GenerateReply, Reply, event
@@ -128,8 +128,8 @@ class Endpoint:
     async def _talk(self, asked: Request, body: dict[str, Any], reply: type[ChatReply]) -> Response:
         talk = chat.read(body)
         prompt = await asyncio.to_thread(self._render, talk)
-        calls = "tools" in talk.variables
-        wanted, form = request.chat(body, self.limits, prompt, tools=calls, grammar=talk.grammar)
+        tools = talk.variables.get("tools", ())
+        wanted, form = request.chat(body, self.limits, prompt, tools=tools, grammar=talk.grammar)
         return self._answer(asked, body, wanted, form, reply, talk)
 
     async def _generate(self, asked: Request) -> Response:
@@ -171,7 +171,7 @@ class Endpoint:
         if talk.grammar:
             try:
                 self.tokenizer.check_grammar(talk.grammar)
-                if text.rstrip().endswith(chat.THINK):
+                if text.rstrip().endswith(parser.THINK):
                     raise ValueError("the chat template begins the answer with <think>, and a thought has no form")
             except ValueError as error:
                 raise Refused(400, f"{talk.held_by}: {error}", param=talk.held_by) from error
@@ -204,6 +204,7 @@ class Endpoint:
                     variables=talk.variables,
                     max_tokens=wanted.max_tokens,
                     stop=wanted.stop,
+                    temperature=wanted.sampling.temperature if wanted.sampling else None,
                     differs=wanted.differs,
                     shown=functools.partial(self._shown, wanted),
                 )

@@ -1,8 +1,4 @@
-"""Messages -> what a chat template takes; tokens -> text up to a stop string; a model's text -> content and tool calls.
-
-Tool calls are read in the form that the published templates of Qwen, Hermes and their relatives ask for:
-<tool_call>{"name": ..., "arguments": {...}}</tool_call>. What is not of this form stays text, as does all that stands
-between <think> and </think>.
+"""Messages -> what a chat template takes; tokens -> text up to a stop string.
 
 Laws: the pieces of a text, joined, do not depend on how its tokens were cut into ticks; no piece holds half a character
 or the beginning of a stop string that may still be completed.
@@ -12,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +42,7 @@ class Detokenizer:
         return now[len(before) :]
 
 
-class _Growing:
+class Growing:
     """A text that grows. Its end waits where it may be the beginning of a mark."""
 
     _held = ""
@@ -59,12 +55,12 @@ class _Growing:
         return ready
 
     def rest(self) -> str:
-        """What was held back, when no text follows: an open call is text."""
+        """What was held back, when no text follows."""
         ready, self._held = self._held, ""
         return ready
 
 
-class StopText(_Growing):
+class StopText(Growing):
     """Lets a text through up to the first stop string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):
@@ -83,8 +79,6 @@ class StopText(_Growing):
         return self._ready(self._stops), False
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THINK, THOUGHT = "<think>", "</think>"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OWN = (  # parameters of /v1/chat/completions alone
     "messages",
@@ -97,12 +91,6 @@ OWN = (  # parameters of /v1/chat/completions alone
     "prompt_logprobs",
     "response_format",
 )
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: str  # JSON
 
 
 @dataclass(frozen=True)
@@ -163,62 +151,7 @@ def read(body: Json) -> TemplateInput:
     return TemplateInput(ready, variables, text, held_by)
 
 
-class ToolCalls(_Growing):
-    """Takes the tool calls out of a text that grows."""
-
-    def __init__(self, thinking: bool = False):
-        """thinking: the prompt has opened <think>."""
-        self.found = 0
-        self._thinking = thinking
-
-    def feed(self, text: str) -> Iterator[str | ToolCall]:
-        """Content and calls, in their order."""
-        self._held += text
-        while True:
-            marks = (THOUGHT,) if self._thinking else (OPEN, THINK)
-            places = {mark: self._held.find(mark) for mark in marks if mark in self._held}
-            if not places:
-                break
-            mark = min(places, key=places.__getitem__)
-            before, _, rest = self._held.partition(mark)
-            if mark != OPEN:
-                self._thinking = not self._thinking
-                yield before + mark
-                self._held = rest
-                continue
-            inside, closed, after = rest.partition(CLOSE)
-            if not closed:
-                if before:
-                    yield before
-                self._held = OPEN + rest
-                return
-            call = _call(inside)
-            self._held = after.lstrip("\n") if call else after
-            content = before.rstrip("\n") if call else before + OPEN + inside + CLOSE
-            if content:
-                yield content
-            if call:
-                self.found += 1
-                yield call
-        if ready := self._ready(marks):
-            yield ready
-
-
 # ---------------------------------------------------------------- private
-
-
-def _call(text: str) -> ToolCall | None:
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    if isinstance(arguments, str):  # some models write them as JSON in a string
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

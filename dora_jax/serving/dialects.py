@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dora_jax.serving.answers import Piece
-from dora_jax.serving.chat import ToolCall
+from dora_jax.serving.parser import ToolCall
 from dora_jax.serving.reply import ChatReply
 from dora_jax.serving.request import IGNORED, Json, Refused
 
@@ -170,26 +170,23 @@ class ResponsesReply(ChatReply):
 
     def opening(self) -> list[Item]:
         self._numbers, self._open, self._done = itertools.count(), "", list[Item]()
-        self._texts: list[str] = []  # of the open message
+        self._texts: list[str] = []  # of the open item
         started = self._response("in_progress", [], None)
         return [self._event(f"response.{kind}", response=started) for kind in ("created", "in_progress")]
 
     def chunks(self, piece: Piece) -> list[Item]:
-        events = []
-        if piece.text:
-            if not self._open:
-                self._open = f"msg_{self.answer.id}_{len(self._done)}"
-                item = {
-                    "type": "message",
-                    "id": self._open,
-                    "status": "in_progress",
-                    "role": "assistant",
-                    "content": [],
-                }
+        events = list[Item]()
+        for kind, text in (("rs", piece.thought), ("msg", piece.text)):
+            if not text:
+                continue
+            if not self._open.startswith(kind):
+                events += self._close("completed")
+                self._open = f"{kind}_{self.answer.id}_{len(self._done)}"
+                item = self._item("in_progress", [])
                 events.append(self._event("response.output_item.added", output_index=len(self._done), item=item))
-                events.append(self._of_message("content_part.added", part=_output("")))
-            self._texts.append(piece.text)
-            events.append(self._of_message("output_text.delta", delta=piece.text, logprobs=[]))
+                events.append(self._of_item("content_part.added", part=self._content("")))
+            self._texts.append(text)
+            events.append(self._of_item(f"{self._content('')['type']}.delta", delta=text, **self._no_logprobs()))
         for call in piece.calls:
             events += self._close("completed")
             index, item = len(self._done), self._call_item(call, len(self._done))
@@ -220,21 +217,35 @@ class ResponsesReply(ChatReply):
         return self._done
 
     def _close(self, status: str) -> list[Item]:
-        """The open message, if any, ends."""
+        """The open item, if any, ends."""
         if not self._open:
             return []
         text, index = "".join(self._texts), len(self._done)
-        item = {"type": "message", "id": self._open, "status": status, "role": "assistant", "content": [_output(text)]}
+        content = self._content(text)
+        item = self._item(status, [content])
         events = [
-            self._of_message("output_text.done", text=text, logprobs=[]),
-            self._of_message("content_part.done", part=_output(text)),
+            self._of_item(f"{content['type']}.done", text=text, **self._no_logprobs()),
+            self._of_item("content_part.done", part=content),
             self._event("response.output_item.done", output_index=index, item=item),
         ]
         self._done.append(item)
         self._open, self._texts = "", []
         return events
 
-    def _of_message(self, kind: str, **fields: Any) -> Item:
+    def _item(self, status: str, content: list[Item]) -> Item:
+        """The open item: a message, or what was thought."""
+        item: Item = {"type": "message", "id": self._open, "status": status, "role": "assistant", "content": content}
+        if self._open.startswith("rs"):
+            item = {"type": "reasoning", "id": self._open, "status": status, "summary": [], "content": content}
+        return item
+
+    def _content(self, text: str) -> Item:
+        return {"type": "reasoning_text", "text": text} if self._open.startswith("rs") else _output(text)
+
+    def _no_logprobs(self) -> Item:
+        return {} if self._open.startswith("rs") else {"logprobs": []}
+
+    def _of_item(self, kind: str, **fields: Any) -> Item:
         return self._event(
             f"response.{kind}", item_id=self._open, output_index=len(self._done), content_index=0, **fields
         )
@@ -294,35 +305,37 @@ class MessagesReply(ChatReply):
 
     def body(self, pieces: Sequence[Piece]) -> Item:
         blocks: list[Item] = []
-        for i, new in enumerate(new for piece in pieces for new in (piece.text, *piece.calls) if new):
-            if isinstance(new, ToolCall):
-                call = self._call(new, 0, i)
-                name, given = new.name, json.loads(new.arguments)
-                blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
-            elif blocks and blocks[-1]["type"] == "text":
-                blocks[-1]["text"] += new
-            else:
-                blocks.append({"type": "text", "text": new})
+        for piece in pieces:
+            for kind, text in (("thinking", piece.thought), ("text", piece.text)):
+                if text and not (blocks and blocks[-1]["type"] == kind):
+                    blocks.append(_block(kind))
+                if text:
+                    blocks[-1][kind] += text
+            for call in piece.calls:
+                id, given = self._call(call, 0, len(blocks))["id"], json.loads(call.arguments)
+                blocks.append({"type": "tool_use", "id": id, "name": call.name, "input": given})
         return self._message(blocks, pieces) | self._end(pieces[-1])
 
     def opening(self) -> list[Item]:
-        self._blocks, self._in_text = 0, False
+        self._blocks, self._kind = 0, ""  # blocks that ended; the kind of the open one
         message = self._message([], []) | {"stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message}]
 
     def chunks(self, piece: Piece) -> list[Item]:
         events: list[Item] = []
-        if piece.text:
-            if not self._in_text:
-                events.append(self._block("start", content_block={"type": "text", "text": ""}))
-                self._in_text = True
-            events.append(self._block("delta", delta={"type": "text_delta", "text": piece.text}))
+        for kind, text in (("thinking", piece.thought), ("text", piece.text)):
+            if text and self._kind != kind:
+                events += self._close()
+                events.append(self._block("start", content_block=_block(kind)))
+                self._kind = kind
+            if text:
+                events.append(self._block("delta", delta={"type": f"{kind}_delta", kind: text}))
         for call in piece.calls:
             events += self._close()
             block = {"type": "tool_use", "id": self._call(call, 0, self._blocks)["id"], "name": call.name, "input": {}}
             events.append(self._block("start", content_block=block))
             events.append(self._block("delta", delta={"type": "input_json_delta", "partial_json": call.arguments}))
-            self._in_text = True
+            self._kind = "tool_use"
             events += self._close()
         return events
 
@@ -333,9 +346,9 @@ class MessagesReply(ChatReply):
 
     def _close(self) -> Iterator[Item]:
         """The open block, if any, ends."""
-        if self._in_text:
+        if self._kind:
             yield self._block("stop")
-            self._blocks, self._in_text = self._blocks + 1, False
+            self._blocks, self._kind = self._blocks + 1, ""
 
     def _block(self, what: str, **fields: Any) -> Item:
         return {"type": f"content_block_{what}", "index": self._blocks, **fields}
@@ -382,6 +395,10 @@ def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
         message = f"{where}: its content holds {other.get('type')!r}, and this endpoint takes text alone"
         raise Refused(400, message, param=where.partition("[")[0])
     return "".join(str(each.get("text", "")) for each in content)
+
+
+def _block(kind: str) -> Item:
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def _output(text: str) -> Item:

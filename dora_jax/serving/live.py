@@ -30,6 +30,7 @@ from dora_jax.runtime.live_sessions import LiveSessions
 from dora_jax.runtime.observe.monitoring import RunFacts
 from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
+from dora_jax.serving.parser import AnswerSyntax
 from dora_jax.serving.request import Refused
 from dora_jax.serving.server import TOKEN_VARIABLE, limits_of, listening_socket
 from dora_jax.serving.service import Options
@@ -75,7 +76,7 @@ class LiveEndpoint:
         """Answers requests while the context lasts; yields what to tell the user."""
         fleet = LiveFleet(requests, Versions(residents=0, idle_s=0.0, name=self._options.name))
         requests.desk = fleet
-        answers = Answers(fleet, fleet.versions, tokenizer.decode)
+        answers = Answers(fleet, fleet.versions, tokenizer.decode, syntax=AnswerSyntax.of(tokenizer))
         fleet.answers = answers
 
         def numbers() -> dict[str, tuple[str, float]]:

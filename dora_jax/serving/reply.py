@@ -10,7 +10,7 @@ from typing import Any
 
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.serving.answers import Answer, Piece, Top
-from dora_jax.serving.chat import ToolCall
+from dora_jax.serving.parser import ToolCall
 from dora_jax.serving.request import Form
 
 Name = Callable[[int], str]  # token -> its text
@@ -179,6 +179,8 @@ class ChatReply(Reply):
         text = "".join(piece.text for piece in pieces)
         calls = [call for piece in pieces for call in piece.calls]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thought := "".join(piece.thought for piece in pieces):
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = [self._call(call, index, i) for i, call in enumerate(calls)]
         ids, logprobs, tops = _tokens(pieces)
@@ -201,7 +203,8 @@ class ChatReply(Reply):
         return [self._head(self.chunk) | {"choices": [role]} | prompt for role in roles]
 
     def deltas(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        texts = {"reasoning_content": piece.thought, "content": piece.text}
+        delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
         if piece.calls:
             first = self._called[piece.index]
             calls = enumerate(piece.calls, first)

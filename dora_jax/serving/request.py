@@ -18,6 +18,9 @@ Encode = Callable[[str], list[int]]
 
 MAX_CHOICES = 128  # of one request
 MAX_SAMPLES = 4096  # of all answers at once; more are refused (429), and a request of more that can never run (400)
+# a turn is trained at its own temperature from here to there: log-probs near 0 or of noise alone move the weights too
+# far, or nowhere
+TRAINED_TEMPERATURES = (0.1, 10.0)
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the request names none, as OpenAI has it
 
 # They change no token: what a client says for its own accounts, or hints at schedules and styles.
@@ -119,7 +122,9 @@ class GenerateRequest:
     keep_special: bool = False
     seed: int | None = None
     sampling: Sampling | None = None  # None: as the run samples
-    tools: bool = False  # tool calls are taken out of the text
+    chat: bool = False  # what is thought is taken out of the text,
+    tools: bool = False  # and tool calls
+    texts: frozenset[tuple[str, str]] = frozenset()  # (function, parameter) whose value is a text
     one_call: bool = False  # the answer ends with its first tool call
     scores_prompt: bool = False  # the prompt's tokens get log-probs as well
 
@@ -133,8 +138,12 @@ class GenerateRequest:
                                      ("prompt_logprobs", self.scores_prompt, False)):  # fmt: skip
             if value != neutral:
                 return f"{name} changes what is sampled or reported, and a turn samples as the run does"
+        least, most = TRAINED_TEMPERATURES
         for each in dataclasses.fields(Sampling) if self.sampling else ():
-            if getattr(self.sampling, each.name) != each.default:
+            value = getattr(self.sampling, each.name)
+            if each.name == "temperature" and value is not None and not least <= value <= most:
+                return f"temperature is not between {least:g} and {most:g}, where turns are trained"
+            if each.name != "temperature" and value != each.default:
                 return f"{each.name} is not the run's, and a turn samples as the run does"
         return ""
 
@@ -175,16 +184,25 @@ def completion(body: Json, limits: ServedLimits, encode: Encode) -> tuple[Genera
 
 
 def chat(
-    body: Json, limits: ServedLimits, prompt_ids: Sequence[int], *, tools: bool, grammar: str = ""
+    body: Json, limits: ServedLimits, prompt_ids: Sequence[int], *, tools: Sequence[Json] = (), grammar: str = ""
 ) -> tuple[GenerateRequest, Form]:
-    """`POST /v1/chat/completions`, whose messages are `prompt_ids` by now. grammar: what the answer must look like."""
+    """`POST /v1/chat/completions`, whose messages are `prompt_ids` by now. tools: that the policy sees. grammar: what
+    the answer must look like."""
     if body.get("max_completion_tokens") is not None:
         body = {**body, "max_tokens": body["max_completion_tokens"]}
     top = _integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0
     if top and not _flag(body, "logprobs"):
         raise Refused(400, "top_logprobs: they come with logprobs, which is not true", param="top_logprobs")
     form = _form(body, _flag(body, "logprobs"), top)
-    wanted = _generate_request(body, limits, (tuple(prompt_ids),), None, form, tools=tools)
+    texts = set()
+    for function in (tool["function"] for tool in tools):
+        parameters = function.get("parameters")
+        fields = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        for name, field in fields.items() if isinstance(fields, Mapping) else ():
+            if isinstance(field, Mapping) and field.get("type") == "string":
+                texts.add((function["name"], name))
+    wanted = _generate_request(body, limits, (tuple(prompt_ids),), None, form)
+    wanted = dataclasses.replace(wanted, chat=True, tools=bool(tools), texts=frozenset(texts))
     if grammar:
         wanted = dataclasses.replace(
             wanted, sampling=dataclasses.replace(wanted.sampling or Sampling(), grammar=grammar)
@@ -242,13 +260,7 @@ def rewards(body: Json) -> dict[int, float]:
 
 
 def _generate_request(
-    body: Json,
-    limits: ServedLimits,
-    prompts: tuple[tuple[int, ...], ...],
-    tokens: int | None,
-    form: Form,
-    *,
-    tools: bool = False,
+    body: Json, limits: ServedLimits, prompts: tuple[tuple[int, ...], ...], tokens: int | None, form: Form
 ) -> GenerateRequest:
     """tokens: where the request names no max_tokens; None: as many as fit."""
     for prompt in prompts:
@@ -287,7 +299,6 @@ def _generate_request(
         keep_special=not _flag(body, "skip_special_tokens", True),
         seed=_integer(body, "seed", None, None, None),
         sampling=_sampling(body, limits, most, max(form.top_logprobs, form.prompt_logprobs or 0)),
-        tools=tools,
         one_call=not _flag(body, "parallel_tool_calls", True),
         scores_prompt=(form.echo and form.logprobs) or form.prompt_logprobs is not None,
     )

@@ -16,6 +16,7 @@ from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.fleet import LocalFleet
+from dora_jax.serving.parser import AnswerSyntax
 from dora_jax.serving.request import ServedLimits
 from dora_jax.serving.versions import Versions
 
@@ -46,7 +47,7 @@ class Service:
         **answering: Any,
     ):
         self.fleet, self.versions = fleet, versions
-        self.answers = Answers(fleet, versions, tokenizer.decode, **answering)
+        self.answers = Answers(fleet, versions, tokenizer.decode, syntax=AnswerSyntax.of(tokenizer), **answering)
         self.endpoint = Endpoint(
             self.answers,
             tokenizer,

@@ -66,6 +66,8 @@ class Letters:
     def decode(self, ids, *, keep_special=False):
         return "".join(chr(id) for id in ids if keep_special or id != END)
 
+    template, special = "", None
+
     def token_bytes(self, id):
         return bytes([id])
 
