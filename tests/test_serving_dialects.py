@@ -97,7 +97,7 @@ def test_another_dialect_gets_what_a_chat_completion_gets(path, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_what_is_thought_stands_beside_what_is_said(path, stream):
+def test_a_thought_stands_beside_the_answer(path, stream):
     async def run():
         async with Rig() as rig:
             size = {"max_output_tokens" if path == RESPONSES else "max_tokens": 90}
@@ -112,23 +112,23 @@ def test_what_is_thought_stands_beside_what_is_said(path, stream):
             await call.task
             if path == CHAT and stream:
                 deltas = [choice["delta"] for chunk in call.chunks for choice in chunk["choices"]]
-                said = {
+                text = {
                     name: "".join(delta.get(name) or "" for delta in deltas)
                     for name in ("reasoning_content", "content")
                 }
-                assert said == {"reasoning_content": "\nhm, 5\n", "content": "Five."}
+                assert text == {"reasoning_content": "\nhm, 5\n", "content": "Five."}
             elif path == CHAT:
                 message = call.json["choices"][0]["message"]
                 assert (message["reasoning_content"], message["content"]) == ("\nhm, 5\n", "Five.")
             elif path == RESPONSES:
-                thought, said = (whole_of(path, call) if stream else call.json)["output"]
-                assert thought["type"] == "reasoning" and thought["summary"] == [] and said["type"] == "message"
+                thought, text = (whole_of(path, call) if stream else call.json)["output"]
+                assert thought["type"] == "reasoning" and thought["summary"] == [] and text["type"] == "message"
                 assert thought["content"] == [{"type": "reasoning_text", "text": "\nhm, 5\n"}]
-                assert said["content"][0]["text"] == "Five."
+                assert text["content"][0]["text"] == "Five."
             else:
-                thought, said = (whole_of(path, call) if stream else call.json)["content"]
+                thought, text = (whole_of(path, call) if stream else call.json)["content"]
                 assert thought == {"type": "thinking", "thinking": "\nhm, 5\n", "signature": ""}
-                assert said == {"type": "text", "text": "Five."}
+                assert text == {"type": "text", "text": "Five."}
 
     asyncio.run(run())
 

@@ -21,7 +21,7 @@ DEEPSEEK_V3 = (
 DEEPSEEK = f"<｜tool▁calls▁begin｜>{CALL}add{SEP}{ARGUMENTS}{CALL_ENDS}{CALL}sub{SEP}{{}}{CALL_ENDS}{ALL_END}"
 SPECIAL = ("<|eot_id|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|return|>", "</s>")  # fmt: skip
 HARMONY = "<|start|>assistant<|channel|>"
-CASES = {  # marks of the chat template, answer -> thinking, what is said, calls
+CASES = {  # marks of the chat template, answer -> thinking, text, calls
     "hermes": ("", f"Let me see.\n{TAGGED}\n{TAGGED}", ("", "Let me see.", [ADD, ADD])),
     "hermes, thought": ("", f"<think>\nhm {TAGGED}\n</think>\n\nWell.{TAGGED}", (f"\nhm {TAGGED}\n", "Well.", [ADD])),
     "thought alone": ("", "\n<think>so</think>5", ("so", "5", [])),
@@ -57,8 +57,8 @@ def read(text, size, marks="", before="", **options):
     parts += parser.feed("", final=True)
     assert all(part.text if isinstance(part, Thought) else part for part in parts)
     thought = "".join(part.text for part in parts if isinstance(part, Thought))
-    said = "".join(part for part in parts if isinstance(part, str))
-    return thought, said, [part for part in parts if isinstance(part, ToolCall)]
+    rest = "".join(part for part in parts if isinstance(part, str))
+    return thought, rest, [part for part in parts if isinstance(part, ToolCall)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -47,12 +47,12 @@ TOOLS = [
 
 
 class Agents:
-    """Threads that work until they are told to stop."""
+    """Threads that work until they are answered to stop."""
 
     def __init__(self, url: str, number: int, seed: int):
         self.accepted: set[float] = set()
         self.unsure: set[float] = set()  # posted; no answer came
-        self.told: set[Any] = set()  # (version, turns of a session) and its reward
+        self.answered: set[Any] = set()  # (version, turns of a session) and its reward
         self.lost = 0  # sessions that ended with the run's process
         self.over = threading.Event()
         self._url, self._numbers, self._questions = url, itertools.count(1), sums()[0]
@@ -100,7 +100,7 @@ class Agents:
         assert len(versions) == 1
         with self._lock:
             reward = float(next(self._numbers))
-            self.told.add(((versions.pop(), tuple(turns)), reward))
+            self.answered.add(((versions.pop(), tuple(turns)), reward))
         try:
             session.reward(reward)
             session.reward(reward)  # as an agent whose first answer was lost
@@ -171,7 +171,7 @@ def main() -> int:
         for name, what in {
             "trained more than once": [reward for reward, times in rewards.items() if times > 1],
             "trained, and not posted": sorted(set(rewards) - agents.accepted - agents.unsure),
-            "not what the agent heard": sorted(reward for _, reward in known - agents.told),
+            "not what the agent was answered": sorted(reward for _, reward in known - agents.answered),
         }.items()
         if what
     ]

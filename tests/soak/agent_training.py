@@ -7,7 +7,7 @@ unchanged library in an environment of its own (DIR/openai-agents, as of agent_c
 works on sums and posts whether it was right; sessions take turns with temperatures of their own. Controls: the same with each
 step's rewards permuted. Held-out sums, which no training session asks, are worked on before and after, by `dora_jax.serve`.
 
-Checked of each run, against what the agent itself heard: every trained token is of the version that the answer named, with the
+Checked of each run, against what the agent itself was answered: every trained token is of the version that the answer named, with the
 log-probs that it had, and every reward is the posted one, once; and at their own temperature trained turns of the first version
 have the log-probs that the endpoint gives a whole text as its prompt. Exits with 1 where something of it does not hold, where a
 seed does not learn, or where a control does.
@@ -103,12 +103,12 @@ class Tools:
     def worked(prompt: EpisodePrompt, slips: bool) -> list[str]:
         """One call after the other, then the number. The slip is to stop one early."""
         first, *rest = prompt.text.removeprefix(SHOWN).split()
-        total, said = int(first), []
+        total, turns = int(first), []
         pairs = list(zip(rest[::2], map(int, rest[1::2]), strict=True))
         for sign, number in pairs[:-1] if slips else pairs:
-            said.append(CALL.format("add" if sign == "+" else "subtract", total, number))
+            turns.append(CALL.format("add" if sign == "+" else "subtract", total, number))
             total += number if sign == "+" else -number
-        return [*said, f"#### {total}"]
+        return [*turns, f"#### {total}"]
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
         return []
@@ -126,7 +126,7 @@ class Tools:
 
 
 class Run:
-    """One run in a folder, and what its agent heard."""
+    """One run in a folder, and what its agent was answered."""
 
     def __init__(self, args: argparse.Namespace, name: str, seed: int, shuffled: bool = False):
         self.folder, self.python = args.workdir / name, args.envs / "openai-agents" / "bin" / "python"
@@ -160,7 +160,7 @@ class Run:
             process.terminate()
             process.wait()
 
-    def heard(self, log: str) -> list[dict[str, Any]]:
+    def answers(self, log: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / f"{log}.jsonl").read_text().splitlines()]
 
     def train(self, questions: list[str]) -> None:
@@ -181,7 +181,7 @@ class Run:
             with self.agent(port, log, train=False, **asked) as agent:
                 if agent.wait():
                     raise SystemExit(f"the agent failed: see {self.folder}/{log}.err")
-        right = [session["right"] for session in self.heard(log)]
+        right = [session["right"] for session in self.answers(log)]
         assert len(right) == len(questions), f"{len(right)} of {len(questions)} sums were answered: {log}.err"
         return sum(right) / len(right)
 
@@ -207,24 +207,26 @@ class Run:
         return found
 
     def proved(self) -> str:
-        """What of the journal agrees with what the agent heard. AssertionError: not all of it."""
-        told: collections.Counter[Any] = collections.Counter()
-        for session in self.heard("train"):
+        """What of the journal agrees with what the agent was answered. AssertionError: not all of it."""
+        answered: collections.Counter[Any] = collections.Counter()
+        for session in self.answers("train"):
             versions = {turn["version"] for turn in session["turns"]}
             heat = float(np.float32(session["temperature"] or 0.0))
             turns = tuple((tuple(turn["ids"]), tuple(turn["logprobs"]), heat) for turn in session["turns"])
             if len(versions) == 1:
-                told[(versions.pop(), turns), float(session["right"])] += 1
+                answered[(versions.pop(), turns), float(session["right"])] += 1
         trained = self.trained()
         assert len(trained) == self.steps * GROUPS * SIZE, f"{len(trained)} trajectories were trained"
-        taken = collections.Counter((told_as, reward) for told_as, reward, _ in trained)
-        assert not taken - told, f"{(taken - told).total()} trained trajectories are not what the agent heard"
+        taken = collections.Counter((trajectory, reward) for trajectory, reward, _ in trained)
+        assert not taken - answered, (
+            f"{(taken - answered).total()} trained trajectories are not what the agent was answered"
+        )
         every = [turn for (_, turns), _, _ in trained for turn in turns]
         tokens, own = sum(len(ids) for ids, _, _ in every), sum(heat > 0 for _, _, heat in every)
         by = len({version for (version, _), _, _ in trained})
         return (
             f"{len(trained)} trajectories of {len(every)} turns and {tokens} tokens by {by} versions: each token's "
-            f"version and log-prob, each temperature ({own} turns had their own) and each reward is what the agent heard"
+            f"version and log-prob, each temperature ({own} turns had their own) and each reward is what the agent was answered"
         )
 
     def rescored(self) -> float:

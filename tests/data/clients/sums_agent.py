@@ -43,15 +43,15 @@ class Work:
         spec = importlib.util.spec_from_file_location("session_client", client_file)
         self.sessions = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.sessions)
-        self.url, self.heard = url, {}  # session -> answers of the endpoint, in their order
-        http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._hear]}, timeout=PATIENCE_S)
+        self.url, self.answers = url, {}  # session -> answers of the endpoint, in their order
+        http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._received]}, timeout=PATIENCE_S)
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
 
-    async def _hear(self, response):
+    async def _received(self, response):
         await response.aread()
         headers = response.request.headers
         if response.status_code == 200:
-            self.heard.setdefault(headers["x-agent"], []).append(answer := response.json())
+            self.answers.setdefault(headers["x-agent"], []).append(answer := response.json())
             if "x-session-id" in headers and not answer["trained"]:
                 raise Untrained
         elif response.status_code == 410:  # an untrained answer's version has gone meanwhile
@@ -69,23 +69,23 @@ class Work:
         model = agents.OpenAIChatCompletionsModel("policy", self.client)
         agent = agents.Agent(name="sums", model=model, tools=[add, subtract], model_settings=settings)
         try:
-            said = str((await agents.Runner.run(agent, question, max_turns=MAX_TURNS)).final_output)
+            output = str((await agents.Runner.run(agent, question, max_turns=MAX_TURNS)).final_output)
         except agents.exceptions.AgentsException as error:  # a tool that is not there, too many turns
-            said = type(error).__name__
+            output = type(error).__name__
         except Untrained:
             if any(
-                answer["trained"] for answer in self.heard.get(session.id, ())
+                answer["trained"] for answer in self.answers.get(session.id, ())
             ):  # a turn behind the first is not: the session is given up
                 with contextlib.suppress(RuntimeError):
                     await asyncio.to_thread(session.end)
             return False, []
         finally:
-            heard = self.heard.pop(session.id, [])
-        right = said.strip() == f"#### {eval(question)}"
+            answers = self.answers.pop(session.id, [])
+        right = output.strip() == f"#### {eval(question)}"
         if train:
             with contextlib.suppress(RuntimeError):  # its group was given up
                 await asyncio.to_thread(session.reward, float(right))
-        return right, heard
+        return right, answers
 
     async def run(self, questions, sessions, at_once, temperatures, train):
         """sessions: of each question. Ends with the questions, or with the run that answers."""
@@ -101,8 +101,8 @@ class Work:
         async def session(question, task, i):
             temperature = temperatures[i % len(temperatures)]
             while True:
-                right, heard = await self.episode(question, task, temperature, train)
-                if heard:
+                right, answers = await self.episode(question, task, temperature, train)
+                if answers:
                     break
                 await asyncio.sleep(AGAIN_S)
             turns = [
@@ -112,7 +112,7 @@ class Work:
                     "ids": answer["choices"][0]["token_ids"],
                     "logprobs": [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]],
                 }
-                for answer in heard
+                for answer in answers
             ]
             found = {"question": question, "right": right, "temperature": temperature, "turns": turns}
             print(json.dumps(found), flush=True)
