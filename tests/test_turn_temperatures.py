@@ -14,7 +14,8 @@ from dora_jax.types import Observed, Prompt, SampleId, ScoredGroup
 from tests.fakes import trainer_cases as cases
 from tests.fakes.engine_rig import CFG, VOCAB, loaded, params, prompt
 
-TURNS = ((0.5, None), (None, None), (1.7, 6), (None, None), (0.7, None))  # temperature, tokens that its template leaves
+pytestmark = pytest.mark.usefixtures("quick_compile")
+TURNS = ((0.5, None), (None, None), (1.7, 6), (0.7, None))  # temperature, tokens that its template leaves
 RUN = 1.0
 
 
@@ -33,8 +34,7 @@ def played(turns):
                 id=id, token_ids=rng.integers(6, VOCAB, 3).astype(np.int32), keep=keep, temperature=temperature
             )
             engine.import_(registry.observe(observed)[0])
-            while not (waiting := engine.tick().waiting):
-                pass
+            waiting = next(waiting for _ in range(99) if (waiting := engine.tick().waiting))
             registry.park(engine.with_kept(waiting[0]))
     return registry.whole(registry.end(id, "stop"), {})
 

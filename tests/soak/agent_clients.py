@@ -35,6 +35,8 @@ PACKAGES = {
     "instructor": ["instructor"],
     "dspy": ["dspy"],
     "autogen": ["autogen-agentchat", "autogen-ext[openai]"],
+    "aider": ["aider-chat"],
+    "verifiers": ["verifiers"],
 }
 FEATURES = ("chat", "stream", "temperature", "hints", "logprobs", "echo", "call", "required", "schema", "responses")
 PATIENCE_S = 300

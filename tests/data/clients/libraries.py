@@ -6,10 +6,13 @@ one is a failure, whatever its status.
 """
 
 import asyncio
+import contextlib
 import importlib.metadata
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 QUESTION = "What is 2 + 3?"
 ANSWER = "The sum is 5."
@@ -478,6 +481,56 @@ class AutoGen:
         same(called, [(2, 3)])
 
 
+class Aider:
+    package = "aider-chat"
+
+    def __init__(self, url):
+        os.environ |= {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "none", "AIDER_ANALYTICS": "false"}
+        from aider.coders import Coder
+        from aider.io import InputOutput
+        from aider.models import Model
+
+        self.folder = tempfile.mkdtemp()
+        os.chdir(self.folder)
+        io = InputOutput(pretty=False, yes=True, fancy_input=False, chat_history_file=f"{self.folder}/chat.md")
+        self.make = lambda **options: Coder.create(Model("openai/policy"), io=io, use_git=False, **options)
+
+    def run(self, **options):
+        with contextlib.redirect_stdout(sys.stderr):
+            return self.make(**options).run(with_message=QUESTION)
+
+    def chat(self):
+        same(self.run(stream=False), ANSWER)
+
+    def stream(self):
+        same(self.run(), ANSWER)
+
+
+class Verifiers:
+    package = "verifiers"
+
+    def __init__(self, url):
+        import verifiers.v1 as vf
+
+        sys.path.append(str(Path(__file__).parents[1] / "verifiers"))
+        self.vf, self.url = vf, url
+
+    def chat(self):
+        async def run():
+            agent = {"harness": {"id": "dora_letters"}, "runtime": {"type": "subprocess"}}
+            config = {"taskset": {"id": "dora_letters"}, "agent": agent}
+            env = self.vf.load_environment(self.vf.resolve_env_config(config))
+            client = self.vf.EvalClientConfig(base_url=f"{self.url}/v1", api_key_var="NONE")
+            context = self.vf.ModelContext(model="policy", client=client, sampling=self.vf.SamplingConfig())
+            async with env.serving():
+                episode = await env.run_episode(next(iter(env.taskset)), context)
+            assert episode.ok, episode.errors
+            answers = [m.content for m in episode.traces[0].branches[-1].messages if m.role == "assistant"]
+            same(answers, [ANSWER, ANSWER])
+
+        asyncio.run(run())
+
+
 CLIENTS = {
     "openai": OpenAI,
     "anthropic": Anthropic,
@@ -490,6 +543,8 @@ CLIENTS = {
     "instructor": Instructor,
     "dspy": DSPy,
     "autogen": AutoGen,
+    "aider": Aider,
+    "verifiers": Verifiers,
 }
 
 
