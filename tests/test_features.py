@@ -5,7 +5,7 @@ glossary of report/legend.py and the table of former names. Ten files are the ai
 orchestrator's or the engine's own state has the feature: its facts and commands, its ledger, snapshot and views, a
 compiled call and its rows. Of drafts 9 are files of the engine and 7 of the orchestrator; of lending 7 of the
 orchestrator, 5 of the simulator and its costs, 4 of those that launch what is lent; of quarantine 4 of the orchestrator,
-7 of instances and their gangs, which end the incarnation, and 3 of what people look at; of LoRA 4 of the trainer and 3 of
+4 of instances, which end the incarnation, and 3 of what people look at; of LoRA 4 of the trainer and 3 of
 the engine. Their figures may only fall.
 """
 
@@ -37,7 +37,7 @@ FEATURES = {  # name -> (what names it, its own files, files that name it beside
     "quarantine": (
         r"[Uu]nhealthy|Quarantine|quarantine(?!_path|\.)",
         ["orchestrate/quarantine.py", "runtime/training/agreement.py"],
-        17,
+        14,
     ),
     "exact": (r"^exact$|rollout\.exact|exact_|EngineReplay", ["trainer/score.py"], 9),
     "emulated timing": (r"^pace$|Paced|emulated_timing", ["runtime/observe/emulated_timing.py"], 4),

@@ -278,7 +278,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
                 if worker := self._worker:
                     worker.on_message(item)
 
-    def lost(self, worker: GangWorker, reason: str, error: BaseException, unhealthy: bool) -> None:
+    def lost(self, worker: GangWorker, reason: str, *_: object) -> None:
         worker.end()
         worker.gang.die(reason)
 

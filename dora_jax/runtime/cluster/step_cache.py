@@ -36,8 +36,8 @@ class StepCache:
             self._at = None
         return version if self._at is None else self._at
 
-    def mark_unhealthy(self) -> None:
-        """A controller that comes anew takes it for a new trainer."""
+    def new_controller(self) -> None:
+        """Begin anew with a controller that has come, which takes this for a new trainer."""
         self._at, self._asked = INITIAL, []
 
     def new(self, base: Version, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:

@@ -108,7 +108,7 @@ class TrainerRole:
                         holds = self._transfers.settle()
                         if self._checkpoints is not None:
                             self._checkpoints.wait()
-                        self._cache.mark_unhealthy()
+                        self._cache.new_controller()
                         self._link.alone = False
                         self._link.send(messages.Ready(holds=holds))
                     case messages.Call(number=number, what=what):
