@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dora_jax.orchestrate import events as ev
-from dora_jax.rollout.migrate import holders_alike, observed, parted, without_pages
+from dora_jax.rollout.migrate import InFlightSample, holders_alike, observed, parted, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint, MoveDestination, ResultSender
-from dora_jax.runtime.common.worker import Exported, Finished, ForgetSample, HandedOver, InstanceReady
+from dora_jax.runtime.common.worker import Exported, Finished, ForgetSample, InstanceReady
 from dora_jax.types import SampleId
 from tests.fakes.cluster import eventually
 from tests.fakes.cluster_world import OFFER, Porters, World
@@ -292,7 +292,7 @@ def test_kv_of_an_episode_that_waits_stays_in_its_process():
     other = dataclasses.replace(waiting.in_flight, version=turn.version + 1)
     assert not outlet.with_own_pages(other).n_pages, "KV of another version"
     received = outlet.recall(lambda: outlet.put(Exported(in_flight=turn, instance=0, waits=True)))
-    assert [type(item) for item in received] == [HandedOver] and not received[0].in_flight.n_pages
+    assert [type(item) for item in received] == [InFlightSample] and not received[0].n_pages
 
 
 def test_kv_that_a_gang_keeps_is_made_again_at_another_and_reported(pair):
@@ -318,13 +318,13 @@ def handed(pair):
     for host in (1, 0):
         assert not drained(outbox), "every process gives its part first"
         outlet = ResultSender(sent := Sent(), host, 2)
-        outlet.put(HandedOver(in_flight=with_pages(host, 2)))
+        outlet.put(with_pages(host, 2))
         outlet.leave()
         part, left = (messages.CODEC.decode(messages.CODEC.encode(item)) for item in sent)
         assert left == messages.HandOverDone(hosts=2)
         remotes.tell(0, "on_message", part)
     (handed,) = drained(outbox)
-    return remotes, gangs, outbox, handed.in_flight
+    return remotes, gangs, outbox, handed
 
 
 def test_a_sample_of_a_gang_that_leaves_goes_on_with_all_of_its_pages(handed):
@@ -351,11 +351,11 @@ def test_a_head_that_several_processes_hold_is_carried_once(pair):
     """Two processes, one KV head: the in_flight has it once, and each process of the next gang gets it."""
     remotes, _gangs, outbox = pair
     for host in range(2):
-        ResultSender(sent := Sent(), host, 2, holders_alike(2, 1)).put(HandedOver(in_flight=with_pages(0)))
+        ResultSender(sent := Sent(), host, 2, holders_alike(2, 1)).put(with_pages(0))
         remotes.tell(0, "on_message", sent[0])
     (handed,) = drained(outbox)
-    assert bits(handed.in_flight.k_pages) == bits(with_pages(0).k_pages)
-    parts = parted(handed.in_flight, 4)
+    assert bits(handed.k_pages) == bits(with_pages(0).k_pages)
+    parts = parted(handed, 4)
     assert [bits(part.v_pages) for part in parts] == [bits(with_pages(0).v_pages)] * 4
     assert [part.k_pages[0, 0, 0, 0, 0] for part in parted(with_pages(0, 2), 4)] == [0, 0, 1, 1]
 
@@ -377,9 +377,10 @@ def test_kv_that_is_more_than_a_record_holds_stays_behind(monkeypatch, hosts):
     monkeypatch.setattr("dora_jax.runtime.cluster.sample_transfer.MAX_KV_BYTES", with_pages(0).kv_bytes)
     outlet = ResultSender(sent := Sent(), 0, hosts)
     for heads in (1, 2):
-        outlet.put(HandedOver(in_flight=with_pages(0, heads)))
-    assert [item.in_flight.n_pages for item in sent if not isinstance(item, messages.Note)] == [2, 0]
-    assert "sample (3, 1) leaves without its KV" in sent[1].text
+        outlet.put(with_pages(0, heads))
+    sent, note = [item for item in sent if not isinstance(item, messages.Note)], sent[1]
+    assert [(item if hosts == 1 else item.in_flight).n_pages for item in sent] == [2, 0]
+    assert "sample (3, 1) leaves without its KV" in note.text
     assert outlet.fit(with_pages(0, 2)).n_pages == 0 and outlet.fit(with_pages(0)).n_pages == 2 * (hosts == 1)
 
 
@@ -390,4 +391,4 @@ def test_where_a_part_does_not_come_in_time_the_tokens_go_on(pair, host):
     remotes.tell(0, "down", gangs[0])
     *found, down = drained(outbox)
     assert isinstance(down, ev.InstanceDown)
-    assert [each.in_flight.n_pages for each in found] == [0] * (host == 0)  # the journal has what the first one gave
+    assert [each.n_pages for each in found] == [0] * (host == 0)  # the journal has what the first one gave

@@ -35,6 +35,7 @@ from dora_jax.base.exits import Stop
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.snapshot import Outstanding
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import (
     Environments,
     GroupStore,
@@ -45,7 +46,7 @@ from dora_jax.runtime.common.seams import (
     WeightStore,
 )
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Exported, Finished, HandedOver, InstanceReady, StepDone, TopTokens
+from dora_jax.runtime.common.worker import Crashed, Exported, Finished, InstanceReady, StepDone, TopTokens
 from dora_jax.runtime.episodes import Episodes
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Partial
@@ -297,8 +298,8 @@ class Coordinator:
             case ev.InstanceDown(instance=id, incarnation=over):  # also of one that fell before it was ready
                 self._ready = [r for r in self._ready if r.event.instance != id or r.event.incarnation > over]
                 yield item
-            case HandedOver(in_flight=in_flight):
-                self.samples.park(in_flight)
+            case InFlightSample():  # it is handed over
+                self.samples.park(item)
             case Exported(in_flight=in_flight, instance=instance, incarnation=incarnation, attempt=attempt):
                 self.samples.park(in_flight)
                 yield ev.SampleParked(id=in_flight.id, instance=instance, incarnation=incarnation, attempt=attempt)

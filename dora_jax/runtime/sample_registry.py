@@ -22,7 +22,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.snapshot import Outstanding
 from dora_jax.rollout.migrate import InFlightSample, count_rows, ended, observed, retagged, sampled_from
 from dora_jax.runtime.common.seams import Prompts, RolloutWorker
-from dora_jax.runtime.common.worker import FinishedUnheard, ForgetSample, HandedOver
+from dora_jax.runtime.common.worker import ForgetSample, Held
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import OBSERVED, REWRITTEN, Partial
 from dora_jax.tasks.prompts import PromptTooLong
@@ -53,7 +53,7 @@ class SampleRegistry:
     def __init__(self, task: Prompts):
         self.groups: dict[GroupId, OpenGroup] = {}
         self._task = task
-        self._parked: dict[SampleId, InFlightSample | Sample] = {}  # out of the engines by Park, or by an instance that
+        self._parked: dict[SampleId, Held] = {}  # out of the engines by Park, or by an instance that
         # left; a Sample: it finished while no controller listened
         self._branches: dict[SampleId, list[tuple[Sample, int]]] = {}  # what a rewriting ended; the tokens that stayed
         self.payloads = PayloadState()  # samples of a lost instance go on with its tokens; only read here
@@ -121,7 +121,7 @@ class SampleRegistry:
         if sample.id.group_id in self.groups:
             self._parked[sample.id] = sample
 
-    def resume(self, id: SampleId, version: Version) -> InFlightSample | Sample:
+    def resume(self, id: SampleId, version: Version) -> Held:
         """The sample as it goes on at this version; a Sample: it has finished."""
         self._recorded.pop(id, None)
         held = self._parked.pop(id, None) or self._from_journal(id, version)
@@ -206,16 +206,11 @@ class SampleRegistry:
         table = _tempered(sample, mask, temperatures)
         return dataclasses.replace(sample, mask=mask, branches=tuple(branches), terms=terms, table=table)
 
-    def find(self, found: HandedOver | FinishedUnheard) -> Partial | None:
+    def find(self, held: Held) -> Partial | None:
         """A sample that an instance still has from an earlier process: it is used where it goes on from what is
         recorded.
         Returns the tokens that are not recorded yet."""
-        held: InFlightSample | Sample
-        match found:
-            case FinishedUnheard(sample=held):
-                version = held.spans[-1].version
-            case HandedOver(in_flight=held):
-                version = held.version
+        version = held.version if isinstance(held, InFlightSample) else held.spans[-1].version
         out_ids, _, _ = self.payloads.tokens(held.id)
         n = len(out_ids)
         if self._recorded.get(held.id) != version or not np.array_equal(held.out_ids[:n], out_ids):

@@ -61,7 +61,7 @@ from dora_jax.plan import presets
 from dora_jax.rollout.migrate import InFlightSample, SampledTokens, ended, observed
 from dora_jax.rollout.ticks import TickResult
 from dora_jax.runtime.common.seams import Recipient, WeightStore
-from dora_jax.runtime.common.worker import HandedOver, Message, Outbox
+from dora_jax.runtime.common.worker import Message, Outbox
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
@@ -365,7 +365,7 @@ class LentPacedWorker(PacedWorker):
                 self.outbox.put(ev.InstanceDown(instance=message.instance, reason="", incarnation=self.incarnation))
             case ev.Move(src=src, attempt=attempt) if dst is None and not self._lent:
                 # what comes after the chips were returned is recorded
-                self.outbox.put(HandedOver(in_flight=payload))
+                self.outbox.put(payload)
                 self.outbox.put(ev.SampleMoved(id=payload.id, src=src, dst=self.instance, attempt=attempt))
             case _:
                 super().execute(message, payload, dst)

@@ -20,16 +20,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.codec import Codec
 from dora_jax.runtime.common.sample_gaps import SampleGap
 from dora_jax.runtime.common.sample_log import TokenView
-from dora_jax.runtime.common.worker import (
-    Exported,
-    Finished,
-    FinishedUnheard,
-    ForgetSample,
-    HandedOver,
-    Message,
-    TokensElsewhere,
-    TopTokens,
-)
+from dora_jax.runtime.common.worker import Exported, Finished, ForgetSample, Message, TokensElsewhere, TopTokens
 from dora_jax.runtime.journal.records import Partial, Saved
 from dora_jax.runtime.transfer import weight_messages
 from dora_jax.runtime.transfer.transfer_manifest import KVOffer, Shard
@@ -341,8 +332,8 @@ CODEC = Codec(
     *typing.get_args(CallResult),
     *typing.get_args(GangCommand),
     *(Hello, Begin, Ready, Heartbeat, PreemptionNotice, ProcessFailed, Note, CallAnswer, TickCommands),
-    *(TokensElsewhere, ForgetSample, Finished, Exported, HandedOver, HandedOverShard, HandOverDone),
-    *(FinishedUnheard, Partial, InFlightSample, TopTokens),
+    *(TokensElsewhere, ForgetSample, Finished, Exported, HandedOverShard, HandOverDone),
+    *(Partial, InFlightSample, TopTokens),
     *(SampleGap, TokenView, MoveStarted, KVOffer, StageKV, KVStaged, ReleaseKV, DropWeights),
     *weight_messages.RECORDS,
 )

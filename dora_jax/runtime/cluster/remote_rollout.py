@@ -27,11 +27,11 @@ from dora_jax.runtime.cluster.gang import Gang
 from dora_jax.runtime.cluster.gang_supervisor import GangSupervisor
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
 from dora_jax.runtime.common.seams import Notify
-from dora_jax.runtime.common.worker import Crashed, FinishedUnheard, ForgetSample, HandedOver, Message, Outbox
+from dora_jax.runtime.common.worker import Crashed, ForgetSample, Held, Message, Outbox
 from dora_jax.runtime.instances.instance_proxy import RETURNED, Destination, InstanceProxy
 from dora_jax.runtime.transfer.transfer_manifest import KVOffer
 from dora_jax.runtime.transfer.weight_messages import Committed, Dropped, Offered, Staged, TransferFailed
-from dora_jax.types import SampleId, Version
+from dora_jax.types import Sample, SampleId, Version
 
 NUMBERS = itertools.count(time.time_ns())  # of moves: higher than those of any controller before
 
@@ -200,14 +200,14 @@ class GangWorker:
                         return
                     del self._handed[item.in_flight.id]
                 whole = joined([parts[host] for host in range(0, item.hosts, item.alike)])
-                self._owner.on_message(self, HandedOver(in_flight=whole))
+                self._owner.on_message(self, whole)
             case _:
                 if isinstance(item, ev.MoveFailed):
                     with self._lock:
                         self._moves.pop(item.id, None)
                 self._owner.on_message(self, item)
 
-    def end(self) -> list[HandedOver]:
+    def end(self) -> list[InFlightSample]:
         """The gang is lost. Returns samples whose shards did not all come in time, without their KV; what the first
         process hands over is in the journal."""
         with self._lock:
@@ -216,7 +216,7 @@ class GangWorker:
         for staging in stagings.values():
             if staging.departed is not None:
                 staging.departed.release()
-        return [HandedOver(in_flight=without_pages(shards[0])) for shards in handed.values() if 0 in shards]
+        return [without_pages(shards[0]) for shards in handed.values() if 0 in shards]
 
 
 class RemoteInstance(InstanceProxy[GangWorker]):
@@ -235,7 +235,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
         super().__init__(up, outbox, on_demand=on_demand)
         self._publisher = publisher
         self._notify = notify
-        self._found: list[HandedOver | FinishedUnheard] = []  # samples of a gang that is taken over
+        self._found: list[Held] = []  # samples of a gang that is taken over
         self._coming: GangWorker | None = None  # the incarnation on demand that loads its version
         hooks: dict[str, Any] = {"on_message": self._on_message, "up": self._up, "down": self.gang_down}
         self.supervisor = new_supervisor(self.role, failed=self._failed, on_demand=on_demand, **hooks)
@@ -254,7 +254,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
     def end(self, worker: GangWorker) -> None:
         worker.gang.leave(RETURNED)
 
-    def admit(self, worker: GangWorker) -> Sequence[HandedOver | FinishedUnheard]:
+    def admit(self, worker: GangWorker) -> Sequence[Held]:
         trusted = self._publisher.recognise(worker.gang)
         with self._lock:
             found, self._found = self._found, []
@@ -272,7 +272,7 @@ class RemoteInstance(InstanceProxy[GangWorker]):
             case ev.WeightsLoaded(incarnation=number) if (new := self._coming) and number == new.incarnation:
                 self._coming = None
                 self.incarnation_ready(new)
-            case HandedOver() | FinishedUnheard() if self._worker is None:
+            case InFlightSample() | Sample() if self._worker is None:
                 self._found.append(item)
             case _:
                 if worker := self._worker:

@@ -28,7 +28,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample, with_kv_of, without_pages
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import MAX_FRAME_BYTES, ControllerConnection
-from dora_jax.runtime.common.worker import Exported, Finished, FinishedUnheard, HandedOver, Message
+from dora_jax.runtime.common.worker import Exported, Finished, Held, Message
 from dora_jax.runtime.journal.object_storage import StoreError
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.device_transfer import Wire
@@ -56,25 +56,23 @@ class ResultSender:
         self._whole = hosts == 1  # of a sample's pages; a part is of no use elsewhere without the others
         self.pages: dict[SampleId, InFlightSample] = {}  # of samples that have left, and may come back
         self._finished: collections.deque[tuple[float, Sample]] = collections.deque()  # that may not have arrived
-        self._recalled: list[HandedOver | FinishedUnheard] | None = None
+        self._recalled: list[Held] | None = None
 
     def put(self, item: Any) -> None:
         recalling = self._recalled is not None
-        match item:
-            case HandedOver(in_flight=in_flight) if not recalling and not self._whole:
+        held, waits = (item.in_flight, item.waits) if isinstance(item, Exported) else (item, False)
+        if isinstance(held, InFlightSample):
+            if self._whole and not recalling and not waits:
+                held = self._limited(held)
+            elif held is item and not recalling:
                 part = messages.HandedOverShard(
-                    in_flight=self._limited(in_flight), host=self.host, hosts=self.hosts, alike=self._alike
+                    in_flight=self._limited(held), host=self.host, hosts=self.hosts, alike=self._alike
                 )
                 return self.link.send(part)
-            case Exported(in_flight=in_flight, waits=False) | HandedOver(in_flight=in_flight) if (
-                not recalling and self._whole
-            ):
-                item = dataclasses.replace(item, in_flight=self._limited(in_flight))
-            case Exported(waits=True) if not item.in_flight.n_pages:
-                pass  # the engine keeps its KV
-            case Exported(in_flight=in_flight) | HandedOver(in_flight=in_flight):
-                self.pages[in_flight.id] = in_flight  # it may come back
-                item = dataclasses.replace(item, in_flight=without_pages(in_flight))
+            elif held.n_pages or not waits:  # else the engine keeps its KV
+                self.pages[held.id] = held  # it may come back
+                held = without_pages(held)
+            item = dataclasses.replace(item, in_flight=held) if isinstance(item, Exported) else held
         if self.host:
             return
         if isinstance(item, Finished):
@@ -84,23 +82,19 @@ class ResultSender:
                 self._finished.popleft()
         if self._recalled is None:
             self.link.send(item)
-        elif (
-            isinstance(item, Exported) and item.waits
-        ):  # what waits for its environment is reported again once it goes on
-            self._recalled.append(HandedOver(in_flight=item.in_flight))
-        elif isinstance(item, HandedOver):
-            self._recalled.append(item)
+        elif isinstance(held, InFlightSample):  # what waits for its environment is reported again once it goes on
+            self._recalled.append(held)
 
     def leave(self) -> None:
         """Everything that was running has been put: it goes on elsewhere."""
         self.link.send(messages.HandOverDone(hosts=self.hosts))
 
-    def recall(self, hand_over: Callable[[], None]) -> list[HandedOver | FinishedUnheard]:
+    def recall(self, hand_over: Callable[[], None]) -> list[Held]:
         """What the next controller may not know of: what is running, and what has finished when nobody listened."""
         self._recalled = []
         hand_over()
         handed, self._recalled = self._recalled, None
-        return [*(FinishedUnheard(sample=sample) for _, sample in self._finished), *handed]
+        return [*(sample for _, sample in self._finished), *handed]
 
     def with_own_pages(self, in_flight: InFlightSample) -> InFlightSample:
         """With the KV that stayed here when it left."""

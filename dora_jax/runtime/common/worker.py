@@ -70,18 +70,9 @@ class Exported:
     waits: bool = False  # for its environment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandedOver:
-    """A sample that has begun, of an instance that leaves or that an earlier controller left. It may go on anywhere."""
-
-    in_flight: InFlightSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedUnheard:
-    """A sample that finished while no controller listened. It is reported once the orchestrator resumes it."""
-
-    sample: Sample
+# What an instance hands over when it leaves, or has from an earlier controller's time, and may go on anywhere: a sample
+# that has begun; or one that finished while no controller listened, which is reported once the orchestrator resumes it.
+Held = InFlightSample | Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +81,7 @@ class InstanceReady:
     the samples that it has from before."""
 
     event: ev.InstanceUp
-    admit: Callable[[], Sequence[HandedOver | FinishedUnheard]]
+    admit: Callable[[], Sequence[Held]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,17 +26,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import Recipient
-from dora_jax.runtime.common.worker import (
-    Exported,
-    Finished,
-    FinishedUnheard,
-    HandedOver,
-    InstanceReady,
-    Message,
-    Outbox,
-)
+from dora_jax.runtime.common.worker import Exported, Finished, Held, InstanceReady, Message, Outbox
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import SampleId, Version
 
@@ -179,7 +172,7 @@ class InstanceProxy(Generic[AnyWorker]):
         up = dataclasses.replace(self._event, incarnation=worker.incarnation)
         self._outbox.put(InstanceReady(event=up, admit=functools.partial(self.admit, worker)))
 
-    def admit(self, worker: AnyWorker) -> Sequence[HandedOver | FinishedUnheard]:
+    def admit(self, worker: AnyWorker) -> Sequence[Held]:
         """Commands reach this incarnation from now on. Returns the samples that it has from before."""
         with self._lock:
             self._worker = worker
@@ -187,7 +180,7 @@ class InstanceProxy(Generic[AnyWorker]):
         return ()
 
     def incarnation_down(
-        self, worker: AnyWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
+        self, worker: AnyWorker | None, number: int, reason: str, last: Sequence[InFlightSample] = ()
     ) -> None:
         """Ends this incarnation, or one (None) that the orchestrator never knew of. The lock is held. last: of its
         samples."""

@@ -1,6 +1,6 @@
 """The thread of one rollout engine: it starts, cancels, moves, parks and resumes samples, loads weights, and ticks.
 
-Consumes the messages that it is sent; puts events and `Finished`, `Exported`, `HandedOver`, `TopTokens` and
+Consumes the messages that it is sent; puts events, what it hands over, and `Finished`, `Exported`, `TopTokens` and
 `Partial` records into the outbox. Law: every command for a sample is answered by one event, whether or not the
 sample is still here.
 """
@@ -20,7 +20,6 @@ from dora_jax.runtime.common.worker import (
     Exported,
     Finished,
     ForgetSample,
-    HandedOver,
     Message,
     Outbox,
     TokensElsewhere,
@@ -172,7 +171,7 @@ class EngineWorker(Worker):
         self._versions.clear()
         for sample in list(self._begun):
             if self.engine.holds(sample):  # others go on while one is copied
-                self.outbox.put(HandedOver(in_flight=self._export(sample)))
+                self.outbox.put(self._export(sample))
         if not self.engine.idle:
             self.work()  # hands out what finished meanwhile
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_jax.orchestrate import events as ev
+from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import Notify, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
-from dora_jax.runtime.common.worker import Crashed, Exported, Finished, HandedOver, Outbox
+from dora_jax.runtime.common.worker import Crashed, Exported, Finished, Outbox
 from dora_jax.runtime.instances.instance_proxy import RETURNED, InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.instances.shared_devices import SharedDevices
@@ -149,7 +150,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
             self._run(self._make_again, worker, self._restart.new_engine)
 
     def incarnation_down(
-        self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[HandedOver] = ()
+        self, worker: LocalWorker | None, number: int, reason: str, last: Sequence[InFlightSample] = ()
     ) -> None:
         if reason != RETURNED:
             self._engine = None
