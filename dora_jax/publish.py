@@ -121,11 +121,11 @@ def host_digest(slices: Tree, like: Tree) -> int:
         # The tensor of the stacked copy in which the leaf lies, and its layer there; None: it is all of it
         name, layer = name_of(path), None
         if len(path) > 1 and isinstance(path[1], jax.tree_util.SequenceKey):
-            first = jax.tree.leaves(like.get(decoder.FIRST, {}))
-            n_first = first[0].shape[0] if first else 0
-            stack, layer = decoder.FIRST, path[1].idx
-            if layer >= n_first:
-                stack, layer = decoder.LAYERS, layer - n_first
+            layer, stack = path[1].idx, ""
+            for stack in decoder.stack_names(like):
+                if layer < (count := jax.tree.leaves(like[stack])[0].shape[0]):
+                    break
+                layer -= count
             name = name_of((jax.tree_util.DictKey(stack), *path[2:]))
         number, shape = numbers[name]
         for box in leaf.boxes:

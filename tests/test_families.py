@@ -109,6 +109,8 @@ def test_multi_token_prediction_is_ignored_with_a_line(tmp_path, capsys, family,
         ("Gemma-3-4B", 3.88e9, 3.88e9),
         ("Gemma-3-12B", 11.77e9, 11.77e9),
         ("Gemma-3-27B", 27.01e9, 27.01e9),
+        ("Gemma-4-E2B", 4.63e9, 4.63e9),
+        ("Gemma-4-31B", 30.7e9, 30.7e9),
     ],
 )
 def test_known_sizes_have_the_parameters_that_their_authors_name(name, total, active):
@@ -178,3 +180,57 @@ def test_a_field_that_is_left_out_says_what_it_says_in_transformers_or_is_refuse
         assert ours == theirs, name
         reported[name] = "equal"
     assert list(reported.values()).count("equal") > 20, reported
+
+
+@pytest.mark.parametrize("family", [name for name in NEWER if name.startswith("gemma4")])
+def test_gemma4_as_the_hub_spells_it(tmp_path, family):
+    """Heads of the layers that attend in full stand beside the others', not layer by layer; what is left out has the
+    value of its class; a folder may hold keys of layers that read others'."""
+    transformers()
+    torch_model(family, tied=True).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config, cfg = json.loads(file.read_text()), hf.check(tmp_path)
+    each = list(config.pop("per_layer_config").values())
+    hub = {"global_head_dim": each[0]["head_dim"], "num_global_key_value_heads": each[0].get("num_key_value_heads")}
+    file.write_text(json.dumps(config | hub))
+    assert read_config(tmp_path) == cfg
+    tensors = load_file(tmp_path / hf.SINGLE)
+    if cfg.kv_owners < cfg.n_layers:
+        tensors[f"model.layers.{cfg.n_layers - 1}.self_attn.k_proj.weight"] = np.zeros((16, 16), np.float32)
+        save_file(tensors, tmp_path / hf.SINGLE, metadata={"format": "pt"})
+        assert hf.check(tmp_path) == cfg
+    hf.save(tmp_path / "out", *hf.load(tmp_path))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: written[name] for name in hub} == hub and read_config(tmp_path / "out") == cfg
+    shapes = {name: x.shape for name, x in load_file(tmp_path / "out" / hf.SINGLE).items()}
+    read = [f"model.layers.{i}.self_attn.{x}_{y}.weight" for i in range(cfg.kv_owners, cfg.n_layers) for x in "kv"
+            for y in ("proj", "norm")]  # fmt: skip
+    assert shapes == {name: x.shape for name, x in tensors.items() if name not in read}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size_per_layer_input": 30}, "vocab_size_per_layer_input=30; the decoder computes as many as vocab"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers=7, and no earlier layer of a kind to read"),
+        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers=8, and no earlier layer of a kind to read"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'; the decoder computes"),
+        ({"hidden_activation": "silu"}, "hidden_activation='silu'; the decoder computes"),
+        ({"per_layer_config": {"3": {"head_dim": 16}}}, "a per_layer_config other than one for all layers of full_att"),
+        ({"per_layer_config": {"x": {"head_dim": 16}}}, "a per_layer_config other than one for all layers of full_att"),
+        (
+            {"per_layer_config": {"3": {"head_dim": 16, "a": 1}, "7": {"head_dim": 16, "a": 1}}},
+            "has a in per_layer_config; the decoder computes heads there only",
+        ),
+        (
+            {"per_layer_config": {"3": {"head_dim": 0}, "7": {"head_dim": 0}}},
+            "head_dim=0; a whole number of at least 1",
+        ),
+    ],
+)
+def test_a_gemma4_that_the_decoder_does_not_compute_is_refused_by_name(tmp_path, changes, message):
+    transformers()
+    config = torch_model("gemma4_text", tied=True).config.to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)

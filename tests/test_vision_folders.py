@@ -125,3 +125,30 @@ def test_what_is_no_such_folder_is_refused(saved, tmp_path, changes, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         read_config(tmp_path)
+
+
+def test_a_gemma4_folder_keeps_its_towers(tmp_path):
+    """Its text has a prefix of its own, and a second embedding; both ends of a turn stop a sample."""
+    library = transformers()
+    import torch
+
+    torch.manual_seed(0)
+    vision = VISION | {"num_key_value_heads": 2, "head_dim": 4, "position_embedding_size": 16}
+    del vision["image_size"]
+    config = library.Gemma4Config(
+        text_config=SIZES | NEWER["gemma4_text"], vision_config=vision, audio_config=None, eos_token_id=[1, 7]
+    )
+    model = library.Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0.0, 0.3)
+    model.save_pretrained(tmp_path / "base")
+    expected = torch_logits(model, tokens())
+    np.testing.assert_allclose(our_logits(tmp_path / "base", tokens()), expected, rtol=0, atol=2e-5)
+    cfg, params = hf.load(tmp_path / "base")
+    hf.save(tmp_path / "out", cfg, params, tmp_path / "base")
+    before, after = of_file(tmp_path / "base"), of_file(tmp_path / "out")
+    assert {name: x.tobytes() for name, x in before.items()} == {name: x.tobytes() for name, x in after.items()}
+    again = library.Gemma4ForConditionalGeneration.from_pretrained(tmp_path / "out").eval()
+    np.testing.assert_array_equal(torch_logits(again, tokens()), expected)
+    assert read_config(tmp_path / "out") == cfg and cfg.family == "gemma4_text" and cfg.per_layer

@@ -307,7 +307,7 @@ def decode_variant(record: Record, name: str, config: Config, cfg: ModelConfig, 
         taken.append(took * size.rows / tokens)
     step_s = float(np.median(taken))
     held = total + size.rows * (size.ticks * size.rounds // 2) * section.decode_steps
-    live = int(held) * 2 * cfg.n_layers * cfg.kv_width * 2
+    live = int(held) * cfg.cache_numbers_on(1) * 2
     # of the weights in bf16 a step reads all, but of an embedding that is no head only the rows' own
     unread = 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.d_model
     needed = 2 * (cfg.matrix_params + cfg.gain_params - unread) + live

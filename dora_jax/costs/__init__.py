@@ -132,7 +132,7 @@ def sizes_of(asked: ModelSizes, chips: int) -> ModelSizes:
         raise ConfigError(f"model.size: {asked.size!r} is none of {', '.join(families.KNOWN)}")
     model = families.KNOWN[asked.size]
     experts = model.experts
-    width = model.cache_width_on(1)
+    numbers = model.cache_numbers_on(1)
     return dataclasses.replace(
         asked,
         params=float(model.matrix_params + model.gain_params),
@@ -141,10 +141,10 @@ def sizes_of(asked: ModelSizes, chips: int) -> ModelSizes:
         experts_per_token=experts.per_token if experts else 0,
         n_layers=model.n_layers,
         d_model=model.d_model,
-        n_heads=model.n_heads * model.kv_layers // model.n_layers,  # a layer of two attentions has twice the heads
+        n_heads=model.n_heads * (2 if model.shortcut else 1),
         head_dim=model.head_dim,
-        kv_bytes_per_token=2.0 * model.kv_layers * width,
-        kv_copies=chips * model.cache_width_on(chips) / width,
+        kv_bytes_per_token=2.0 * numbers,
+        kv_copies=chips * model.cache_numbers_on(chips) / numbers,
     )
 
 

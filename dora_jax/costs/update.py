@@ -10,10 +10,12 @@ dora_jax.bench.device aot`); nothing here was measured on a chip.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from dora_jax.base.chips import CHIPS, DEVICES_A_CHIP
 from dora_jax.config import TrainerSection
@@ -56,8 +58,25 @@ class Expected(NamedTuple):
 
 
 def matmul_params(cfg: ModelConfig) -> int:
-    """Parameters in matrix products with a token: all but the embedding's lookup, the gains and the biases."""
-    return cfg.active_params - (0 if cfg.tie_embeddings else cfg.d_model * cfg.vocab_size)
+    """Parameters in matrix products with a token: all but the embeddings' lookups, the gains and the biases."""
+    looked_up = (0 if cfg.tie_embeddings else cfg.d_model) + cfg.n_layers * cfg.per_layer
+    return cfg.active_params - looked_up * cfg.vocab_size
+
+
+def score_products(cfg: ModelConfig, lengths: ArrayLike, before: ArrayLike = 0.0) -> np.ndarray:
+    """FLOPs of q k and p v of every pair of tokens that may look at each other, in all layers, of sequences of these
+    lengths behind so many tokens: the causal half, of layers with a window as far as it reaches."""
+    n, seen = np.asarray(lengths, np.float64), np.asarray(before, np.float64)
+    total = np.zeros(np.broadcast_shapes(n.shape, seen.shape))
+    for kind, layers in Counter(cfg.every_kind).items():
+        width = cfg.q_width(kind) + (cfg.n_heads * cfg.latent.v_dim if cfg.latent else cfg.q_width(kind))
+        pairs = n * (n + 1) / 2 + n * seen
+        if kind.window:  # without what lies behind it: of the token at place i, all but the last `window` of them
+            first = np.clip(kind.window - seen, 0, n)  # tokens of each that see all before them
+            beyond = seen + first - kind.window  # of the token behind those, the places that it does not see, less one
+            pairs = pairs - ((n - first) * beyond + (n - first) * (n - first + 1) / 2)
+        total = total + layers * 2 * width * pairs
+    return total * (cfg.kv_layers // cfg.kv_owners)
 
 
 def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,), frozen: bool = False) -> float:
@@ -66,10 +85,8 @@ def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] 
     prompt that each of them sees besides. frozen: the matrices have no gradient of their own, for adapters are trained,
     whose few products are left out."""
     n, seen = (np.asarray(list(x), np.float64) for x in (lengths, before))
-    width = cfg.q_width + (cfg.n_heads * cfg.latent.v_dim if cfg.latent else cfg.q_width)
-    scores = 2 * width * (n * (n + 1) / 2 + n * seen).sum()  # q k and p v of every pair that may look
     products = (1 + (1 if frozen else BACKWARD)) * 2 * matmul_params(cfg) * n.sum()
-    return float(products + (1 + BACKWARD) * cfg.kv_layers * scores)
+    return float(products + (1 + BACKWARD) * score_products(cfg, n, seen).sum())
 
 
 def expected(
@@ -88,7 +105,7 @@ def expected(
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
     # Of a device, without attention's own; remat=full repeats all of a layer but its two output projections.
     backward = 1 if lora.on else BACKWARD
-    kept = cfg.d_model * (cfg.q_width + cfg.ff_width) / cfg.layer_params(active=True)
+    kept = cfg.d_model * (cfg.q_width() + cfg.ff_width) / cfg.layer_params(active=True)
     again = 1 - kept if section.remat == "full" else 0.0
     chunked = 4 * local / section.micro_batches * cfg.vocab_size / mesh.tensor > section.logits_bytes
     layers = (1 + backward + again) * cfg.n_layers * cfg.layer_params(active=True)
@@ -114,12 +131,14 @@ def _attention(
     cfg: ModelConfig, section: TrainerSection, mesh: Any, rows: int, tokens: int, peak: float, bandwidth: float
 ) -> UpdateCost:
     """The causal half; over context the last shard, which sees the most keys, is waited for."""
-    pairs = cfg.kv_layers * rows * tokens**2 / 2 / (mesh.rows * mesh.tensor * mesh.context)
-    pairs *= 2 - 1 / mesh.context
-    forward = 2 * 2 * cfg.q_width * pairs
+    forward = float(score_products(cfg, tokens)) * rows / (mesh.rows * mesh.tensor * mesh.context)
+    forward *= 2 - 1 / mesh.context
+    if cfg.latent:  # values come as wide as keys
+        forward *= 2 * cfg.head_dim / (cfg.head_dim + cfg.latent.v_dim)
     if section.attention == "reference":
         again = 1 if section.remat in ("full", "dots") else 0
-        scores = 4 * SCORE_PASSES * cfg.n_heads * pairs
+        pairs = cfg.kv_layers * rows * tokens**2 / 2 / (mesh.rows * mesh.tensor * mesh.context) * (2 - 1 / mesh.context)
+        scores = 4 * SCORE_PASSES * cfg.n_heads * pairs  # masked ones too
         seconds = max((1 + again + BACKWARD) * forward / (PRODUCTS * peak), scores / bandwidth)
         return UpdateCost("attention", seconds, f"reference: its scores pass memory {SCORE_PASSES} times")
     return UpdateCost(
@@ -145,5 +164,6 @@ def _sent_bytes(cfg: ModelConfig, section: TrainerSection, mesh: Any, local: flo
         total += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
     if mesh.context > 1:
         passes, shards = 2 + (section.remat != "none"), math.gcd(cfg.n_kv_heads, mesh.tensor)
-        total += passes * 2 * 2 * local * mesh.context * cfg.kv_width / shards * cfg.n_layers
+        widths = sum(map(cfg.kv_width, cfg.every_kind))
+        total += passes * 2 * 2 * local * mesh.context * widths / shards
     return total

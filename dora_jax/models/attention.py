@@ -10,6 +10,8 @@ ops.segment_attention's. What `attend(layer, q, k, v, scores) -> o` is given:
   MLA, absorbed (serving)   q [B, L, H, C] and k [B, L, 1, C], C = kv_rank + rope_dim: a head's query in the latents'
             own space, and the latent with the rotated key behind it, which is all that a cache keeps. v is None: the
             values are the first kv_rank numbers of k. o [B, L, H, kv_rank]
+  a layer that has no keys and values of its own: layer is the one whose it reads, and k and v are None where a cache
+            holds them; elsewhere they are that layer's
   scores    families.config.Scores: q is not scaled, for a narrow type would round scale and product alike; `attend`
             multiplies the products with keys, in f32
 Law: norms and rotary angles are computed in f32, the angles' frequencies as float64 constants.
@@ -27,11 +29,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.models.families.config import Kind, Linear, ModelConfig, RopeScaling, Scores, Yarn
+from dora_jax.models.families.config import SMALL, Kind, Linear, ModelConfig, Proportional, RopeScaling, Scores, Yarn
 
 REMAT = ("none", "full", "dots")
 KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small
-SMALL = 2  # times a layer's input
 
 
 def rematerialized(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
@@ -39,7 +40,7 @@ def rematerialized(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
-    kept = policies.save_only_these_names(*([KEPT] if cfg.q_width <= SMALL * cfg.d_model else []))
+    kept = policies.save_only_these_names(*([KEPT] if max(map(cfg.q_width, cfg.kinds)) <= SMALL * cfg.d_model else []))
     if remat == "full":
         return jax.checkpoint(body, policy=kept)
     if remat == "dots":
@@ -48,7 +49,9 @@ def rematerialized(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
     raise ValueError(f"remat {remat!r} is unknown; known: {', '.join(REMAT)}")
 
 
-Attend = Callable[[Any, jax.Array, jax.Array, "jax.Array | None", Scores], jax.Array]
+Attend = Callable[[Any, jax.Array, "jax.Array | None", "jax.Array | None", Scores], jax.Array]
+KV = tuple["jax.Array | None", "jax.Array | None"]  # keys and values of one layer
+NO_KV: KV = (None, None)
 Weights = dict[str, Any]  # of one layer, by name
 ADAPTERS = "adapters"  # among a layer's weights: its adapters, by the name of what they adapt
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's own
@@ -112,20 +115,21 @@ def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.
     return None if found is None else (found["a"].astype(dtype), found["b"].astype(dtype))
 
 
-def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
+def specs(cfg: ModelConfig, kind: Kind, residual: float) -> dict[str, Spec]:
     """Parameters of one attention; residual: what keeps the residual stream at unit variance."""
-    d, q, kv, m = cfg.d_model, cfg.q_width, cfg.kv_width, cfg.latent
+    d, q, kv, m = cfg.d_model, cfg.q_width(kind), cfg.kv_width(kind), cfg.latent
     v = cfg.n_heads * m.v_dim if m else q
     found = {"o_proj": Spec((v, d), ("heads", "embed"), residual * v**-0.5)}
     if m is None or not m.q_rank:
         found["q_proj"] = Spec((d, q), ("embed", "heads"), d**-0.5)
     if m is None:
-        found |= {f"{x}_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5) for x in "kv"}
+        own = "" if kind.kv == "read" else "k" if kind.tied_values else "kv"
+        found |= {f"{x}_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5) for x in own}
         if cfg.qkv_bias:
             found["q_bias"] = Spec((q,), ("heads",), 0.0)
-            found |= {f"{x}_bias": Spec((kv,), ("kv_heads",), 0.0) for x in "kv"}
+            found |= {f"{x}_bias": Spec((kv,), ("kv_heads",), 0.0) for x in own}
         if cfg.qk_norm:
-            widths = (q, kv) if cfg.qk_norm_whole else (cfg.head_dim, cfg.head_dim)
+            widths = (q, kv) if cfg.qk_norm_whole else (cfg.dim(kind),) * (1 + bool(own))
             found |= {f"{x}_norm": Spec((width,), ("norm",), None) for x, width in zip("qk", widths)}
         return found
     expanded = cfg.n_heads * (m.nope_dim + m.v_dim)
@@ -152,16 +156,24 @@ def run(
     rotary: tuple[jax.Array, jax.Array],
     attend: Attend,
     products: Products,
-) -> jax.Array:
-    """What normed hidden states add to the residual stream."""
-    inner = _gqa if cfg.latent is None else _mla_absorbed if products.absorbed else _mla
-    o_BxLxHxD = inner(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products)
-    return products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj")
+    kv: KV = NO_KV,
+) -> tuple[jax.Array, KV]:
+    """(what normed hidden states add to the residual stream, the keys and values of a layer that shares them). kv:
+    those that a layer without its own reads; None where a cache holds them."""
+    if cfg.latent is None:
+        q, *own = _heads(cfg, kind, weights, h_BxLxD, rotary, products)
+        kv = kv if kind.kv == "read" else (own[0], own[1])
+        o_BxLxHxD = attend(cfg.source(kind) if kind.kv == "read" else layer, q, *kv, cfg.scores(kind))
+    else:
+        inner = _mla_absorbed if products.absorbed else _mla
+        o_BxLxHxD = inner(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products)
+    shared = kv if kind.kv == "shared" and not products.absorbed else NO_KV
+    return products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj"), shared
 
 
 def rotary(cfg: ModelConfig, kind: Kind, positions_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and signed sin f32[B, L, 1, rope_dim], computed once for all layers of a kind; see `_rotate`."""
-    dim, theta = cfg.rope_dim, kind.theta or cfg.rope_theta
+    dim, theta = cfg.rope_dim(kind), kind.theta or cfg.rope_theta
     scaling = None if kind.theta else cfg.rope_scaling
     freq = theta ** (-np.arange(0, dim, 2) / dim)  # radians a position
     if isinstance(scaling, RopeScaling):  # low frequencies stretched, a smooth middle
@@ -171,6 +183,8 @@ def rotary(cfg: ModelConfig, kind: Kind, positions_BxL: jax.Array) -> tuple[jax.
         freq = (1 - smooth) * freq / scaling.factor + smooth * freq
     elif isinstance(scaling, Linear):
         freq = freq / scaling.factor
+    elif isinstance(scaling, Proportional):
+        freq = np.where(np.arange(dim // 2) < int(scaling.share * dim // 2), freq / scaling.factor, 0.0)
     elif scaling is not None:
         # Stretched where a dimension turns less than beta_slow times over the original context, kept above beta_fast
         low, high = (
@@ -206,27 +220,36 @@ def last(vector: jax.Array, like: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- grouped-query
 
 
-def _gqa(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products):
-    def heads(which: str, count: int):
+def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:
+    """Queries, keys and values, of a layer that reads others' keys the queries alone."""
+
+    def product(which: str):
         y = products(weights, h_BxLxD, f"{which}_proj")
         if products.looped:  # else XLA splits the heads inside the product, and copies the layer's weights for that
             y = jax.lax.optimization_barrier(y)
-        if cfg.qkv_bias:
-            y = y + last(weights[f"{which}_bias"].astype(h_BxLxD.dtype), y)
-        normed = cfg.qk_norm and which != "v"
+        return y + last(weights[f"{which}_bias"].astype(h_BxLxD.dtype), y) if cfg.qkv_bias else y
+
+    def heads(which: str, count: int, y):
+        normed, dim, turning = cfg.qk_norm and which != "v", cfg.dim(kind), cfg.rope_dim(kind)
         if normed and cfg.qk_norm_whole:
             y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
-        y = y.reshape(*y.shape[:2], count, cfg.head_dim)
+        y = y.reshape(*y.shape[:2], count, dim)
         if normed and not cfg.qk_norm_whole:
             y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
-        if which == "v" or not kind.rotated:
+        if which == "v":
+            return rms_norm(y, jnp.ones(dim), cfg.norm_eps) if cfg.v_norm else y
+        if not kind.rotated:
             return y
-        if cfg.rope_dim == cfg.head_dim:
+        if turning == dim:
             return _rotate(y, *rotary)
-        return jnp.concatenate([_rotate(y[..., : cfg.rope_dim], *rotary), y[..., cfg.rope_dim :]], axis=-1)
+        return jnp.concatenate([_rotate(y[..., :turning], *rotary), y[..., turning:]], axis=-1)
 
-    q, k, v = heads("q", cfg.n_heads), heads("k", cfg.n_kv_heads), heads("v", cfg.n_kv_heads)
-    return attend(layer, q, k, v, cfg.scores(kind))
+    q, count = heads("q", cfg.n_heads, product("q")), cfg.kv_heads(kind)
+    if kind.kv == "read":
+        return [q]
+    k = product("k")
+    v = k if kind.tied_values else product("v")
+    return [q, heads("k", count, k), heads("v", count, v)]
 
 
 # ----------------------------------------------------------------------- latent

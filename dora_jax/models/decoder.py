@@ -10,9 +10,10 @@ logits. Two layouts of the same weights, kept [in, out]:
   stacked (canonical)  params["layers"] = {name: [n_layers, ...]}  -> lax.scan, for training
   serving              params["layers"] = [{name: [...]}, ...]     -> Python loop; on CPU a static index into
                        stacked weights copies them at every step
-An engine on a TPU takes the stacked layout too ("scanned"): a loop compiles in the time of one layer. Where a model
-with experts has dense layers, those are a stack of their own, params["first_layers"]; the serving layout has one list,
-stack after stack.
+An engine on a TPU takes the stacked layout too ("scanned"): a loop compiles in the time of one layer. Layers of other
+matrices than the first layer's are stacks of their own: params["first_layers"], the dense ones of a model with experts,
+and "layers_1", "layers_2", ..., those of other widths (families.config.Kind); the serving layout has one list, stack
+after stack in the order of their names.
 Laws: the layouts give the same function; a parameter's first value depends on (seed, layer, name) alone, so a new
 parameter shifts no other; norms, rotary angles, softmax and routers are computed in f32, with gains and routers that
 every copy keeps in f32: a rate of 1e-6 moves a gain of 1 for 4,000 steps before bfloat16 shows it.
@@ -22,8 +23,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +34,7 @@ import numpy as np
 from flax import nnx
 
 from dora_jax.models import attention, moe
-from dora_jax.models.attention import ADAPTERS, Attend, Products, Spec, rematerialized, rms_norm
+from dora_jax.models.attention import ADAPTERS, KV, NO_KV, Attend, Products, Spec, last, rematerialized, rms_norm
 from dora_jax.models.families import new_config
 from dora_jax.models.families.config import Kind, ModelConfig, RopeScaling, Scores
 from dora_jax.models.moe import Compute, Routed
@@ -62,7 +64,7 @@ Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array
 
 # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
 TOGETHER = 4
-FIRST, LAYERS = "first_layers", "layers"  # the stacks of a model's layers, in their order
+FIRST, LAYERS = "first_layers", "layers"  # stacks of a model's layers, or how their names begin
 
 
 class Stack(NamedTuple):
@@ -75,19 +77,33 @@ class Stack(NamedTuple):
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """The stacks of the canonical layout, by their key in the params: of a mixture, layers without experts are one of
-    their own."""
-    n = range(cfg.n_layers)
-    if cfg.experts is None:
-        return {LAYERS: Stack("dense", tuple(n))}
-    dense, rest = (tuple(i for i in n if cfg.has_experts(i) == has) for has in (False, True))
-    experts = {LAYERS: Stack("shortcut" if cfg.shortcut else "moe", rest, len(dense))}
-    return {FIRST: Stack("dense", dense), **experts} if dense else experts
+    their own, and so are layers of each further shape."""
+    numbers: dict[str, list[int]] = {}
+    shapes = list(dict.fromkeys(kind.shape for kind in cfg.every_kind))
+    for layer, kind in enumerate(cfg.every_kind):
+        name = FIRST if cfg.experts and not cfg.has_experts(layer) else LAYERS
+        numbers.setdefault(f"{name}_{n}" if (n := shapes.index(kind.shape)) else name, []).append(layer)
+    blocks = dict.fromkeys(numbers, "dense")
+    if cfg.experts:
+        blocks |= {name: "shortcut" if cfg.shortcut else "moe" for name in numbers if not name.startswith(FIRST)}
+    names = sorted(numbers)
+    before = {name: sum(len(numbers[other]) for other in names[:i]) for i, name in enumerate(names)}
+    return {name: Stack(blocks[name], tuple(numbers[name]), before[name]) for name in names}
+
+
+def stack_names(tree: Iterable[str]) -> list[str]:
+    """The keys of the stacks among those of a stacked tree, in their order."""
+    return sorted(name for name in tree if name.startswith((FIRST, LAYERS)))
 
 
 def order(cfg: ModelConfig) -> list[tuple[str, int]]:
     """The stack of each layer, and its index there."""
     places = {layer: (name, at) for name, stack in stacks(cfg).items() for at, layer in enumerate(stack.layers)}
     return [places[layer] for layer in range(cfg.n_layers)]
+
+
+EVERY, ROUTERS = "every layer", "every router"  # beside the names of stacks, in a Run's starts and counts
+AT = "repeat"  # beside them, of what a scan is given: its number
 
 
 class Run(NamedTuple):
@@ -97,7 +113,7 @@ class Run(NamedTuple):
     repeats: int
     layers: tuple[tuple[str, int], ...]  # of one repeat: the stack of each, and its place among those of that stack
     kinds: tuple[Kind, ...]  # how each of them attends
-    starts: dict[str, int]  # of these stacks, the index of the first one's layer
+    starts: dict[str, int]  # of these stacks, the index of the first one's layer; of all layers, and of all routers
     counts: dict[str, int]  # layers of one repeat
 
     def of(self, name: str, stacked):
@@ -131,6 +147,9 @@ def runs(cfg: ModelConfig) -> tuple[Run, ...]:
         layers = tuple((name, at - starts[name]) for name, at in places[first : first + period])
         counts = {name: sum(name == other for other, _ in layers) for name in starts}
         attends = tuple(kind for _, kind in kinds[first : first + period])
+        routers = [cfg.has_experts(layer) for layer in range(first + period)]
+        starts |= {EVERY: first, ROUTERS: sum(routers[:first])}
+        counts |= {EVERY: period, ROUTERS: sum(routers[first:])}
         spans.append(Run(first, repeats, layers, attends, starts, counts))
         first += period * repeats
     return tuple(spans)
@@ -149,17 +168,24 @@ def _param(
 class Layer(nnx.Module):
     """The parameters of one layer, under flat names."""
 
-    def __init__(self, cfg: ModelConfig, block: str, key: jax.Array):
+    def __init__(self, cfg: ModelConfig, stack: Stack, key: jax.Array):
+        block, kind = stack.block, cfg.kind(stack.layers[0])
         residual = 1 / math.sqrt(2 * cfg.n_layers)  # the residual stream keeps unit variance at any depth
         ends = {"pre": ("",), "post": ("_post",), "both": ("", "_post")}[cfg.norms]
         specs = {f"{x}{end}_norm": Spec((cfg.d_model,), ("norm",), None) for x in ("attn", "mlp") for end in ends}
-        specs |= attention.specs(cfg, residual)
-        if block != "moe":
-            specs |= moe.dense_specs(cfg.d_model, cfg.d_ff, residual, "{}_proj")
+        specs |= attention.specs(cfg, kind, residual)
+        if block != "moe" or cfg.moe.beside:
+            specs |= moe.dense_specs(cfg.d_model, kind.d_ff or cfg.d_ff, residual, "{}_proj")
         if block == "shortcut":
             specs = {f"{name}_{j}": spec for j in (0, 1) for name, spec in specs.items()}
         if block != "dense":
             specs |= moe.specs(cfg, residual)
+        if p := cfg.per_layer:
+            specs["per_layer_in"] = Spec((cfg.d_model, p), ("embed", "latent"), cfg.d_model**-0.5)
+            specs["per_layer_out"] = Spec((p, cfg.d_model), ("latent", "embed"), residual * p**-0.5)
+            specs["per_layer_norm"] = Spec((cfg.d_model,), ("norm",), None)
+        if cfg.layer_scale:
+            specs["layer_scale"] = Spec((1,), ("norm",), None)
         for name, spec in specs.items():
             setattr(self, name, _param(key, name, *spec, first=1 - cfg.gain_offset))
 
@@ -173,6 +199,11 @@ class Ends(nnx.Module):
         self.final_norm = _param(key, "final_norm", (cfg.d_model,), ("norm",), None, 1 - cfg.gain_offset)
         if not cfg.tie_embeddings:
             self.lm_head = _param(key, "lm_head", (cfg.d_model, cfg.vocab_size), ("embed", "vocab"), scale)
+        if p := cfg.per_layer:  # of every layer side by side
+            width = cfg.n_layers * p
+            self.per_layer_embed = _param(key, "per_layer_embed", (cfg.vocab_size, width), ("vocab", "embed"), p**-0.5)
+            self.per_layer_proj = _param(key, "per_layer_proj", (cfg.d_model, width), ("embed", "latent"), scale)
+            self.per_layer_norm = _param(key, "per_layer_norm", (p,), ("norm",), None, 1 - cfg.gain_offset)
 
 
 def kept_type(name: str, dtype) -> np.dtype:
@@ -212,7 +243,7 @@ def _init(cfg: ModelConfig, seed: int, dtype) -> Params:
 
     params = pure(functools.partial(Ends, cfg), cfg.n_layers)
     for name, stack in stacks(cfg).items():
-        one = functools.partial(pure, functools.partial(Layer, cfg, stack.block))
+        one = functools.partial(pure, functools.partial(Layer, cfg, stack))
         params[name] = jax.vmap(one)(jnp.array(stack.layers))
     return params
 
@@ -225,9 +256,7 @@ def logical_axes(cfg: ModelConfig) -> Params:
         leaves = nnx.to_flat_state(nnx.split(nnx.eval_shape(lambda: module(jax.random.key(0))))[1])
         return {path[0]: prefix + variable.get_metadata("axes") for path, variable in leaves}
 
-    layers = {
-        name: axes(functools.partial(Layer, cfg, stack.block), ("layers",)) for name, stack in stacks(cfg).items()
-    }
+    layers = {name: axes(functools.partial(Layer, cfg, stack), ("layers",)) for name, stack in stacks(cfg).items()}
     return {**axes(functools.partial(Ends, cfg), ()), **layers}
 
 
@@ -249,12 +278,11 @@ def serving_layout(params: Params, layout: str = "serving") -> Params:
     """
     if layout == "scanned" or isinstance(params.get(LAYERS), list):
         return params
-    layers = []
-    for name in (FIRST, LAYERS):
-        stacked = params.get(name, {})
-        n_layers = jax.tree.leaves(stacked)[0].shape[0] if stacked else 0
+    layers, names = [], stack_names(params)
+    for stacked in map(params.__getitem__, names):
+        n_layers = jax.tree.leaves(stacked)[0].shape[0]
         layers += [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(n_layers)]
-    return {**{name: x for name, x in params.items() if name != FIRST}, LAYERS: layers}
+    return {**{name: x for name, x in params.items() if name not in names}, LAYERS: layers}
 
 
 def stacked_layout(cfg: ModelConfig, params: Params) -> Params:
@@ -262,9 +290,8 @@ def stacked_layout(cfg: ModelConfig, params: Params) -> Params:
     layers = params[LAYERS]
     if not isinstance(layers, list):
         return params
-    found = params | {name: layers[x.place :][: len(x.layers)] for name, x in stacks(cfg).items()}
     stack = functools.partial(jax.tree.map, lambda *of_layers: jnp.stack(of_layers))
-    return {name: stack(*x) if name in (FIRST, LAYERS) else x for name, x in found.items()}
+    return params | {name: stack(*layers[x.place :][: len(x.layers)]) for name, x in stacks(cfg).items()}
 
 
 def layout_of(params: Params) -> str:
@@ -285,6 +312,17 @@ def adapted(params: Params, adapters: Params | None, several: bool = False) -> P
     return params | {name: {**params[name], ADAPTERS: found} for name, found in adapters.items()}
 
 
+class Given(NamedTuple):
+    """What a layer is given beside weights and hidden states."""
+
+    forced: jax.Array | None = None  # i32[B, L, k]: the experts that its router takes
+    own: jax.Array | None = None  # [B, L, P]: what the second embedding has for it
+    kv: KV = NO_KV  # see attention.run
+
+
+NOTHING = Given()
+
+
 class _Pass(NamedTuple):
     """What every layer of a forward pass is given."""
 
@@ -294,38 +332,66 @@ class _Pass(NamedTuple):
     compute: Compute
     counted_BxL: jax.Array | None = None
 
-    def layer(self, block: str, kind: Kind, layer, weights: Params, x_BxLxD, attend: Attend, forced_BxLxk=None):
-        """(x, what its router did or None) behind one layer, all parts residual."""
+    def layer(self, block: str, kind: Kind, layer, weights: Params, x_BxLxD, attend: Attend, given: Given = NOTHING):
+        """(x, what its router did or None, the keys and values that others read) behind one layer, all parts
+        residual."""
         if block != "shortcut":
-            x_BxLxD, h_BxLxD = self._attention(kind, layer, weights, x_BxLxD, attend)
+            x_BxLxD, h_BxLxD, kv = self._attention(kind, layer, weights, x_BxLxD, attend, given.kv)
             with jax.named_scope("mlp"):
                 routed = None
-                if block == "dense":
+                if block == "dense" or self.cfg.moe.beside:
                     y_BxLxD = moe.dense(weights, h_BxLxD, self.products, "{}_proj", self.cfg.activation)
-                else:
-                    y_BxLxD, routed = self._mixture(weights, h_BxLxD, forced_BxLxk)
-                return x_BxLxD + self._normed(weights, "mlp_post_norm", y_BxLxD), routed
+                if block != "dense" and self.cfg.moe.beside:
+                    h_BxLxD = self._normed(weights, "mixture_norm", x_BxLxD)
+                    mixed_BxLxD, routed = self._mixture(weights, h_BxLxD, given.forced, x_BxLxD)
+                    y_BxLxD = self._normed(weights, "mlp_inner_norm", y_BxLxD)
+                    y_BxLxD = y_BxLxD + self._normed(weights, "mixture_post_norm", mixed_BxLxD)
+                elif block != "dense":
+                    y_BxLxD, routed = self._mixture(weights, h_BxLxD, given.forced, x_BxLxD)
+                x_BxLxD = x_BxLxD + self._normed(weights, "mlp_post_norm", y_BxLxD)
+                if self.cfg.per_layer:
+                    gate_BxLxP = moe.GATES[self.cfg.activation](self.products(weights, x_BxLxD, "per_layer_in"))
+                    y_BxLxD = self.products(weights, gate_BxLxP * given.own, "per_layer_out")
+                    x_BxLxD = x_BxLxD + self._normed(weights, "per_layer_norm", y_BxLxD)
+                if self.cfg.layer_scale:
+                    scale = jax.lax.stop_gradient(weights["layer_scale"]).astype(x_BxLxD.dtype)
+                    x_BxLxD = x_BxLxD * last(scale, x_BxLxD)
+                return x_BxLxD, routed, kv
         # LongCat: the mixture takes what the first dense feed-forward takes, and is added behind the second
         mixed = None
         for j in (0, 1):
             at = _sublayer(weights, j) | {ADAPTERS: _sublayer(weights.get(ADAPTERS, {}), j)}
             number = None if layer is None else 2 * layer + j
-            x_BxLxD, h_BxLxD = self._attention(kind, number, at, x_BxLxD, attend)
-            mixed = mixed or self._mixture(weights, h_BxLxD, forced_BxLxk)
+            x_BxLxD, h_BxLxD, kv = self._attention(kind, number, at, x_BxLxD, attend, given.kv)
+            mixed = mixed or self._mixture(weights, h_BxLxD, given.forced, x_BxLxD)
             with jax.named_scope("mlp"):
                 x_BxLxD = x_BxLxD + moe.dense(at, h_BxLxD, self.products, "{}_proj")
         assert mixed is not None
-        return x_BxLxD + mixed[0], mixed[1]
+        return x_BxLxD + mixed[0], mixed[1], kv
 
-    def _attention(self, kind, layer, weights, x_BxLxD, attend):
-        """(x behind the attention, what the feed-forward takes of it)."""
+    def _attention(self, kind, layer, weights, x_BxLxD, attend, kv: KV):
+        """(x behind the attention, what the feed-forward takes of it, the keys and values that others read)."""
         with jax.named_scope("attention"):
             h_BxLxD = self._normed(weights, "attn_norm", x_BxLxD)
             rotary = self.rotary[kind]
-            y_BxLxD = attention.run(self.cfg, kind, layer, weights, h_BxLxD, rotary, attend, self.products)
+            y_BxLxD, kv = attention.run(self.cfg, kind, layer, weights, h_BxLxD, rotary, attend, self.products, kv)
             x_BxLxD = x_BxLxD + self._normed(weights, "attn_post_norm", y_BxLxD)
         with jax.named_scope("mlp"):
-            return x_BxLxD, self._normed(weights, "mlp_norm", x_BxLxD)
+            return x_BxLxD, self._normed(weights, "mlp_norm", x_BxLxD), kv
+
+    def own(self, params: Params, tokens_BxL, x_BxLxD, constrain: Constrain = lambda x, *axes: x):
+        """What the second embedding has for each layer [N, B, L, P], of what the first one gives; None: there is
+        none."""
+        cfg, (n, p) = self.cfg, (self.cfg.n_layers, self.cfg.per_layer)
+        if not p:
+            return None
+        with jax.named_scope("embed"):
+            rows = params["per_layer_embed"][tokens_BxL].astype(x_BxLxD.dtype) * jnp.asarray(p**0.5, x_BxLxD.dtype)
+            context = self.products(params, x_BxLxD, "per_layer_proj").astype(jnp.float32) * cfg.d_model**-0.5
+            context, rows = (constrain(x, "batch", "sequence").reshape(*x.shape[:2], n, p) for x in (context, rows))
+            context = rms_norm(context, params["per_layer_norm"], cfg.norm_eps, cfg.gain_offset)
+            own_BxLxNxP = (context + rows.astype(jnp.float32)) * 2**-0.5
+            return jnp.moveaxis(own_BxLxNxP.astype(x_BxLxD.dtype), 2, 0)
 
     def _normed(self, weights, name: str, x_BxLxD):
         """x behind the norm of this name, where the layer has it."""
@@ -333,8 +399,8 @@ class _Pass(NamedTuple):
             return x_BxLxD
         return rms_norm(x_BxLxD, weights[name], self.cfg.norm_eps, self.cfg.gain_offset)
 
-    def _mixture(self, weights, h_BxLxD, forced_BxLxk):
-        return moe.run(self.cfg, weights, h_BxLxD, self.products, self.compute, forced_BxLxk, self.counted_BxL)
+    def _mixture(self, weights, h_BxLxD, forced_BxLxk, x_BxLxD):
+        return moe.run(self.cfg, weights, h_BxLxD, self.products, self.compute, forced_BxLxk, self.counted_BxL, x_BxLxD)
 
 
 def _sublayer(weights: Params, j: int) -> Params:
@@ -380,41 +446,99 @@ def forward_routed(
         x_BxLxD = constrain(_scaled(cfg, embed_VxD[tokens_BxL]), "batch", "sequence")
     products = Products(merge, absorbed=absorbed, gain=adapter_gain, rows=adapter_index)
     one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute, counted_BxL)
+    own_NxBxLxP = one_pass.own(params, tokens_BxL, x_BxLxD, constrain)
 
-    def run(block: str, kind: Kind, layer: int | None, x, weights_and_routes):
-        weights, forced_BxLxk = weights_and_routes
-        x, routed = one_pass.layer(block, kind, layer, weights, x, attend, forced_BxLxk)
-        return constrain(x, "batch", "sequence"), routed
-
-    every: list[Routed] = []  # with an axis of layers
-    blocks, routes = stacks(cfg), None if routes_BxLxMxk is None else jnp.moveaxis(routes_BxLxMxk, 2, 0)
-
-    def body(name: str, kind: Kind, layer: int | None):
-        return rematerialized(functools.partial(run, blocks[name].block, kind, layer), remat, cfg)
-
-    if isinstance(params[LAYERS], list):
-        for layer, (name, at) in enumerate(order(cfg)):
-            forced = None if routes is None or blocks[name].block == "dense" else routes[at]
-            given = params[LAYERS][blocks[name].place + at], forced
-            x_BxLxD, routed = body(name, cfg.kind(layer), layer)(x_BxLxD, given)
-            every += [] if routed is None else [jax.tree.map(lambda x: x[None], routed)]
-    else:
-        for span in runs(cfg):
-
-            def repeat(x, given, span=span):
-                did = []
-                for (name, at), kind in zip(span.layers, span.kinds, strict=True):
-                    take = lambda w, at=at, name=name: w[at] if span.counts[name] > 1 else w
-                    x, routed = body(name, kind, None)(x, jax.tree.map(take, given[name]))
-                    did += [] if routed is None else [routed]
-                return x, jax.tree.map(lambda *each: jnp.stack(each), *did) if did else None
-
-            mixture = {name for name in span.counts if blocks[name].block != "dense" and routes is not None}
-            stacked = {name: (params[name], routes if name in mixture else None) for name in span.counts}
-            x_BxLxD, routed = jax.lax.scan(repeat, x_BxLxD, {name: span.of(name, x) for name, x in stacked.items()})
-            every += [] if routed is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
+    routes = None if routes_BxLxMxk is None else jnp.moveaxis(routes_BxLxMxk, 2, 0)
+    listed, frozen = isinstance(params[LAYERS], list), {}
+    if adapters is not None and not listed:
+        frozen = {name: {k: w for k, w in params[name].items() if k != ADAPTERS} for name in stack_names(params)}
+    layers = _Layers(one_pass, params, attend, remat, constrain, routes, own_NxBxLxP, frozen, {})
+    x_BxLxD, every = layers.unrolled(x_BxLxD) if listed else layers.scanned(x_BxLxD)
     hidden_BxLxD = rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps, cfg.gain_offset)
     return hidden_BxLxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *every) if every else None
+
+
+class _Layers(NamedTuple):
+    """All layers of one training pass, or of one that serves unrolled layers."""
+
+    one_pass: _Pass
+    params: Params
+    attend: Attend
+    remat: str
+    constrain: Constrain
+    routes_MxBxLxk: jax.Array | None
+    own_NxBxLxP: jax.Array | None
+    # Weights beside adapters, by stack: they have no gradient, and a layer takes its own inside of what is computed
+    # again, else the backward pass would keep a copy of each
+    frozen: dict[str, Params]
+    shared: dict[int, KV]  # keys and values that later layers read, by their window: filled on the way
+
+    def unrolled(self, x_BxLxD) -> tuple[jax.Array, list[Routed]]:
+        """(x behind all layers of the serving layout, what their routers did, each with an axis of layers)."""
+        cfg, router = self.one_pass.cfg, 0
+        every: list[Routed] = []
+        for layer, (name, at) in enumerate(order(cfg)):
+            stack, kind = stacks(cfg)[name], cfg.kind(layer)
+            forced = own = None
+            if self.routes_MxBxLxk is not None and stack.block != "dense":
+                forced = self.routes_MxBxLxk[router]
+            if self.own_NxBxLxP is not None:
+                own = self.own_NxBxLxP[layer]
+            weights = self.params[LAYERS][stack.place + at]
+            x_BxLxD, routed, kv = self._layer(name, kind, layer)(x_BxLxD, weights, self._given(kind, forced, own), None)
+            self.shared.update({kind.window: kv} if kind.kv == "shared" else {})
+            if routed is not None:
+                router, every = router + 1, [*every, jax.tree.map(lambda x: x[None], routed)]
+        return x_BxLxD, every
+
+    def scanned(self, x_BxLxD) -> tuple[jax.Array, list[Routed]]:
+        """The same of stacked layers, run by run."""
+        every: list[Routed] = []
+        for span in runs(self.one_pass.cfg):
+            of_stacks = {name: self.params[name] for name in stack_names(span.counts)}
+            if self.frozen:
+                of_stacks = {name: {ADAPTERS: x[ADAPTERS]} for name, x in of_stacks.items()}
+            of_stacks |= {ROUTERS: self.routes_MxBxLxk if span.counts[ROUTERS] else None, EVERY: self.own_NxBxLxP}
+            each = {name: span.of(name, x) for name, x in of_stacks.items()}
+            each |= {AT: jnp.arange(span.repeats)} if self.frozen else {}
+            x_BxLxD, (routed, shared) = jax.lax.scan(functools.partial(self._repeat, span), x_BxLxD, each)
+            self.shared.update({window: jax.tree.map(lambda x: x[-1], kv) for window, kv in shared.items()})
+            every += [] if routed is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
+        return x_BxLxD, every
+
+    def _repeat(self, span: Run, x_BxLxD, each):
+        """(x, (what the routers did, what later layers read)) behind one repeat of a run."""
+
+        def pick(tree, name: str, at: int):
+            return tree if span.counts[name] < 2 else jax.tree.map(operator.itemgetter(at), tree)
+
+        did: list[Routed] = []
+        shared: dict[int, KV] = {}
+        for j, ((name, at), kind) in enumerate(zip(span.layers, span.kinds, strict=True)):
+            forced = (
+                None if stacks(self.one_pass.cfg)[name].block == "dense" else pick(each[ROUTERS], ROUTERS, len(did))
+            )
+            given = self._given(kind, forced, pick(each[EVERY], EVERY, j))
+            number = span.starts[name] + each[AT] * span.counts[name] + at if self.frozen else None
+            layer = self._layer(name, kind, None)
+            x_BxLxD, routed, kv = layer(x_BxLxD, pick(each[name], name, at), given, number)
+            shared |= {kind.window: kv} if kind.kv == "shared" else {}
+            did += [] if routed is None else [routed]
+        return x_BxLxD, (jax.tree.map(lambda *each: jnp.stack(each), *did) if did else None, shared)
+
+    def _given(self, kind: Kind, forced, own) -> Given:
+        return Given(forced, own, self.shared.get(kind.window, NO_KV) if kind.kv == "read" else NO_KV)
+
+    def _layer(self, name: str, kind: Kind, layer: int | None) -> Callable:
+        def run(x_BxLxD, weights, given: Given, number):
+            if self.frozen:
+                take = functools.partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
+                weights = jax.tree.map(take, self.frozen[name]) | weights
+            block = stacks(self.one_pass.cfg)[name].block
+            x_BxLxD, routed, kv = self.one_pass.layer(block, kind, layer, weights, x_BxLxD, self.attend, given)
+            return self.constrain(x_BxLxD, "batch", "sequence"), routed, kv
+
+        return rematerialized(run, self.remat, self.one_pass.cfg)
 
 
 def forward_carrying(
@@ -448,11 +572,11 @@ def forward_carrying(
         x_BxLxD = _scaled(cfg, params["embed"][tokens_BxL].astype(dtype))
     products = Products(True, looped=True, absorbed=True, gain=adapter_gain, rows=adapter_index)
     one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute)
-    ids = None
+    own_NxBxLxP, ids = one_pass.own(params, tokens_BxL, x_BxLxD), None
     if cfg.experts:
         ids = jnp.zeros((cfg.expert_layers, *tokens_BxL.shape, cfg.experts.per_token), jnp.int32)
     for span in runs(cfg):
-        x_BxLxD, state, ids = _looped(one_pass, span, params, x_BxLxD, attend_with, state, ids)
+        x_BxLxD, state, ids = _looped(one_pass, span, params, own_NxBxLxP, x_BxLxD, attend_with, state, ids)
     return rms_norm(x_BxLxD, params["final_norm"], cfg.norm_eps, cfg.gain_offset), state, ids
 
 
@@ -464,7 +588,7 @@ def _rotary(cfg: ModelConfig, positions_BxL) -> dict[Kind, tuple[jax.Array, jax.
     return {kind: attention.rotary(cfg, kind, positions_BxL) for kind in cfg.kinds}
 
 
-def _looped(one_pass: _Pass, span: Run, params: Params, x_BxLxD, attend_with, state, ids):
+def _looped(one_pass: _Pass, span: Run, params: Params, own_NxBxLxP, x_BxLxD, attend_with, state, ids):
     """The layers of one run, whose weights stay stacked; ids: the routers' choices so far, None without experts."""
     period, blocks = len(span.layers), stacks(one_pass.cfg)
     most = max(1, TOGETHER // period)  # repeats of the run
@@ -473,22 +597,26 @@ def _looped(one_pass: _Pass, span: Run, params: Params, x_BxLxD, attend_with, st
     def body(i, carry):
         x_BxLxD, state, ids = carry
         for repeat in [i * together + j for j in range(together)]:
+            router = span.starts[ROUTERS] + repeat * span.counts[ROUTERS]
             for j, (name, place) in enumerate(span.layers):
                 at = span.starts[name] + repeat * span.counts[name] + place
                 take = functools.partial(jax.lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
                 weights, layer = jax.tree.map(take, params[name]), span.first + repeat * period + j
+                given = Given(own=jax.tree.map(functools.partial(take, index=layer), own_NxBxLxP))
                 state = jax.tree.map(lambda x: x, state)
                 block, attend = blocks[name].block, attend_with(state)
-                x_BxLxD, routed = one_pass.layer(block, span.kinds[j], layer, weights, x_BxLxD, attend)
-                ids = ids if routed is None else ids.at[at].set(routed.ids)
+                x_BxLxD, routed, _ = one_pass.layer(block, span.kinds[j], layer, weights, x_BxLxD, attend, given)
+                ids = ids if routed is None else ids.at[router].set(routed.ids)
+                router = router if routed is None else router + 1
         return x_BxLxD, state, ids
 
     return jax.lax.fori_loop(0, span.repeats // together, body, (x_BxLxD, state, ids))
 
 
 def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:
-    """f32[..., V] over all rows of the embedding, padding rows included."""
+    """f32[..., V] over all rows of the embedding, padding rows included; capped, where the model's are."""
     with jax.named_scope("head"):
         tied = cfg.tie_embeddings
         spec, weight = ("...d,vd->...v", params["embed"]) if tied else ("...d,dv->...v", params["lm_head"])
-        return jnp.einsum(spec, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        z = jnp.einsum(spec, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return cfg.logit_cap * jnp.tanh(z / cfg.logit_cap) if cfg.logit_cap else z

@@ -61,13 +61,14 @@ def experts(
     devices: int,
     mesh_axes: tuple[str, ...],
     interpret: bool = False,
+    gate: str = "silu",
 ) -> jax.Array:
     """[T, D]: for each of this device's tokens, the weighted sum of its experts, E of which each device has.
 
     interpret: without the TPU's kernel and collective, for tests.
     """
     (tokens, k), count = ids_Txk.shape, gate_ExDxF.shape[0]
-    plan = plan_of(tokens * devices, k, count, devices, interpret)
+    plan = plan_of(tokens * devices, k, count, devices, interpret)._replace(gate=gate)
     ids_N = jnp.minimum(ids_Txk.reshape(-1), count * devices)  # choices of no expert come last
     place_N, counts_E = places_of(ids_N, count * devices + 1)
     sent = _Sent(order_of(ids_N), place_N, jax.lax.all_gather(counts_E[:-1], axis))
@@ -206,20 +207,25 @@ def compute(kind: str, mesh: Mesh, dispatch: str = "gather") -> moe.Compute:
     def whole(x: jax.Array, axis: str, at: int) -> jax.Array:
         return jax.lax.all_gather(x, axis, axis=at, tiled=True) if mesh.shape[axis] > 1 else x
 
-    def one_device(h, weights, ids, gate, up, down):
+    def one_device(activation, h, weights, ids, gate, up, down):
         gate, up, down = whole(gate, embed, 1), whole(up, embed, 1), whole(down, embed, 2)
         if dispatch == "all_to_all" and mesh.shape[expert] > 1:
             inputs = (*(x.reshape(-1, x.shape[-1]) for x in (h, weights, ids)), gate, up, down)
             options = {"axis": expert, "devices": mesh.shape[expert], "mesh_axes": mesh.axis_names}
-            y = experts(*inputs, interpret=_interpreted(mesh), **options)
+            y = experts(*inputs, interpret=_interpreted(mesh), gate=activation, **options)
             return jax.lax.psum(y.reshape(h.shape), mlp)
         h, weights, ids = (whole(x, expert, 0) for x in (h, weights, ids))
-        y = local(h, weights, ids, gate, up, down, jax.lax.axis_index(expert) * gate.shape[0])
+        y = local(h, weights, ids, gate, up, down, jax.lax.axis_index(expert) * gate.shape[0], gate=activation)
         y = jax.lax.psum(y, mlp)
         return jax.lax.psum_scatter(y, expert, scatter_dimension=0, tiled=True) if mesh.shape[expert] > 1 else y
 
     specs = (tokens, tokens, tokens, wide, wide, back)
-    return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+
+    def run(*inputs, gate: str = "silu"):
+        each = functools.partial(one_device, gate)
+        return jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)(*inputs)
+
+    return run
 
 
 def serving(kind: str, mesh: Mesh, *, whole: bool) -> moe.Compute:
@@ -232,12 +238,17 @@ def serving(kind: str, mesh: Mesh, *, whole: bool) -> moe.Compute:
     wide, back = (PartitionSpec(*(table[axis] for axis in axes)) for axes in (moe.WIDE, moe.BACK))
     devices = table["heads"]
 
-    def one_device(h, weights, ids, gate, up, down):
+    def one_device(activation, h, weights, ids, gate, up, down):
         first = jax.lax.axis_index(devices) * gate.shape[0] if whole else 0
-        return jax.lax.psum(local(h, weights, ids, gate, up, down, first), devices)
+        return jax.lax.psum(local(h, weights, ids, gate, up, down, first, gate=activation), devices)
 
     specs = (*(PartitionSpec(),) * 3, wide, wide, back)
-    return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+
+    def run(*inputs, gate: str = "silu"):
+        each = functools.partial(one_device, gate)
+        return jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(*inputs)
+
+    return run
 
 
 def _local(kind: str, mesh: Mesh, parts: int) -> moe.Compute:

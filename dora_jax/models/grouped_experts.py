@@ -25,6 +25,7 @@ TILE_WIDTH = 1024  # the same, of matrices; of gradients half of it one way, for
 EVEN_LOAD = "once_under_even_load"  # names the loop over blocks, whose count depends on the load
 
 
+GATES = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}  # by cfg.activation
 Matrices = Sequence[jax.Array]  # gate, up, down of every expert
 
 
@@ -36,6 +37,7 @@ class BlockPlan(NamedTuple):
     per_token: int
     tile: int  # rows of a tile, which divide a block
     interpret: bool
+    gate: str = "silu"  # the activation
 
 
 class Sorted(NamedTuple):
@@ -57,14 +59,15 @@ def experts(
     *,
     parts: int = 1,
     interpret: bool = False,
+    gate: str = "silu",
 ) -> jax.Array:
     """[T, D]: for each token, the weighted sum of its experts among `first` and those behind it.
 
-    parts: devices that share out the experts. interpret: on any device, for tests.
+    parts: devices that share out the experts. interpret: on any device, for tests. gate: of GATES.
     """
     count = gate_ExDxF.shape[0]
     tokens, k = ids_Txk.shape
-    plan = plan_of(tokens, k, count, parts, interpret)
+    plan = plan_of(tokens, k, count, parts, interpret)._replace(gate=gate)
     local_N = ids_Txk.reshape(-1) - first
     local_N = jnp.where((local_N >= 0) & (local_N < count), local_N, count)
     place_N, sizes_E = places_of(local_N, count + 1)
@@ -196,7 +199,7 @@ class Grouped:
     def forward(self, x_RxD: jax.Array, weights_R: jax.Array, matrices: Matrices) -> jax.Array:
         """Each row's part of the result; undefined behind the last row."""
         gate_ExDxF, up_ExDxF, down_ExFxD = matrices
-        inner_RxF = _swiglu(self._product(x_RxD, gate_ExDxF), self._product(x_RxD, up_ExDxF))
+        inner_RxF = self._gated(self._product(x_RxD, gate_ExDxF), self._product(x_RxD, up_ExDxF))
         return self._product((weights_R[:, None] * inner_RxF).astype(inner_RxF.dtype), down_ExFxD)
 
     def backward(
@@ -205,7 +208,7 @@ class Grouped:
         """(gradients of the rows, of their weights, the sums with those of the matrices) for that of `forward`."""
         gate_ExDxF, up_ExDxF, down_ExFxD = matrices
         gate_RxF, up_RxF = self._product(x_RxD, gate_ExDxF), self._product(x_RxD, up_ExDxF)
-        inner_RxF, back = jax.vjp(_swiglu, gate_RxF, up_RxF)
+        inner_RxF, back = jax.vjp(self._gated, gate_RxF, up_RxF)
         dinner_RxF = self._product(dy_RxD, down_ExFxD, transposed=True).astype(jnp.float32)
         dweights_R = jnp.sum(inner_RxF.astype(jnp.float32) * dinner_RxF, axis=-1)
         dgate_RxF, dup_RxF = back((weights_R[:, None] * dinner_RxF).astype(inner_RxF.dtype))
@@ -227,6 +230,9 @@ class Grouped:
         )
         return dx_RxD.astype(x_RxD.dtype), dweights_R, sums
 
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return GATES[self._plan.gate](gate) * up
+
     def _product(self, x_RxD: jax.Array, w_ExDxF: jax.Array, transposed: bool = False) -> jax.Array:
         """Each row with its expert's matrix."""
         width = w_ExDxF.shape[1 if transposed else 2]
@@ -239,7 +245,3 @@ class Grouped:
             transpose_rhs=transposed,
             interpret=self._plan.interpret,
         )
-
-
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up

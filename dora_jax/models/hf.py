@@ -39,11 +39,15 @@ END_TENSORS = {
     "embed": Tensor("model.embed_tokens.weight", False),
     "final_norm": Tensor("model.norm.weight", False),
     "lm_head": Tensor("lm_head.weight"),
+    "per_layer_embed": Tensor("model.embed_tokens_per_layer.weight", False),
+    "per_layer_proj": Tensor("model.per_layer_model_projection.weight"),
+    "per_layer_norm": Tensor("model.per_layer_projection_norm.weight", False),
 }
 WIDE = ("router_bias",)  # f32 in every folder
 SCORE = "score.weight"  # of a reward model: [1, D]
 TEXT_PREFIX = re.compile(r"(language_model\.model|model\.language_model)\.|language_model\.(?=lm_head)")
-BESIDE = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+TOWERS = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
+BESIDE = (*TOWERS, *(f"model.{name}" for name in TOWERS))
 DISK_DTYPES = ("F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
@@ -160,7 +164,8 @@ def save(
     with contextlib.ExitStack() as stack:
         there = stack.enter_context(_open(source)) if config.get("model_type") in TEXT else {}
         names = {name: stored for name, (_, _, stored) in there.items()}
-        first = next((at.partition("layers.")[0] for name, at in names.items() if name.startswith("model.")), "model.")
+        of_text = (at.partition("layers.")[0] for name, at in names.items() if name.startswith("model.layers."))
+        first = next(of_text, "model.")
         text = (
             (names.get(name, name.replace("model.", first, 1)), value)
             for name, value in _disk_tensors(cfg, params, dtype, padded)
@@ -189,13 +194,17 @@ def check_vacant(path: str | Path) -> None:
         raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
 
 
-def _layer_parameters(cfg: ModelConfig, tree: dict) -> Iterator[tuple[str, Tensor, decoder.Stack, Any]]:
+def _layer_parameters(cfg: ModelConfig, tree: dict) -> Iterator[tuple[str, Tensor, decoder.Stack, tuple]]:
     """(its name, where it lies on disk, its stack, the leaf) of every parameter of the layers of a tree like the
-    params."""
+    params; of two that share a tensor, one pair."""
     tensors = family(cfg.family).tensors
+    second = {tensor.name: name for name, tensor in tensors.items() if tensor.half == 1}
     for key, stack in decoder.stacks(cfg).items():
         for name, leaf in tree[key].items():
-            yield name, tensors[name], stack, leaf
+            if tensors[name].half is None:
+                yield name, tensors[name], stack, (leaf,)
+            elif tensors[name].half == 0:
+                yield name, tensors[name], stack, (leaf, tree[key][second[tensors[name].name]])
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -238,12 +247,15 @@ def _open(path: Path) -> Iterator[Tensors]:
 def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[str, tuple[int, ...]]) -> None:
     abstract = decoder.abstract_params(cfg)
     places = [(tensor.name, tensor, abstract[name].shape) for name, tensor in END_TENSORS.items() if name in abstract]
-    for _, tensor, stack, leaf in _layer_parameters(cfg, abstract):
+    for _, tensor, stack, (leaf, *others) in _layer_parameters(cfg, abstract):
         names = [tensor.name.format(e=e) for e in range(leaf.shape[1])] if tensor.per_expert else [tensor.name]
         for layer in stack.layers:
             shape = leaf.shape[2 if tensor.per_expert else 1 :]
+            shape = (*shape[:-1], shape[-1] * (1 + len(others)))
             places += [(f"model.layers.{layer}.{name}", tensor, shape) for name in names]
-    expected = {name: shape[::-1] if tensor.transposed else shape for name, tensor, shape in places} | head
+    expected = {
+        name: (*shape[:-2], shape[-1], shape[-2]) if tensor.transposed else shape for name, tensor, shape in places
+    } | head
     for name, shape in expected.items():
         if name not in tensors:
             raise ValueError(f"{path} lacks the tensor {name}, which {cfg.family} of its config.json needs")
@@ -260,12 +272,15 @@ def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[st
             beside.append(name)
             continue
         # What some writers add and that says nothing new: rotary tables, a head that repeats the tied embedding, the
-        # matrices of experts that return their input
+        # matrices of experts that return their input, keys and values of layers that read other layers'
         repeated = cfg.tie_embeddings and name == END_TENSORS["lm_head"].name
         if name in expected or repeated or name.endswith("rotary_emb.inv_freq"):
             continue
         found = re.fullmatch(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate|up)_proj\.weight", name)
         if found and cfg.experts and cfg.experts.count <= int(found[1]) < cfg.experts.choices:
+            continue
+        found = re.match(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+        if found and cfg.kv_owners <= int(found[1]) < cfg.n_layers:
             continue
         # Of multi-token prediction, which the decoder does not compute: an own module, or a layer behind the last
         found = re.match(r"model\.layers\.(\d+)\.", name)
@@ -299,10 +314,14 @@ def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Call
 def read_slice(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) -> np.ndarray:
     """These bounds (in memory order) of one tensor; only their bytes are read."""
     name = prefix + tensor.name
-    slices = tuple(slice(*bound) for bound in (bounds[::-1] if tensor.transposed else bounds))
     handle, _, stored = tensors[name]
-    value = handle.get_slice(stored)[slices]
-    return value.T if tensor.transposed else value
+    whole = handle.get_slice(stored)
+    if tensor.transposed:
+        *leading, inner, (start, stop) = bounds
+        first = tensor.half * whole.get_shape()[-2] // 2 if tensor.half else 0
+        bounds = (*leading, (first + start, first + stop), inner)
+    value = whole[tuple(slice(*bound) for bound in bounds)]
+    return value.swapaxes(-1, -2) if tensor.transposed else value
 
 
 def _read_stacked(
@@ -325,17 +344,19 @@ def _read_stacked(
 
 
 def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, value as stored), one parameter on the host at a time."""
+    """(name, value as stored), one parameter on the host at a time, or the two that share a tensor."""
 
     def stored(name: str, tensor: Tensor, value: np.ndarray) -> np.ndarray:
         # selections by biases in a narrow type have ties; hub folders hold them in f32 too
-        return np.ascontiguousarray(value.T if tensor.transposed else value, np.float32 if name in WIDE else dtype)
+        value = value.swapaxes(-1, -2) if tensor.transposed else value
+        return np.ascontiguousarray(value, np.float32 if name in WIDE else dtype)
 
     for name, tensor in END_TENSORS.items():
         if name in params:
             yield tensor.name, stored(name, tensor, np.asarray(params[name]))
-    for name, tensor, stack, leaf in _layer_parameters(cfg, params):
-        for layer, value in zip(stack.layers, np.asarray(leaf), strict=True):
+    for name, tensor, stack, leaves in _layer_parameters(cfg, params):
+        for layer, *parts in zip(stack.layers, *map(np.asarray, leaves), strict=True):
+            value = np.concatenate(parts, axis=-1) if parts[1:] else parts[0]
             each = list(enumerate(value)) if tensor.per_expert else [(0, value)]
             if padded and cfg.experts and name in ("experts_gate", "experts_up"):
                 each += [(e, np.zeros_like(value[0])) for e in range(cfg.experts.count, cfg.experts.choices)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_jax.models.families import ALIASES, FAMILIES, NOT_COMPUTED, TEXT, family, own
-from dora_jax.models.families.config import Linear, ModelConfig, RopeScaling, Yarn
+from dora_jax.models.families.config import Linear, ModelConfig, Proportional, RopeScaling, Yarn
 from dora_jax.models.families.family import DEFAULTS, FULL, SLIDING, Fields, Json, rotary_tables
 
 # Switches that would change the function; the value here is the only one the decoder computes.
@@ -153,10 +153,14 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
         text = config_json(cfg, dtype, base["text_config"])
         return {**base, "text_config": {**text, "architectures": None}, "torch_dtype": dtype, "dtype": dtype}
     if cfg.rope_scaling is not None:
-        kind = {RopeScaling: "llama3", Linear: "linear", Yarn: "yarn"}[type(cfg.rope_scaling)]
+        known_kinds = {RopeScaling: "llama3", Linear: "linear", Yarn: "yarn", Proportional: "proportional"}
+        kind = known_kinds[type(cfg.rope_scaling)]
         kinds = {"rope_type": kind} if kind == "llama3" else {"rope_type": kind, "type": kind}
         entries = dataclasses.asdict(cfg.rope_scaling)
-        if kind != "linear":
+        if isinstance(cfg.rope_scaling, Proportional):
+            entries = {"partial_rotary_factor": cfg.rope_scaling.share}
+            entries |= {"factor": cfg.rope_scaling.factor} if cfg.rope_scaling.factor != 1.0 else {}
+        elif kind != "linear":
             entries["original_max_position_embeddings"] = entries.pop("original_max_position")
         absent = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if not entries.get(name)]
         scaling = kinds | {name: x for name, x in entries.items() if name not in absent}
@@ -164,7 +168,7 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     full |= {"partial_rotary_factor": cfg.rope_part} if cfg.rope_part != 1.0 else {}
     local = max(kind.theta for kind in cfg.kinds)  # base of the layers that have one of their own
     respelled = ("num_local_experts",) if cfg.experts else ()  # of transformers 5, beside the hub's own
-    usual = {
+    usual: Json = {
         "architectures": [known.architecture],
         "model_type": cfg.family,
         "hidden_act": "silu",
@@ -184,6 +188,8 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+    if isinstance(cfg.rope_scaling, Proportional):  # newer than the field, which would take its table's place
+        del usual["rope_scaling"]
     return {
         **{name: value for name, value in base.items() if name not in respelled},
         **{known.names.get(name, name): value for name, value in usual.items()},
@@ -191,15 +197,17 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     }
 
 
-def _scaling(entry: Fields, fields: Fields, rotated: float) -> RopeScaling | Yarn | Linear | None:
+def _scaling(entry: Fields, fields: Fields, rotated: float) -> RopeScaling | Yarn | Linear | Proportional | None:
     """rotated: the share of a head that is."""
     file, kind = entry.file, entry.raw.get("rope_type") or entry.raw.get("type") or "default"
+    if kind == "proportional" and rotated == 1.0:
+        return Proportional(share=entry.number("partial_rotary_factor", 1.0), factor=entry.number("factor", 1.0))
     if entry.raw.get("partial_rotary_factor", rotated) != rotated:
         raise ValueError(f"{file} has partial_rotary_factor={entry.raw['partial_rotary_factor']!r}; heads rotate whole")
     if kind == "default":
         return None
     if kind not in ("llama3", "yarn", "linear"):
-        raise ValueError(f"{file} asks for rope scaling {kind!r}; known: default, llama3, yarn, linear")
+        raise ValueError(f"{file} asks for rope scaling {kind!r}; known: default, llama3, yarn, linear, proportional")
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     factors = {name: value for name in needed if (value := entry.number(name)) is not None}
     if lacking := [name for name in needed if name not in factors]:

@@ -53,15 +53,17 @@ OFF = Lora()
 def adapter_params(cfg: ModelConfig, lora: Lora, *, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> float:
     """Numbers of an adapter of this model, on one device of a mesh; mirrors the table in sharding.py."""
     cut, e = fsdp * expert, cfg.experts
-    wide, f = cfg.d_model / cut, cfg.d_ff / tensor
-    attention = 4 * wide + 2 * (cfg.q_width + cfg.kv_width) / tensor
-    if cfg.latent is not None:
-        m, heads = cfg.latent, cfg.n_heads / tensor
-        attention = 2 * wide + m.cache_dim + m.kv_rank / cut + heads * (m.nope_dim + 2 * m.v_dim) + cfg.q_width / tensor
-        attention += wide + m.q_rank + m.q_rank / cut if m.q_rank else wide
-    sublayers = 2 if cfg.shortcut else 1
-    dense = cfg.n_layers - cfg.expert_layers + (sublayers * cfg.expert_layers if cfg.shortcut else 0)
-    counts = {"attention": cfg.kv_layers * attention, "mlp": dense * 3 * (wide + f), "experts": 0.0}
+    wide, counts, sublayers = cfg.d_model / cut, dict.fromkeys(ADAPTED, 0.0), 2 if cfg.shortcut else 1
+    for layer, kind in enumerate(cfg.every_kind):
+        q, own = cfg.q_width(kind), 0 if kind.kv == "read" else 1 if kind.tied_values else 2
+        attention = (2 + own) * wide + (2 * q + own * cfg.kv_width(kind)) / tensor
+        if cfg.latent is not None:
+            m, heads = cfg.latent, cfg.n_heads / tensor
+            attention = 2 * wide + m.cache_dim + m.kv_rank / cut + heads * (m.nope_dim + 2 * m.v_dim) + q / tensor
+            attention += wide + m.q_rank + m.q_rank / cut if m.q_rank else wide
+        counts["attention"] += sublayers * attention
+        if e is None or not cfg.has_experts(layer) or cfg.shortcut or e.beside:
+            counts["mlp"] += sublayers * 3 * (wide + (kind.d_ff or cfg.d_ff) / tensor)
     if e is not None:
         counts["mlp"] += cfg.expert_layers * 3 * (wide + e.shared * e.width / tensor) if e.shared else 0
         counts["experts"] = cfg.expert_layers * e.count / expert * 3 * (cfg.d_model / fsdp + e.width / tensor)

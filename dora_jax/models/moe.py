@@ -15,7 +15,6 @@ states alone, whatever computes the experts.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,8 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from dora_jax.models import grouped_experts
-from dora_jax.models.attention import ADAPTERS, Products, Spec, Weights, adapter_of
+from dora_jax.models.attention import ADAPTERS, Products, Spec, Weights, adapter_of, rms_norm
 from dora_jax.models.families.config import Experts, ModelConfig
+from dora_jax.models.grouped_experts import GATES
 
 WIDE, BACK = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")  # axes of the matrices
 MISSING = -1  # as a forced id: the router chooses
@@ -56,6 +56,9 @@ def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
         found["router_bias"] = Spec((e.choices,), ("router",), 0.0)
     if e.shared:
         found |= dense_specs(d, e.shared * e.width, residual, "shared_{}")
+    if e.beside:
+        found |= {f"{x}_norm": Spec((d,), ("norm",), None) for x in ("mlp_inner", "mixture", "mixture_post")}
+        found |= {"router_scale": Spec((d,), ("norm",), None), "router_gain": Spec((e.choices,), ("router",), None)}
     return found
 
 
@@ -66,9 +69,6 @@ def dense_specs(d: int, f: int, residual: float, name: str) -> dict[str, Spec]:
         name.format("up"): Spec((d, f), ("embed", "mlp"), d**-0.5),
         name.format("down"): Spec((f, d), ("mlp", "embed"), residual * f**-0.5),
     }
-
-
-GATES = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}  # by cfg.activation
 
 
 def dense(weights: Weights, h_BxLxD: jax.Array, products: Products, name: str, gate: str = "silu") -> jax.Array:
@@ -85,13 +85,18 @@ def run(
     compute: Compute,
     forced_BxLxk: jax.Array | None,
     counted_BxL: jax.Array | None,
+    x_BxLxD: jax.Array,
 ) -> tuple[jax.Array, Routed]:
-    """(what normed hidden states add to the residual stream, what the router did)."""
+    """(what normed hidden states add to the residual stream, what the router did). x: the residual stream, which a
+    router beside a dense feed-forward norms by itself."""
     e = cfg.moe
     with jax.named_scope("router"):
-        weights_BxLxk, routed = route(
-            e, h_BxLxD, weights["router"], weights.get("router_bias"), forced_BxLxk, counted_BxL
-        )
+        routed_BxLxD = h_BxLxD
+        if e.beside:
+            gain = weights["router_scale"].astype(jnp.float32) * cfg.d_model**-0.5
+            routed_BxLxD = rms_norm(x_BxLxD.astype(jnp.float32), gain, cfg.norm_eps)
+        of_router = weights["router"], weights.get("router_bias"), forced_BxLxk, counted_BxL
+        weights_BxLxk, routed = route(e, routed_BxLxD, *of_router, weights.get("router_gain"))
     with jax.named_scope("experts"):
         matrices: list[jax.Array | Several] = []  # [E, in, out]
         for name in ("experts_gate", "experts_up", "experts_down"):
@@ -106,7 +111,8 @@ def run(
                     matrix = Several(matrix, a.swapaxes(0, 1), b.swapaxes(0, 1))
             matrices.append(matrix)
         own = {"rows_B": products.rows} if any(isinstance(matrix, Several) for matrix in matrices) else {}
-        y_BxLxD = compute(h_BxLxD, weights_BxLxk, routed.ids, *matrices, **own)
+        gate = {"gate": cfg.activation} if cfg.activation != "silu" else {}
+        y_BxLxD = compute(h_BxLxD, weights_BxLxk, routed.ids, *matrices, **own, **gate)
         if e.zero:
             kept_BxL = jnp.sum(jnp.where(routed.ids >= e.count, weights_BxLxk, 0.0), axis=-1)
             y_BxLxD = y_BxLxD + (kept_BxL[..., None] * h_BxLxD.astype(jnp.float32)).astype(h_BxLxD.dtype)
@@ -158,10 +164,12 @@ def route(
     bias_E: jax.Array | None = None,
     forced_BxLxk: jax.Array | None = None,
     counted_BxL: jax.Array | None = None,
+    gain_E: jax.Array | None = None,
 ) -> tuple[jax.Array, Routed]:
     """(weights f32[B, L, k], what was chosen). A row of `forced` that is MISSING is chosen here, the rest is taken.
 
-    counted_BxL: the tokens that load and scores are sums over; None: all.
+    gain_E: what each expert's weight is multiplied by. counted_BxL: the tokens that load and scores are sums over;
+    None: all.
     """
     wide = (x.astype(jnp.float32) for x in (h_BxLxD, router_DxE))
     logits_BxLxE = jnp.einsum("bld,de->ble", *wide, precision=jax.lax.Precision.HIGHEST)
@@ -184,6 +192,8 @@ def route(
         weights_BxLxk = weights_BxLxk / (jnp.sum(weights_BxLxk, axis=-1, keepdims=True) + 1e-20)
     counted_BxL = jnp.ones(h_BxLxD.shape[:2]) if counted_BxL is None else counted_BxL.astype(jnp.float32)
     weights_BxLxk = e.scale * weights_BxLxk
+    if gain_E is not None:
+        weights_BxLxk = weights_BxLxk * gain_E.astype(jnp.float32)[ids_BxLxk]
     # No router learns from the counts; it does from the sums of scores
     choices = scores_BxLxE.shape[-1]
     hits_BxLxkxE = ids_BxLxk[..., None] == jnp.arange(choices)[None, None, None]
@@ -199,9 +209,19 @@ def route(
     )
 
 
-def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None):
+def scan(
+    h_BxLxD,
+    weights_BxLxk,
+    ids_BxLxk,
+    gate_ExDxF,
+    up_ExDxF,
+    down_ExFxD,
+    first: int | jax.Array = 0,
+    rows_B=None,
+    gate: str = "silu",
+):
     """`first`: the id of the first expert that is here; what goes to others adds nothing. rows_B: of matrices that are
-    Several, the adapter of each row."""
+    Several, the adapter of each row. gate: of GATES."""
     rows_T = None if rows_B is None else jnp.repeat(rows_B, h_BxLxD.shape[1])
     h_TxD = h_BxLxD.reshape(-1, h_BxLxD.shape[-1])
     weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (weights_BxLxk, ids_BxLxk))
@@ -210,7 +230,7 @@ def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, fi
     def add(y_TxD, expert):
         e, gate_DxF, up_DxF, down_FxD = expert
         weight_T = jnp.sum(jnp.where(ids_Txk == first + e, weights_Txk, 0.0), axis=-1)
-        inner_TxF = jax.nn.silu(times(h_TxD, gate_DxF, rows_T)) * times(h_TxD, up_DxF, rows_T)
+        inner_TxF = GATES[gate](times(h_TxD, gate_DxF, rows_T)) * times(h_TxD, up_DxF, rows_T)
         out_TxD = times(inner_TxF, down_FxD, rows_T)
         return y_TxD + weight_T[:, None] * out_TxD.astype(jnp.float32), None
 
@@ -220,7 +240,15 @@ def scan(h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, fi
 
 
 def blocks(
-    h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None
+    h_BxLxD,
+    weights_BxLxk,
+    ids_BxLxk,
+    gate_ExDxF,
+    up_ExDxF,
+    down_ExFxD,
+    first: int | jax.Array = 0,
+    rows_B=None,
+    gate: str = "silu",
 ):
     """Like `scan`, without gradients. What an expert's last block writes behind its own tokens is overwritten by the
     next experts, or left out."""
@@ -236,7 +264,7 @@ def blocks(
         x_CxD = jax.lax.dynamic_slice_in_dim(x_NxD, start, BLOCK)
         rows_C = None if rows_N is None else jax.lax.dynamic_slice_in_dim(rows_N, start, BLOCK)
         gate_DxF, up_DxF, down_FxD = jax.tree.map(lambda w: w[e], (gate_ExDxF, up_ExDxF, down_ExFxD))
-        inner_CxF = jax.nn.silu(times(x_CxD, gate_DxF, rows_C)) * times(x_CxD, up_DxF, rows_C)
+        inner_CxF = GATES[gate](times(x_CxD, gate_DxF, rows_C)) * times(x_CxD, up_DxF, rows_C)
         y_CxD = times(inner_CxF, down_FxD, rows_C)
         return jax.lax.dynamic_update_slice_in_dim(out_NxD, y_CxD, start, 0)
 
@@ -245,7 +273,15 @@ def blocks(
 
 
 def ragged_dot(
-    h_BxLxD, weights_BxLxk, ids_BxLxk, gate_ExDxF, up_ExDxF, down_ExFxD, first: int | jax.Array = 0, rows_B=None
+    h_BxLxD,
+    weights_BxLxk,
+    ids_BxLxk,
+    gate_ExDxF,
+    up_ExDxF,
+    down_ExFxD,
+    first: int | jax.Array = 0,
+    rows_B=None,
+    gate: str = "silu",
 ):
     """Like `scan`; tokens of experts that are elsewhere are sorted to the end, where no group holds them."""
     h_TxD, k = h_BxLxD.reshape(-1, h_BxLxD.shape[-1]), ids_BxLxk.shape[-1]
@@ -253,7 +289,7 @@ def ragged_dot(
     rows_N = None if rows_B is None else rows_B[order_N // k // h_BxLxD.shape[1]]
     x_NxD = jnp.where(here_N[:, None], h_TxD[order_N // k], 0)
     gate_NxF, up_NxF = (grouped_times(x_NxD, w, sizes_E, rows_N) for w in (gate_ExDxF, up_ExDxF))
-    out_NxD = grouped_times(jax.nn.silu(gate_NxF) * up_NxF, down_ExFxD, sizes_E, rows_N)
+    out_NxD = grouped_times(GATES[gate](gate_NxF) * up_NxF, down_ExFxD, sizes_E, rows_N)
     return _added(h_BxLxD, weights_BxLxk, order_N, jnp.where(here_N[:, None], out_NxD, 0))
 
 

@@ -89,11 +89,14 @@ def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter,
     holds something, or peft would not read it."""
     path = Path(path)
     check_vacant(path)
-    if cfg.experts and cfg.experts.zero and "experts" in shape.targets:
-        raise ValueError(
-            f"lora.targets: peft has no adapters of the experts of {cfg.family}, some of which compute nothing; the "
-            "merged weights can be exported"
-        )
+    if cfg.experts and "experts" in shape.targets:
+        fused = any(tensor.half is not None for tensor in family(cfg.family).tensors.values())
+        why = "some of which compute nothing" if cfg.experts.zero else "which are one tensor" if fused else ""
+        if why:
+            raise ValueError(
+                f"lora.targets: peft has no adapters of the experts of {cfg.family}, {why}; the merged weights can be "
+                "exported"
+            )
     host = {
         stack: {name: {x: np.asarray(factor) for x, factor in factors.items()} for name, factors in layers.items()}
         for stack, layers in adapter.items()

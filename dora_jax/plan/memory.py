@@ -12,18 +12,18 @@ import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 from dora_jax.buffer.layout import BatchShape, layout
-from dora_jax.models.families.config import EXPERT_SLACK, ModelConfig
+from dora_jax.models.families.config import EXPERT_SLACK, SMALL, ModelConfig
 from dora_jax.models.lora_config import adapter_params
 from dora_jax.rollout import shapes
 from dora_jax.trainer import objective
 
 if TYPE_CHECKING:
-    from dora_jax.config import Config, RolloutSection
+    from dora_jax.config import Config, RolloutSection, TrainerSection
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
-LAYERS_AT_ONCE = 3.15  # XLA overlaps what its layers do: fitted to updates of 8B at 4,096 to 32,768 tokens a device
+LAYERS_AT_ONCE = 2.3  # XLA overlaps what its layers do: fitted to updates of 8B at 4,096 to 32,768 tokens a device
 PUBLISHED, BASE = "published versions", "base weights"  # lines that others look for
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
 
@@ -86,7 +86,11 @@ def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool 
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     trained = trained_params(model, config, mesh)
     moments = 2 * BYTES[t.moments] * trained
-    stack = max(model.n_layers * model.d_model * model.d_ff, model.expert_layers * model.expert_layer_params // 3)
+    stack = max(
+        model.n_layers * model.d_model * model.d_ff,
+        model.expert_layers * model.expert_layer_params // 3,
+        model.n_layers * model.per_layer * model.vocab_size,
+    )
     largest = 2 * BYTES[t.moments] * stack / mesh.shards
     lines = [
         PlanLine("masters", 4 * trained, "float32"),
@@ -139,7 +143,7 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     tokens = rows * shape.tokens // mesh.context
     weights = 4 * trained_params(model, config, mesh)
     ends = model.vocab_size * model.d_model / mesh.tensor
-    layers = model.matrix_params - (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
+    layers = model.matrix_params - model.end_params
     layer = (model.layer_params() - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
     logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
     # the loop's sum, one micro-batch's, and those on their way: of a mixture the last two are in half the bytes
@@ -166,7 +170,8 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
         PlanLine("gathered weights", gathered, "this layer's and the next's"),
         PlanLine(
             "saved activations",
-            model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size),
+            model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size)
+            + kernel_results(model, t, tokens, mesh.tensor, size),
             f"{tokens} tokens, remat {t.remat}",
         ),
         PlanLine("the largest phase", phases[largest], largest),
@@ -177,11 +182,21 @@ def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, 
     """Bytes of one layer that the backward pass finds again."""
     if remat == "full":
         return tokens * model.d_model * size
-    heads = (model.q_width + model.kv_width) * model.kv_layers // model.n_layers
+    heads = model.head_widths // model.n_layers
     dots = tokens * size * (3 * model.d_model + 2 * (heads + model.ff_width) / tensor)
     if remat == "dots":
         return dots
     return dots + tokens * size * (2 * model.d_model + (heads + 2 * model.ff_width) / tensor)
+
+
+def kernel_results(model: ModelConfig, section: TrainerSection, tokens: int, tensor: int, size: int) -> float:
+    """Bytes of what attention kernels gave, and of their sums in float32, which remat does not compute again where they
+    are small (models/attention.py); without remat they are among the saved activations."""
+    widest = max(map(model.q_width, model.kinds))
+    if section.attention == "reference" or section.remat == "none" or widest > SMALL * model.d_model:
+        return 0.0
+    numbers = size * sum(map(model.q_width, model.every_kind)) + 4 * model.n_layers * model.n_heads
+    return model.kv_layers // model.kv_owners * tokens * numbers / tensor
 
 
 def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int, mesh: Mesh, size: int) -> float:
@@ -230,7 +245,7 @@ def serving_params(model: ModelConfig, tensor: int) -> float:
     if model.latent:
         low = model.kv_layers * model.d_model * (model.latent.cache_dim + model.latent.q_rank)  # on every device
         return (model.matrix_params - low) / tensor + low + model.gain_params
-    replicated = 2 * model.d_model * model.n_layers * (model.kv_width_on(tensor) - model.kv_width / tensor)
+    replicated = model.d_model * (model.cache_numbers_on(tensor) - model.cache_numbers_on(1) / tensor)
     return model.matrix_params / tensor + model.gain_params + replicated
 
 
@@ -245,7 +260,7 @@ def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
         PlanLine("one layer", 2 * saved_activations(model, "none", tokens, rollout.tensor, size), f"{tokens} tokens"),
     ]
     if config.lora.on:
-        widest = max(model.q_width, model.ff_width) / rollout.tensor
+        widest = max(model.q_width(), model.ff_width) / rollout.tensor
         every = rollout.residents * tokens * size * widest
         lines.append(PlanLine("products with adapters", every, f"{tokens} tokens with each of {rollout.residents}"))
     if rollout.attention == "reference":
@@ -260,12 +275,17 @@ def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
     return lines
 
 
-def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
-    """Bytes of one token's KV on one device."""
-    size, width = 1 if rollout.kv else BYTES[dtype], model.cache_width_on(rollout.tensor)
-    if model.latent and rollout.attention != "reference":
-        width = -(-width // shapes.SMEM_LANES) * shapes.SMEM_LANES  # a kernel's rows are whole vectors
-    return model.kv_layers * width * size
+def token_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str, windows: bool | None = None) -> float:
+    """Bytes of one token's KV on one device; windows: of layers with one, or of the others."""
+    size, numbers = 1 if rollout.kv else BYTES[dtype], model.cache_numbers_on(rollout.tensor, windows)
+    if model.latent and rollout.attention != "reference":  # a kernel's rows are whole vectors
+        numbers = model.kv_layers * -(-model.latent.cache_dim // shapes.SMEM_LANES) * shapes.SMEM_LANES
+    return numbers * size
+
+
+def window_share(model: ModelConfig, rollout: RolloutSection) -> float:
+    """The share of a token's KV that the layers with a window have."""
+    return model.cache_numbers_on(rollout.tensor, True) / model.cache_numbers_on(rollout.tensor)
 
 
 def page_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
@@ -289,7 +309,7 @@ def enough_pages(rollout: RolloutSection) -> int:
 
 def pages_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
     """Bytes of an instance's pages on one device; one page of each pool takes what belongs to no row."""
-    share = len(model.windows) / model.n_layers if 0 < rollout.window_pages < rollout.pages else 0.0
+    share = window_share(model, rollout) if 0 < rollout.window_pages < rollout.pages else 0.0
     pages = (1 - share) * (rollout.pages + 1) + share * (rollout.window_pages + 1)
     return page_bytes(model, rollout, dtype) * pages
 
@@ -301,7 +321,7 @@ def pages_within(model: ModelConfig, rollout: RolloutSection, dtype: str, free_b
     local = window_pages(model, dataclasses.replace(rollout, pages=pages))
     if not local:
         return pages, 0
-    share, enough = len(model.windows) / model.n_layers, enough_pages(rollout)
+    share, enough = window_share(model, rollout), enough_pages(rollout)
     pages = int((room - share * (local + 1)) / (1 - share)) - 1
     if pages > enough and not rollout.window_pages:  # prefixes keep more of what the windows have passed
         pages, local = enough, int((room - (1 - share) * (enough + 1)) / share) - 1

@@ -408,16 +408,18 @@ def _refusals(planned: Plan) -> Iterator[str]:
     kernel, hosts = config.rollout.attention, config.cluster.hosts_per_instance
     if instance.platform not in KERNELS[kernel]:
         yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {instance}"
-    if (
-        model
-        and kernel == "tpu"
-        and not model.latent
-        and model.head_dim > 128
-        and model.n_kv_heads > config.rollout.tensor
-    ):
+    for heads, width in model.kv_rows if model and not model.latent else ():
+        if kernel == "tpu" and width > 128 and heads > config.rollout.tensor:
+            yield (
+                f"rollout.tensor: the kernel 'tpu' reads one KV head of {width} numbers a device, and {heads} of them "
+                f"are on {config.rollout.tensor} devices"
+            )
+        if config.trainer.attention == "cudnn" and width > 256:
+            yield f"trainer.attention: the kernel 'cudnn' takes heads of 256 numbers at most, and {width} are asked"
+    if model and kernel == "tokamax" and model.kv_owners < model.n_layers:
         yield (
-            f"rollout.tensor: the kernel 'tpu' reads one KV head of {model.head_dim} numbers a device, and "
-            f"{model.n_kv_heads} of them are on {config.rollout.tensor} devices"
+            f"rollout.attention: the kernel 'tokamax' writes the keys that it reads, and layers of this {model.family} "
+            "read those of others"
         )
     for name, section, role in (("rollout", config.rollout, instance), ("trainer", config.trainer, trainer)):
         if section.expert_matmul == "megablox" and role.platform != "tpu":

@@ -1,9 +1,9 @@
 """Stage 2, device side: KV pages as a kernel reads them: every `rollout.attention` but reference.
 
-The pool is one array [layers x pages, page_size, *row], which the kernels stream: of GQA a row is [2K, D], K and V of a
-head side by side, of latent attention [D]. A layer's pages stand after those of the layer before, so that a loop over
-layers hands the whole pool on in place. Every step writes its KV into the pages themselves and attends straight from
-them, so nothing is gathered.
+The pool is one array [layers x pages, page_size, *row] for each shape of rows, one or two, which the kernels stream: of
+GQA a row is [2K, D], K and V of a head side by side, of latent attention [D]. A layer's pages stand after those of the
+layer before, so that a loop over layers hands the whole pool on in place. Every step writes its KV into the pages
+themselves and attends straight from them, so nothing is gathered.
 Laws: a row of a call writes to pages of its own window only, and zeros once it has finished; the positions that the
 kernel reads of a page are those that its row wrote, so that nothing of another version leaks; the pool is finite, for
 kernels multiply what they mask by zero (weights that are not numbers still end a sample: by its logits); what goes to
@@ -27,7 +27,7 @@ from dora_jax.rollout.shapes import KVLayout, Shapes
 
 KV_HEADS = PartitionSpec(None, None, "tensor")  # of k, v [B, L, K, D] and of a pool of K and V heads
 WHOLE = PartitionSpec()
-Pool = list[jax.Array]  # one, so that `attend` can put another in its place
+Pool = list[jax.Array]  # by the shape of its rows; a list, so that `attend` can put another in its place
 
 
 class Paged:
@@ -40,17 +40,21 @@ class Paged:
         self.shapes = shapes
         self.pool_dtype = KV[shapes.kv] or dtype
         self.mesh = mesh
-        self.lanes = latent_attention.lanes(shapes.attention, kv.key_dim)  # a head's width in the pool
-        self.row = (self.lanes,) if kv.rank else (2 * kv.heads, self.lanes)
+        self.lanes = [latent_attention.lanes(shapes.attention, width) for _, width in kv.rows]  # a head's in the pool
         self.pool_spec = WHOLE if kv.rank else KV_HEADS
 
         self.groups = [int(shapes.groups > 1 and window > 0) for window in kv.windows]  # the pool of a layer's pages
         sizes = [1 + (shapes.local_pages if group else shapes.pages) for group in self.groups]
-        self.firsts = [sum(sizes[:i]) for i in range(kv.layers)]  # where a layer's pages begin
-        self.rows = sum(sizes)
+        self.firsts = [0] * kv.layers  # where a layer's pages begin
+        self.rows = [0 for _ in kv.rows]
+        for row in range(len(kv.rows)):
+            for layer in kv.layers_of(row):
+                self.firsts[layer], self.rows[row] = self.rows[row], self.rows[row] + sizes[layer]
 
     def empty(self) -> Pool:
-        return [jnp.zeros((self.rows, self.shapes.page_size, *self.row), self.pool_dtype)]
+        rows = [(n,) if self.kv.rank else (2 * heads, n) for n, (heads, _) in zip(self.lanes, self.kv.rows)]
+        sizes = zip(self.rows, rows, strict=True)
+        return [jnp.zeros((n, self.shapes.page_size, *row), self.pool_dtype) for n, row in sizes]
 
     # ------------------------------------------------------------ decode
 
@@ -64,12 +68,16 @@ class Paged:
         # written position by position, as KV is: to write whole pages, XLA would turn the whole pool round
         every = jnp.arange(self.shapes.page_size)[None]
 
-        def copy(layer, pool):
+        def copy(layers, i, pool):
+            layer = i if len(layers) == self.kv.layers else jnp.asarray(layers)[i]
             first, group = self._first(layer), jnp.asarray(self.groups)[layer] if self.shapes.groups > 1 else 0
             return pool.at[(first + to_GxB[group])[:, None], every].set(pool[(first + from_GxB[group])[:, None], every])
 
         # in every layer; in most calls no row needs it
-        pool = [jax.lax.fori_loop(0, jnp.where(needed_GxB.any(), self.kv.layers, 0), copy, pool[0])]
+        for row, pages in enumerate(pool):
+            layers = self.kv.layers_of(row)
+            count = jnp.where(needed_GxB.any(), len(layers), 0)
+            pool = [*pool[:row], jax.lax.fori_loop(0, count, functools.partial(copy, layers), pages), *pool[row + 1 :]]
         at_BxW = first_B[:, None] + jnp.arange(window_GxBxW.shape[2])[None]
         return (tables_GxBxM.at[:, rows[:, None], at_BxW].set(window_GxBxW), past_B), pool
 
@@ -103,45 +111,59 @@ class Paged:
 
     def read(self, pool: Pool, pages_GxM) -> tuple[jax.Array, ...]:
         """One array a name, [layers, M, ...], as requests carry them; zeros of layers whose pages are gone."""
-        rows = pool[0][self._of_layers(pages_GxM)]  # [layers, M, page_size, *row]
-        if self.shapes.groups > 1:
-            here_LxM = (pages_GxM > 0)[jnp.asarray(self.groups)] | (jnp.asarray(self.groups) == 0)[:, None]
-            rows = jnp.where(jnp.expand_dims(here_LxM, range(2, rows.ndim)), rows, 0)
-        if self.kv.rank:
-            return (jnp.expand_dims(rows[..., : self.kv.key_dim].swapaxes(2, 3), 2),)
-        k, v = rows[..., 0::2, : self.kv.key_dim], rows[..., 1::2, : self.kv.value_dim]
-        return k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4)
+        arrays: list[jax.Array] = []
+        for row, (_, width) in enumerate(self.kv.rows):
+            groups = jnp.asarray(self.groups)[jnp.asarray(self.kv.layers_of(row))]
+            rows = pool[row][self._of_layers(row, pages_GxM)]  # [layers, M, page_size, *row]
+            if self.shapes.groups > 1:
+                here_LxM = (pages_GxM > 0)[groups] | (groups == 0)[:, None]
+                rows = jnp.where(jnp.expand_dims(here_LxM, range(2, rows.ndim)), rows, 0)
+            if self.kv.rank:
+                return (jnp.expand_dims(rows[..., :width].swapaxes(2, 3), 2),)
+            k, v = rows[..., 0::2, :width], rows[..., 1::2, :width]
+            arrays += [k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4)]
+        return tuple(arrays)
 
-    def write(self, pool: Pool, pages_GxM, k_LxM, v_LxM=None) -> Pool:
-        v = None if v_LxM is None else v_LxM.transpose(0, 1, 3, 2, 4)
-        rows = self._rows(k_LxM.transpose(0, 1, 4, 2, 3), v)
-        rows = jnp.where(jnp.isfinite(rows), rows, 0)
-        at_LxM = self._of_layers(pages_GxM)
-        every = jnp.arange(self.shapes.page_size)[None]  # position by position, see `begin`
-        return [pool[0].at[at_LxM[:, :, None], every[None]].set(narrow(rows, self.pool_dtype))]
+    def write(self, pool: Pool, pages_GxM, *arrays: jax.Array) -> Pool:
+        each, pool = len(arrays) // len(pool), list(pool)
+        for row in range(len(pool)):
+            k_LxM, *v_LxM = arrays[each * row :][:each]
+            v = v_LxM[0].transpose(0, 1, 3, 2, 4) if v_LxM else None
+            rows = self._rows(row, k_LxM.transpose(0, 1, 4, 2, 3), v)
+            rows = jnp.where(jnp.isfinite(rows), rows, 0)
+            at_LxM = self._of_layers(row, pages_GxM)
+            every = jnp.arange(self.shapes.page_size)[None]  # position by position, see `begin`
+            pool[row] = pool[row].at[at_LxM[:, :, None], every[None]].set(narrow(rows, self.pool_dtype))
+        return pool
 
     # ----------------------------------------------------------- private
 
     def _first(self, layer):
         """Where the pages of a layer begin, whose number may be a loop's."""
-        if self.shapes.groups == 1:
+        if self.shapes.groups == 1 and len(self.kv.rows) == 1:
             return layer * (self.shapes.pages + 1)
         return jnp.asarray(self.firsts)[layer]
 
-    def _of_layers(self, pages_GxM) -> jax.Array:
-        """Where these pages of each layer stand, [layers, M]: one gather of whole pages, for which nothing is
-        copied."""
-        return self._first(jnp.arange(self.kv.layers))[:, None] + pages_GxM[jnp.asarray(self.groups)]
+    def _of_layers(self, row: int, pages_GxM) -> jax.Array:
+        """Where these pages of each layer with such rows stand, [layers, M]: one gather of whole pages, for which
+        nothing is copied."""
+        layers = jnp.asarray(self.kv.layers_of(row))
+        return self._first(layers)[:, None] + pages_GxM[jnp.asarray(self.groups)[layers]]
 
     def _attend(self, pool: Pool, tables_GxSxM, positions_SxL, real_SxL, is_kept_SxL=None) -> Attend:
-        """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it.
+        """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it; of a layer
+        that has no KV of its own it reads what that layer wrote.
 
         is_kept_SxL: positions of the first page that keep what they hold; None: there are none."""
         impl, kv, size = self.shapes.attention, self.kv, self.shapes.page_size
         lens_S = positions_SxL[:, -1] + 1
 
         def run(scores, q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL):
-            rows = self._rows(k, v)
+            row, rank = scores.row, kv.rank
+            width, q = rank or kv.rows[row][1], self._padded(row, q)
+            if k is None:
+                return attention.paged_kernel(impl, rank)(q, pages, lens_S, tables_SxM, scores)[..., :width], pages
+            rows = self._rows(row, k, v)
             kept = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
             rows = narrow(jnp.where(kept, rows, 0), self.pool_dtype)
             if is_kept_SxL is not None:
@@ -149,9 +171,8 @@ class Paged:
                 held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1)[:, 0]]
                 stays = jnp.expand_dims(is_kept_SxL[:, :size], range(2, rows.ndim))
                 rows = rows.at[:, :size].set(jnp.where(stays, held, rows[:, :size]))
-            q, rank = self._padded(q), kv.rank
             o, pages = attention.paged_step(q, rows, pages, lens_S, tables_SxM, scores, impl, rank=rank)
-            return o[..., : kv.rank or kv.value_dim], pages
+            return o[..., :width], pages
 
         heads = PartitionSpec(None, None, serving_table(self.mesh)["heads"])
         own = WHOLE if kv.rank else KV_HEADS
@@ -163,18 +184,18 @@ class Paged:
         def attend(layer, q, k, v, scores):
             group = int(self.shapes.groups > 1 and scores.window > 0)
             tables = tables_GxSxM[group] + self._first(layer)
-            inputs = q, k, v, pool[0], tables, lens_S, real_SxL, is_kept_SxL
-            o, pool[0] = split(functools.partial(run, scores))(*inputs)
+            inputs = q, k, v, pool[scores.row], tables, lens_S, real_SxL, is_kept_SxL
+            o, pool[scores.row] = split(functools.partial(run, scores))(*inputs)
             return o
 
         return attend
 
-    def _rows(self, k, v) -> jax.Array:
+    def _rows(self, row: int, k, v) -> jax.Array:
         """[..., K, D] once or twice -> [..., *row]: K and V of head 0, of head 1, ..., or the one latent row."""
         if v is None:
-            return self._padded(k[..., 0, :])
-        return self._padded(jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], -1, k.shape[-1]))
+            return self._padded(row, k[..., 0, :])
+        return self._padded(row, jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], -1, k.shape[-1]))
 
-    def _padded(self, x) -> jax.Array:
-        """[..., D] to the pool's width."""
-        return jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, self.lanes - x.shape[-1])))
+    def _padded(self, row: int, x) -> jax.Array:
+        """[..., D] to that pool's width."""
+        return jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, self.lanes[row] - x.shape[-1])))

@@ -1,7 +1,7 @@
 """Stage 2, device side: KV pages as the XLA reference reads them, `rollout.attention = reference`.
 
-The pool has a list of arrays, one a layer, for each name of the KVLayout: K [pages, K, D, page_size] and, unless values
-are a part of the keys, V [pages, K, page_size, D]. A decode call gathers its rows' pages once into contiguous blocks,
+The pool has a list of arrays, one a layer, for K [pages, K, D, page_size] and, unless values are a part of the keys, V
+[pages, K, page_size, D]. A decode call gathers its rows' pages once into contiguous blocks,
 takes several steps against them, and writes whole touched pages back: a gather at every step would cost several times
 the attention itself.
 Laws: a page that a row was not given is never read, and unwritten positions are zeroed when gathered, so that nothing
@@ -56,7 +56,7 @@ class Gathered:
         past, past_B = fixed
 
         def attend(layer, q, k, v, scores):
-            for name, x in self._turned(k, v).items():
+            for name, x in self._turned(k, v).items() if k is not None else ():
                 new[name][layer] = jax.lax.dynamic_update_slice_in_dim(new[name][layer], x, i, POSITIONS[name] % 4)
             now = {name: of_layers[layer] for name, of_layers in new.items()}
             return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), i[None], scores)
@@ -69,10 +69,10 @@ class Gathered:
         past, past_B = fixed
 
         def attend(layer, q, k, v, scores):
-            now = self._turned(k, v)
-            for name, x in now.items():
+            for name, x in self._turned(k, v).items() if k is not None else ():
                 new[name][layer] = x
-            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), jnp.arange(k.shape[1]), scores)
+            now = {name: of_layers[layer] for name, of_layers in new.items()}
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), jnp.arange(q.shape[1]), scores)
 
         return attend
 
@@ -96,7 +96,7 @@ class Gathered:
             return pages.at[window_GxBxW[group]].set(merged)
 
         with jax.named_scope("scatter"):
-            return {name: [merge(name, layer) for layer in range(self.kv.layers)] for name in self.kv.names}
+            return {name: [merge(name, layer) for layer in range(self.kv.layers)] for name in pool}
 
     # ----------------------------------------------------------- prefill
 
@@ -107,8 +107,12 @@ class Gathered:
         past = self._gather(pool, past_GxRxP, start_R)
         chunk, size = self.shapes.chunk, self.shapes.page_size
         is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
+        chunks: dict[int, dict[str, jax.Array]] = {}  # of layers, for those that have no KV of their own
 
         def attend(layer, q, k, v, scores):
+            if k is None:
+                now = chunks[layer]
+                return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), jnp.arange(chunk), scores)
             now, write_RxW = self._turned(k, v), write_GxRxW[self._group(layer)]
             for name, x in now.items():
                 axis, pages = POSITIONS[name] % 4, pool[name][layer]
@@ -118,6 +122,7 @@ class Gathered:
                 now[name] = jax.lax.dynamic_update_slice_in_dim(x, jnp.where(is_kept, held, first), 0, axis)
                 new = narrow(_cut(now[name], name, size), self.pool_dtype)
                 pool[name][layer] = pages.at[write_RxW].set(new)
+            chunks[layer] = now
             return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), jnp.arange(chunk), scores)
 
         return attend
@@ -133,13 +138,13 @@ class Gathered:
             here_M = pages_GxM[group] > 0
             return jnp.where(jnp.expand_dims(here_M, (1, 2, 3)), x[pages_GxM[group]], 0)
 
-        return tuple(jnp.stack([of_layer(i, x) for i, x in enumerate(pool[name])]) for name in self.kv.names)
+        return tuple(jnp.stack([of_layer(i, pool[name[0]][i]) for i in self._layers(name)]) for name in self.kv.names)
 
     def write(self, pool: Pool, pages_GxM, *arrays: jax.Array) -> Pool:
-        found = {}
+        found = {name: list(of_layers) for name, of_layers in pool.items()}
         for name, of_layers in zip(self.kv.names, arrays, strict=True):
-            layers = enumerate(zip(pool[name], narrow(of_layers, self.pool_dtype), strict=True))
-            found[name] = [x.at[pages_GxM[self._group(i)]].set(new) for i, (x, new) in layers]
+            for i, new in zip(self._layers(name), narrow(of_layers, self.pool_dtype), strict=True):
+                found[name[0]][i] = found[name[0]][i].at[pages_GxM[self._group(i)]].set(new)
         return found
 
     # ----------------------------------------------------------- private
@@ -148,9 +153,14 @@ class Gathered:
         """The pool of this layer's pages."""
         return int(self.shapes.groups > 1 and self.kv.windows[layer] > 0)
 
+    def _layers(self, name: str) -> tuple[int, ...]:
+        """The layers of the host's array of this name."""
+        return self.kv.layers_of(int(name.endswith("2")))
+
     def _zeros(self, rows: list[int], positions: int, dtype) -> Pool:
-        """For each name an array a layer: so many pages, or rows of a call, of so many positions."""
-        return {name: [jnp.zeros((n, *self.kv.shape(name, positions)), dtype) for n in rows] for name in self.kv.names}
+        """For K and V an array a layer: so many pages, or rows of a call, of so many positions."""
+        shapes = {name: functools.partial(self.kv.shape, name, positions=positions) for name in self.kv.names[:2]}
+        return {name: [jnp.zeros((n, *of(i)), dtype) for i, n in enumerate(rows)] for name, of in shapes.items()}
 
     def _turned(self, k, v) -> dict[str, jax.Array]:
         """[B, L, K, D] -> K [B, K, D, L] and V [B, K, L, D], where there is one."""
@@ -170,7 +180,7 @@ class Gathered:
             pages_BxP = pages_GxBxP[group]
             for j in range(pages_BxP.shape[1] // width):
                 found = {}
-                for name in self.kv.names:
+                for name in pool:
                     axis = POSITIONS[name] % 4
                     x = jnp.moveaxis(pool[name][layer][pages_BxP[:, j * width : (j + 1) * width]], 1, axis)
                     found[name] = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]).astype(self.dtype)

@@ -47,6 +47,8 @@ class InFlightSample:
     page_size: int = 0
     k_pages: np.ndarray | None = None  # [layers, pages, K, D, page_size]; see shapes.py
     v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]; None too where values are a part of the keys
+    k2_pages: np.ndarray | None = None  # the same of layers whose rows have other heads; None: there are none
+    v2_pages: np.ndarray | None = None
     # of the tokens that ran forward, as far as their rows are known
     table: TokenTable = dataclasses.field(default_factory=TokenTable)
     kept: np.ndarray | None = None  # i32[U, top_k]: keep sets so far, where the engine sends them along
@@ -73,7 +75,7 @@ class InFlightSample:
     @property
     def pages(self) -> dict[str, np.ndarray]:
         """The pages that it carries, by the names of shapes.py."""
-        return {name: x for name, x in (("k", self.k_pages), ("v", self.v_pages)) if x is not None}
+        return {name: x for name in POSITIONS if (x := getattr(self, f"{name}_pages")) is not None}
 
     @property
     def kv_bytes(self) -> int:
@@ -116,12 +118,13 @@ def begun(
 
 def with_pages(request: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFlightSample:
     """The same KV in other arrays."""
-    return dataclasses.replace(request, k_pages=pages.get("k"), v_pages=pages.get("v"))
+    first = dataclasses.replace(request, k_pages=pages.get("k"), v_pages=pages.get("v"))
+    return dataclasses.replace(first, k2_pages=pages.get("k2"), v2_pages=pages.get("v2"))
 
 
 def without_pages(request: InFlightSample) -> InFlightSample:
     """The tokens alone: what a journal keeps."""
-    return dataclasses.replace(request, kv_len=0, hole=(), page_size=0, k_pages=None, v_pages=None)
+    return dataclasses.replace(with_pages(request, {}), kv_len=0, hole=(), page_size=0)
 
 
 def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
@@ -134,7 +137,7 @@ def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
 def parted(request: InFlightSample, parts: int) -> list[InFlightSample]:
     """A part for each of so many processes, of which neighbours hold the same head where there are fewer heads; the
     pages are views."""
-    alike = holders_alike(parts, request.pages["k"].shape[HEADS])
+    alike = holders_alike(parts, min(pages.shape[HEADS] for pages in request.pages.values()))
     cut = {name: np.split(pages, parts // alike, axis=HEADS) for name, pages in request.pages.items()}
     return [with_pages(request, {name: pieces[i // alike] for name, pieces in cut.items()}) for i in range(parts)]
 

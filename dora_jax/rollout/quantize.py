@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dora_jax.models import decoder
+
 WEIGHTS = {"": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 KV = {"": None, "float8": jnp.float8_e4m3fn}
 NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
@@ -121,9 +123,9 @@ def narrow(x, dtype) -> jax.Array:
 
 
 def _layers(params: Any, one: Callable[[Any], Any]) -> Any:
-    layers = params["layers"]
-    found = [
-        {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}
-        for weights in (layers if isinstance(layers, list) else [layers])
-    ]
-    return {**params, "layers": found if isinstance(layers, list) else found[0]}
+
+    def of_layer(weights: dict) -> dict:
+        return {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}
+
+    stacks = {name: params[name] for name in decoder.stack_names(params)}
+    return params | {name: list(map(of_layer, x)) if isinstance(x, list) else of_layer(x) for name, x in stacks.items()}

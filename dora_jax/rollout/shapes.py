@@ -13,6 +13,7 @@ Stage 2, pure: what one position leaves in the KV cache, by the kind of attentio
 kv_xla.py and kv_pallas.py hold such rows in pages; a copy of pages on its way to or from the host has one array a name:
   "k"  [layers, pages, heads, key_dim, page_size]
   "v"  [layers, pages, heads, page_size, value_dim], of GQA only
+and "k2", "v2" of the layers whose rows have other heads than the first layer's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-POSITIONS = {"k": -1, "v": -2}  # the axis of positions in an array of that name
+POSITIONS = {"k": -1, "v": -2, "k2": -1, "v2": -2}  # the axis of positions in an array of that name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +41,27 @@ class KVLayout:
     value_dim: int  # numbers beside the key; 0: the value is a part of the key
     rank: int = 0  # how many of the key's first numbers are the value, where value_dim is 0
     windows: tuple[int, ...]  # of each attention; 0: it sees all positions up to its own
+    second: tuple[int, int] = (0, 0)  # heads, and numbers of a head, of keys and of values, of
+    of_second: tuple[int, ...] = ()  # these layers
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("k", "v") if self.value_dim else ("k",)
+        return (("k", "v") if self.value_dim else ("k",)) + (("k2", "v2") if self.of_second else ())
 
-    def shape(self, name: str, positions: int) -> tuple[int, int, int]:
-        """Shape of the array `name` for so many positions of one attention."""
-        return (self.heads, self.key_dim, positions) if name == "k" else (self.heads, positions, self.value_dim)
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """(heads, numbers of a key) of each kind of rows."""
+        return ((self.heads, self.key_dim), self.second)[: 1 + bool(self.of_second)]
+
+    def layers_of(self, row: int) -> tuple[int, ...]:
+        """The attentions with rows of this kind: those of "k2" and "v2", or of the others."""
+        return self.of_second if row else tuple(i for i in range(self.layers) if i not in self.of_second)
+
+    def shape(self, name: str, layer: int, positions: int) -> tuple[int, int, int]:
+        """Shape of one attention's "k" or "v" for so many positions."""
+        heads, width = self.rows[layer in self.of_second]
+        width = width if name == "k" or layer in self.of_second else self.value_dim
+        return (heads, width, positions) if name == "k" else (heads, positions, width)
 
 
 def kv_layout(cfg: ModelConfig) -> KVLayout:
@@ -55,9 +69,20 @@ def kv_layout(cfg: ModelConfig) -> KVLayout:
     if latent is not None:
         width, rank = latent.cache_dim, latent.kv_rank
         return KVLayout(layers=layers, heads=1, key_dim=width, value_dim=0, rank=rank, windows=(0,) * layers)
-    width, windows = cfg.head_dim, tuple(cfg.kind(i).window for i in range(cfg.n_layers)) if cfg.windows else ()
-    windows = windows or (0,) * layers
-    return KVLayout(layers=layers, heads=cfg.n_kv_heads, key_dim=width, value_dim=width, windows=windows)
+    kinds, ((heads, width), *more) = cfg.every_kind[: cfg.kv_owners], cfg.kv_rows
+    if len(more) > 1:
+        raise ValueError(f"rows of keys in {1 + len(more)} shapes: an engine has pages for two at most")
+    windows = tuple(kind.window for kind in kinds) * (layers // cfg.kv_owners)
+    second = tuple(i for i, kind in enumerate(kinds) if cfg.kv_row(kind))
+    return KVLayout(
+        layers=layers,
+        heads=heads,
+        key_dim=width,
+        value_dim=width,
+        windows=windows,
+        second=more[0] if more else (0, 0),
+        of_second=second,
+    )
 
 
 # columns of a decode call's control array; then the pages to read, then those to write

@@ -102,6 +102,38 @@ GLM = {
 }
 
 
+GEMMA4 = {  # as the smallest sizes: windows and full layers of other heads, layers that read, a second embedding
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 7,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": SIZES["vocab_size"],
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+}
+# as the large ones: values from keys, fewer KV heads in full layers
+GEMMA4_DENSE = GEMMA4 | {
+    "num_hidden_layers": 7,
+    "layer_types": None,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_MOE = GEMMA4_DENSE | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 8}
+
+
 # families of layer patterns, of sizes at which text is longer than two windows
 NEWER = {
     "gemma3_text": {
@@ -133,6 +165,9 @@ NEWER = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "glm4_moe_lite": GLM | LATENT | {"num_key_value_heads": 4, "num_hidden_layers": 3},
+    "gemma4_text": GEMMA4,
+    "gemma4_text dense": GEMMA4_DENSE,
+    "gemma4_text moe": GEMMA4_MOE,
 }  # fmt: skip
 
 
@@ -149,12 +184,16 @@ def torch_model(family: str, *, tied: bool, seed: int = 0, **changes):
 
     torch.manual_seed(seed)
     fields = SIZES | (EXTRAS | NEWER)[family] | {"tie_word_embeddings": tied} | changes
-    config = library.AutoConfig.for_model(family, **fields)
+    config = library.AutoConfig.for_model(family.split()[0], **fields)
     model = library.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        biases = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        beside = ("e_score_correction_bias", "layer_scalar")
+        biases = [(name, x) for name, x in model.named_buffers() if name.endswith(beside)]
         for name, weight in [*model.named_parameters(), *biases]:
-            weight.normal_(1.0 if "norm" in name and family != "gemma3_text" else 0.0, 0.3)  # its gains are 1 + w
+            gain = name.endswith(("layer_scalar", "_scale", ".scale")) or "norm" in name
+            weight.normal_(1.0 if gain and family != "gemma3_text" else 0.0, 0.3)  # its gains are 1 + w
+            if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.mul_(0.5)  # scores are not scaled: else they are so large that angles in float32 show
     return model
 
 

@@ -11,6 +11,7 @@ from dora_jax.base import callables
 from dora_jax.models.families import (
     deepseek_v3,
     gemma3,
+    gemma4,
     glm4_moe,
     glm4_moe_lite,
     llama,
@@ -26,14 +27,15 @@ from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
-_NEWER = (gemma3, glm4_moe, glm4_moe_lite, olmo3, smollm3)
+_NEWER = (gemma3, gemma4, glm4_moe, glm4_moe_lite, olmo3, smollm3)
 FAMILIES = tuple(module.FAMILY for module in (*_MODULES, *_NEWER))
 
 used: dict[str, None] = {}  # import paths that `use` was given
 
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type -> the family whose every field and tensor it has
-TEXT = {"gemma3": "gemma3_text"}  # a model_type that has a tower beside its text -> the family of its text_config
+# a model_type that has a tower beside its text -> the family of its text_config
+TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
     "olmo2": "norms behind attention and feed-forward, and queries and keys normed over all heads at once",
     "qwen3_next": "layers of linear attention",
@@ -75,6 +77,6 @@ def new_config(model_type: str, **sizes: Any) -> ModelConfig:
 
 KNOWN = {  # the sizes that a run may name without a folder
     name: new_config(module.FAMILY.model_type, **sizes)
-    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash, gemma3)
+    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash, gemma3, gemma4)
     for name, sizes in module.KNOWN.items()
 }

@@ -14,6 +14,7 @@ MAX_LAYERS = 10_000  # ten times what any model has; the names of a billion laye
 ROUTERS = ("softmax", "sigmoid")
 NORMS = ("pre", "post", "both")  # where a layer's norms stand: before its two parts, behind them, or both
 ACTIVATIONS = ("silu", "gelu_tanh")
+SMALL = 2  # times a layer's input: results of an attention kernel that are no wider are kept for the backward pass
 EXPERT_SLACK = 1.25  # rows of a block of grouped_experts.py, times those of an even load
 
 
@@ -65,21 +66,41 @@ class Linear:
     factor: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proportional:
+    """Only the first of a head's angles turn, at the frequencies that they have among all (`rope_type:
+    proportional`)."""
+
+    share: float
+    factor: float = 1.0  # positions are divided by it
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """How one attention makes scores of queries and keys."""
 
     scale: float  # their products are multiplied by it, in f32
     window: int = 0  # positions that a query sees, its own the last; 0: all up to its own
+    row: int = 0  # which of ModelConfig.kv_rows its keys and values have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How a layer attends where layers differ."""
+    """What a layer is where layers differ."""
 
     window: int = 0  # see Scores
     theta: float = 0.0  # base of its rotary angles, which are not scaled then; 0: the model's own
     rotated: bool = True  # whether queries and keys are
+    head_dim: int = 0  # of queries and keys; 0: the model's
+    kv_heads: int = 0  # 0: the model's
+    tied_values: bool = False  # values are its keys, before their norm and their rotation
+    kv: str = "own"  # shared: the layers that "read", behind all others, take its keys and values, by their window
+    d_ff: int = 0  # of its dense feed-forward; 0: the model's
+
+    @property
+    def shape(self) -> tuple[int, int, bool, bool, int]:
+        """Layers of one shape have the same matrices."""
+        return self.head_dim, self.kv_heads, self.tied_values, self.kv == "read", self.d_ff
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +137,9 @@ class Experts:
     top_groups: int = 1
     renormalize: bool = True  # whether the weights of a token's experts are divided by their sum
     scale: float = 1.0  # what the weights are multiplied by
+    # Gemma 4: beside the layer's dense feed-forward, each between norms of its own; the router norms the residual
+    # stream itself, and has a gain for each expert's weight
+    beside: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "width", "groups", "top_groups"):
@@ -154,17 +178,21 @@ class ModelConfig:
     head_dim: int  # of queries and keys
     d_ff: int  # of the dense feed-forward
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | Yarn | Linear | None = None
+    rope_scaling: RopeScaling | Yarn | Linear | Proportional | None = None
     rope_part: float = 1.0  # of a head, from its first number on, is rotated
     kinds: tuple[Kind, ...] = (Kind(),)  # of consecutive layers, again and again
     qk_norm: bool
     qk_norm_whole: bool = False  # queries are normed over all heads at once, and keys
+    v_norm: bool = False  # values are normed too, without a gain
     qkv_bias: bool
     query_scale: float = 0.0  # queries are divided by its root; 0: by that of head_dim
     norms: str = "pre"
     gain_offset: float = 0.0  # is added to every gain
     activation: str = "silu"
     embed_scale: float = 1.0  # of what the embedding gives, rounded to its type
+    per_layer: int = 0  # numbers that a second embedding has for each layer
+    layer_scale: bool = False  # what a layer gives is multiplied by a number of its own, which is not trained
+    logit_cap: float = 0.0  # logits z are this times tanh(z / this); 0: they are not capped
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     max_position: int = 32768
@@ -181,12 +209,24 @@ class ModelConfig:
             raise ValueError(f"model n_layers is {self.n_layers}; it must be at most {MAX_LAYERS}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"model n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
-        if self.rope_dim % 2:
-            name = "rope_dim" if self.latent else "head_dim"
-            raise ValueError(f"model {name} {self.rope_dim} is odd; rotary embeddings need pairs")
+        for kind in self.kinds:
+            if self.n_heads % self.kv_heads(kind):
+                raise ValueError(f"model n_heads {self.n_heads} is not a multiple of {self.kv_heads(kind)} KV heads")
+            if self.rope_dim(kind) % 2:
+                name = "rope_dim" if self.latent else "head_dim"
+                raise ValueError(f"model {name} {self.rope_dim(kind)} is odd; rotary embeddings need pairs")
+        own, every = self.kv_owners, self.every_kind
+        shared = {kind.window: self.kv_row(kind) for kind in every[:own] if kind.kv == "shared"}
+        if len(shared) != sum(kind.kv == "shared" for kind in every) or any(
+            kind.kv != "read" or shared.get(kind.window) != self.kv_row(kind) for kind in every[own:]
+        ):
+            raise ValueError(
+                f"model n_layers {self.n_layers}: the last {self.n_layers - own} read keys and values, and not each of "
+                "their windows has one earlier layer that shares them, in rows as they read"
+            )
         if self.norms not in NORMS or self.activation not in ACTIVATIONS:
             raise ValueError(f"model norms {self.norms!r} and activation {self.activation!r}: {NORMS} x {ACTIVATIONS}")
-        if self.latent and (self.windows or self.rope_part != 1.0 or self.qk_norm):
+        if self.latent and (self.kinds != (Kind(),) or self.rope_part != 1.0 or self.qk_norm):
             raise ValueError("model latent: windows and heads that are normed or partly rotated are of grouped queries")
         if self.experts and not self.expert_layers:
             raise ValueError(
@@ -206,13 +246,41 @@ class ModelConfig:
         assert self.experts is not None, self.family
         return self.experts
 
-    @property
-    def rope_dim(self) -> int:
+    def dim(self, kind: Kind) -> int:
+        """Numbers of a query's head, and a key's."""
+        return kind.head_dim or self.head_dim
+
+    def kv_heads(self, kind: Kind) -> int:
+        return kind.kv_heads or self.n_kv_heads
+
+    def rope_dim(self, kind: Kind) -> int:
         """Numbers of a head that are rotated."""
-        return self.latent.rope_dim if self.latent else int(self.head_dim * self.rope_part)
+        return self.latent.rope_dim if self.latent else int(self.dim(kind) * self.rope_part)
 
     def kind(self, layer: int) -> Kind:
         return self.kinds[layer % len(self.kinds)]
+
+    @property
+    def every_kind(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        return tuple(map(self.kind, range(self.n_layers)))
+
+    @property
+    def kv_owners(self) -> int:
+        """The first so many layers have keys and values of their own."""
+        return next((i for i, kind in enumerate(self.every_kind) if kind.kv == "read"), self.n_layers)
+
+    def source(self, kind: Kind) -> int:
+        """The layer whose keys and values one that reads attends to."""
+        return next(i for i, one in enumerate(self.every_kind) if one.kv == "shared" and one.window == kind.window)
+
+    @property
+    def kv_rows(self) -> tuple[tuple[int, int], ...]:
+        """(heads, numbers of a head) of the rows of keys, as the layers have them, the first layer's first."""
+        return tuple(dict.fromkeys((self.kv_heads(kind), self.dim(kind)) for kind in self.every_kind))
+
+    def kv_row(self, kind: Kind) -> int:
+        return self.kv_rows.index((self.kv_heads(kind), self.dim(kind)))
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -227,16 +295,21 @@ class ModelConfig:
     @property
     def kv_layers(self) -> int:
         """Attentions that keep keys and values: a LongCat layer has two."""
-        return self.n_layers * (2 if self.shortcut else 1)
+        return self.kv_owners * (2 if self.shortcut else 1)
 
     @property
     def cache_heads(self) -> int:
-        """Heads whose keys and values a cache keeps: of latent attention one row, which all heads share."""
-        return 1 if self.latent else self.n_kv_heads
+        """Heads whose keys and values each cache keeps, at least: of latent attention one row, which all heads
+        share."""
+        return 1 if self.latent else min(heads for heads, _ in self.kv_rows)
 
-    def cache_width_on(self, tensor: int) -> int:
-        """Numbers that a token leaves in one attention's cache on one of `tensor` devices: at least one whole head."""
-        return self.latent.cache_dim if self.latent else 2 * self.kv_width_on(tensor)
+    def cache_numbers_on(self, tensor: int, windows: bool | None = None) -> int:
+        """Numbers that a token leaves in the caches of all attentions on one of `tensor` devices, at least one whole
+        head each; windows: in those of layers with one, or of those without."""
+        if self.latent:
+            return self.kv_layers * self.latent.cache_dim
+        kinds = [x for x in self.every_kind[: self.kv_owners] if windows is None or bool(x.window) == windows]
+        return sum(2 * self.kv_heads(x) // min(tensor, self.cache_heads) * self.dim(x) for x in kinds)
 
     @property
     def expert_layers(self) -> int:
@@ -249,27 +322,26 @@ class ModelConfig:
 
     def scores(self, kind: Kind) -> Scores:
         gain = self.rope_scaling.score_gain if self.latent and isinstance(self.rope_scaling, Yarn) else 1.0
-        return Scores((self.query_scale or self.head_dim) ** -0.5 * gain, kind.window)
+        return Scores((self.query_scale or self.dim(kind)) ** -0.5 * gain, kind.window, self.kv_row(kind))
+
+    def q_width(self, kind: Kind = Kind()) -> int:
+        return self.n_heads * self.dim(kind)
+
+    def kv_width(self, kind: Kind = Kind()) -> int:
+        """Width of the keys, or values, that a layer makes."""
+        return 0 if kind.kv == "read" else self.kv_heads(kind) * self.dim(kind)
 
     @property
-    def q_width(self) -> int:
-        return self.n_heads * self.head_dim
+    def head_widths(self) -> int:
+        """Numbers that a token leaves in queries and keys of all layers."""
+        return (self.kv_layers // self.kv_owners) * sum(self.q_width(x) + self.kv_width(x) for x in self.every_kind)
 
-    @property
-    def kv_width(self) -> int:
-        return self.n_kv_heads * self.head_dim
-
-    def kv_width_on(self, tensor: int) -> int:
-        """Width of keys, or values, on one of `tensor` devices: at least one whole head."""
-        return max(self.n_kv_heads // tensor, 1) * self.head_dim
-
-    @property
-    def attention_params(self) -> int:
+    def attention_params(self, kind: Kind) -> int:
         """Parameters of one attention's matrices."""
         if self.latent is None:
-            return self.d_model * (2 * self.q_width + 2 * self.kv_width)
+            return self.d_model * (2 * self.q_width(kind) + (1 if kind.tied_values else 2) * self.kv_width(kind))
         m, d, heads = self.latent, self.d_model, self.n_heads
-        query = m.q_rank * (d + self.q_width) if m.q_rank else d * self.q_width
+        query = m.q_rank * (d + self.q_width()) if m.q_rank else d * self.q_width()
         return query + d * m.cache_dim + m.kv_rank * heads * (m.nope_dim + m.v_dim) + heads * m.v_dim * d
 
     @property
@@ -279,11 +351,12 @@ class ModelConfig:
 
     @property
     def ff_width(self) -> int:
-        """Numbers that a token leaves inside the feed-forwards of one layer."""
+        """Numbers that a token leaves inside the feed-forwards of one layer, on average of those that are alike but
+        for their width."""
         if self.experts is None:
-            return self.d_ff
+            return sum(kind.d_ff or self.d_ff for kind in self.every_kind) // self.n_layers
         mixture = self.experts.width * (self.experts.per_token + self.experts.shared)
-        return mixture + (2 * self.d_ff if self.shortcut else 0)
+        return mixture + self.d_ff * (2 if self.shortcut else self.experts.beside)
 
     @property
     def matrix_params(self) -> int:
@@ -297,35 +370,48 @@ class ModelConfig:
 
     @property
     def gain_params(self) -> int:
-        """Gains and biases: small, and replicated but for the biases."""
-        attention = self.d_model * (2 if self.norms == "both" else 1)
-        normed = self.q_width + self.kv_width if self.qk_norm_whole else 2 * self.head_dim
-        attention += normed if self.qk_norm else 0
-        attention += self.q_width + 2 * self.kv_width if self.qkv_bias else 0
-        attention += self.latent.q_rank + self.latent.kv_rank if self.latent else 0
-        biases = self.expert_layers * self.experts.choices if self.experts and self.experts.corrected else 0
-        feed_forward = self.d_model * (2 if self.norms == "both" else 1)
-        return self.kv_layers * (attention + feed_forward) + biases + self.d_model
+        """Gains, biases and numbers of a layer: small, and replicated but for the biases."""
+        d, e, sublayers = self.d_model, self.experts, 2 if self.shortcut else 1
+        total = d + self.per_layer + self.n_layers * ((d if self.per_layer else 0) + self.layer_scale)
+        for kind in self.every_kind:
+            q, kv, dim = self.q_width(kind), self.kv_width(kind), self.dim(kind)
+            attention = (q + kv if self.qk_norm_whole else dim * (1 + (kv > 0))) if self.qk_norm else 0
+            attention += q + 2 * kv if self.qkv_bias else 0
+            attention += self.latent.q_rank + self.latent.kv_rank if self.latent else 0
+            total += sublayers * (attention + 2 * d * (2 if self.norms == "both" else 1))
+        if e and e.beside:
+            total += self.expert_layers * (4 * d + e.choices)
+        return total + (self.expert_layers * e.choices if e and e.corrected else 0)
 
     @property
     def wide_params(self) -> int:
         """Parameters that every copy keeps in f32: gains, and the routers with their biases."""
-        return self.gain_params + self.expert_layers * (self.d_model * self.experts.choices if self.experts else 0)
+        routers = self.expert_layers * (self.d_model * self.experts.choices if self.experts else 0)
+        return self.gain_params + routers - self.n_layers * self.layer_scale
+
+    @property
+    def end_params(self) -> int:
+        """Parameters of the matrices before and behind the layers."""
+        second = self.n_layers * self.per_layer * (self.vocab_size + self.d_model)
+        return (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model + second
 
     def _all_params(self, active: bool) -> int:
-        ends = (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model
-        return sum(self.layer_params(i, active) for i in range(self.n_layers)) + ends
+        return sum(self.layer_params(i, active) for i in range(self.n_layers)) + self.end_params
 
     def layer_params(self, layer: int | None = None, active: bool = False) -> int:
-        """Parameters of one layer's matrices: of the last layer that has experts, if any has; active: of those that one
-        token is multiplied with."""
-        e, d, dense = self.experts, self.d_model, 3 * self.d_model * self.d_ff
-        sublayers = 2 if self.shortcut else 1
-        if e is None or not (layer is None or self.has_experts(layer)):
-            return sublayers * (self.attention_params + dense)
+        """Parameters of one layer's matrices: on average of the layers that have experts, or of all if none has;
+        active: of those that one token is multiplied with."""
+        e, d, sublayers = self.experts, self.d_model, 2 if self.shortcut else 1
+        if layer is None:
+            alike = [i for i in range(self.n_layers) if e is None or self.has_experts(i)]
+            return sum(self.layer_params(i, active) for i in alike) // len(alike)
+        kind = self.kind(layer)
+        attention, dense = self.attention_params(kind) + 2 * d * self.per_layer, 3 * d * (kind.d_ff or self.d_ff)
+        if e is None or not self.has_experts(layer):
+            return sublayers * (attention + dense)
         count = e.per_token * e.count / e.choices if active else e.count  # a zero expert multiplies nothing
         mixture = round(3 * d * e.width * (count + e.shared)) + d * e.choices
-        return sublayers * self.attention_params + mixture + (sublayers * dense if self.shortcut else 0)
+        return sublayers * attention + mixture + (sublayers * dense if self.shortcut or e.beside else 0)
 
 
 def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, expert: int = 1, serving: bool = False) -> None:
@@ -338,7 +424,10 @@ def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, expert: int = 1, ser
         raise ValueError(f"mesh axis expert={expert} needs a model with experts, and {cfg.family} here has none")
     cut = 1 if serving else fsdp * expert
     sizes = [("fsdp", cut, "d_model", cfg.d_model)]
-    sizes += [("tensor", tensor, name, getattr(cfg, name)) for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size")]
+    sizes += [("tensor", tensor, "n_heads", cfg.n_heads)]
+    sizes += [("tensor", tensor, "n_kv_heads", heads) for heads, _ in cfg.kv_rows]
+    sizes += [("tensor", tensor, name, getattr(cfg, name)) for name in ("d_ff", "vocab_size")]
+    sizes += [("fsdp", cut, "n_layers x per_layer", cfg.n_layers * cfg.per_layer)]
     if e is not None:
         sizes += [("expert", expert, "experts.count", e.count)]
         sizes += [("tensor", tensor, "experts.width", e.width)] if expert == 1 or not serving else []
@@ -346,7 +435,8 @@ def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, expert: int = 1, ser
         ranks = [("latent.kv_rank", cfg.latent.kv_rank), ("latent.q_rank", cfg.latent.q_rank)]
         sizes += [("fsdp", cut, name, rank) for name, rank in ranks]
     for axis, size, name, value in sizes:
-        shared = serving and name == "n_kv_heads" and size % value == 0
+        alike = len({heads for heads, _ in cfg.kv_rows}) == 1  # else a device's queries are not of all its heads
+        shared = serving and name == "n_kv_heads" and size % value == 0 and alike
         if value % size and not shared:
             axis += " x expert" if axis == "fsdp" and expert > 1 else ""
             raise ValueError(f"model {name} {value} is not divisible by mesh axis {axis}={size}")

@@ -35,6 +35,7 @@ class PageShape:
     head_dim: int
     dtype: str
     latent: bool = False  # pages are K alone: the values are a part of the keys
+    second: tuple[int, int, int] = (0, 0, 0)  # layers, heads and head_dim of rows of another shape; 0: there are none
 
 
 CODEC = Codec(InFlightSample, Key, Shard, Manifest, KVOffer)
@@ -43,7 +44,11 @@ CODEC = Codec(InFlightSample, Key, Shard, Manifest, KVOffer)
 def layout_of(pages: Mapping[str, np.ndarray]) -> PageShape:
     """The layout of pages by their names, as InFlightSample.pages has them."""
     layers, _, heads, dim, _ = pages["k"].shape
-    return PageShape(layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages)
+    shape = PageShape(layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages)
+    if "k2" not in pages:
+        return shape
+    layers, _, heads, dim, _ = pages["k2"].shape
+    return dataclasses.replace(shape, second=(layers, heads, dim))
 
 
 def offer(wire: Wire, key: Key, in_flight: InFlightSample) -> KVOffer:
@@ -69,9 +74,12 @@ def fetch(wire: Wire, offered: KVOffer, key: Key, layout: PageShape, timeout_s: 
             f"{words(key)}: {offered.kv_len} positions in pages of {offered.page_size} are no KV of {tokens} tokens"
         )
     pages = -(-offered.kv_len // offered.page_size)
-    shapes = {"k": (layout.layers, pages, layout.heads, layout.head_dim, offered.page_size)}
-    if not layout.latent:
-        shapes["v"] = (layout.layers, pages, layout.heads, offered.page_size, layout.head_dim)
+    shapes = {}
+    for more, (layers, heads, dim) in (("", (layout.layers, layout.heads, layout.head_dim)), ("2", layout.second)):
+        if layers:
+            shapes[f"k{more}"] = (layers, pages, heads, dim, offered.page_size)
+        if layers and not layout.latent:
+            shapes[f"v{more}"] = (layers, pages, heads, offered.page_size, dim)
     wanted = {name: shard_of(name, jax.ShapeDtypeStruct(shape, layout.dtype)) for name, shape in shapes.items()}
     got = wire.take(offered.manifest, list(wanted.values()), key, timeout_s)
     in_flight = dataclasses.replace(offered.in_flight, kv_len=offered.kv_len, page_size=offered.page_size)
