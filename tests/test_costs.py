@@ -6,8 +6,12 @@ import json
 import pytest
 
 from dora_jax.base.chips import CHIPS
-from dora_jax.config import ConfigError
+from dora_jax.config import ConfigError, RolloutSection
 from dora_jax.costs import CostOptions, Hardware, MeasuredCosts, ModelSizes, Roofline, open_costs, sizes_of
+from dora_jax.costs.update import score_products
+from dora_jax.models.families import KNOWN, new_config
+from dora_jax.models.families.config import Kind
+from dora_jax.plan import memory
 from dora_jax.sim.config import WorkloadSection
 from dora_jax.sim.workload import Workload, uniform
 from dora_jax.types import SampleId
@@ -196,3 +200,32 @@ def test_tasks_of_a_mix_take_turns():
     assert work.length(SampleId(1, 0)) > 3 * work.length(SampleId(0, 0))
     with pytest.raises(ConfigError, match="workload.mix.short.men_tokens: unknown field; the nearest is mean_tokens"):
         Workload(WorkloadSection(mix={"short": {"men_tokens": 3}}))
+
+
+@pytest.mark.parametrize(("size", "window", "share"), [("Gemma-3-4B", 1024, 29 / 34), ("Gemma-4-E2B", 512, 12 / 18)])
+def test_layers_with_a_window_hold_and_read_what_it_holds(size, window, share):
+    """As the memory plan has it: of the same memory as many pages, but for those that prefixes keep."""
+    sizes = sizes_of(ModelSizes(size=size), 1)
+    assert sizes.window == window and sizes.window_share == pytest.approx(share)
+    costs = roofline(ModelSizes(size=size), {"tensor": 1, "chip": "v5e", "slots": 64, "hbm_share": 0.9})
+    whole = sizes.kv_bytes_per_token / (819e9 * 0.8)
+    assert costs.decode_kv_s + costs.window_kv_s == pytest.approx(whole)
+    assert costs.window_kv_s == pytest.approx(share * whole)
+    rollout = RolloutSection(
+        slots=64, page_size=16, max_prompt_tokens=16, max_new_tokens=30000, decode_steps=1, pages=0
+    )
+    free = 16e9 * 0.9 - 2 * sizes.params
+    pages, local = memory.pages_within(KNOWN[size], rollout, "bfloat16", free)
+    assert 0 < local < pages and costs.pages == pytest.approx(pages, rel=0.03)
+    assert pages > 1.4 * free / (16 * sizes.kv_bytes_per_token)
+
+
+def test_flops_of_scores_are_those_of_the_pairs_that_see_each_other():
+    cfg = new_config("gemma3_text", vocab_size=64, d_model=32, n_layers=5, n_heads=4, n_kv_heads=2, head_dim=16,
+                     d_ff=64, kinds=(Kind(window=7), Kind(window=20), Kind()))  # fmt: skip
+    for length, before in ((1, 0), (6, 3), (30, 0), (30, 11), (3, 40)):
+        pairs = 0
+        for layer in range(5):
+            window = cfg.kind(layer).window or 1000
+            pairs += sum(min(before + i, window) for i in range(1, length + 1))
+        assert score_products(cfg, length, before) == 2 * 2 * 4 * 16 * pairs

@@ -17,6 +17,7 @@ class Costs:
     pages = 1000
     mixes = False
     decode_kv_s = 1e-5
+    window, window_kv_s = 0, 0.0
     score_s = 0.0
 
     def decode_base_s(self, batch):
@@ -207,3 +208,47 @@ def test_a_report_comes_every_so_many_ticks():
         host.advance(host.next_time())
         reports += sum(what == inst.REPORT for what, _ in host.happen())
     assert reports == 4
+
+
+def test_layers_with_a_window_read_what_it_holds():
+    """Token by token: each sample's context, in some layers up to 100 tokens of it."""
+
+    class Windowed(Costs):
+        window, window_kv_s, decode_kv_s = 100, 3e-5, 1e-5
+
+    rng = random.Random(3)
+    lengths = [(rng.randint(1, 200), rng.randint(1, 300)) for _ in range(12)]
+    costs, now, batch, ended = Windowed(), 0.0, {i: [prompt, n] for i, (prompt, n) in enumerate(lengths)}, {}
+    now += sum(costs.prefill_s(prompt) for prompt, _ in lengths)
+    while batch:
+        contexts = [context for context, _ in batch.values()]
+        now += costs.decode_base_s(len(batch)) + costs.decode_kv_s * sum(contexts)
+        now += costs.window_kv_s * sum(min(context, 100) for context in contexts)
+        for index, state in list(batch.items()):
+            state[0], state[1] = state[0] + 1, state[1] - 1
+            if not state[1]:
+                ended[index] = now
+                del batch[index]
+    host = make(costs)
+    found = run(host, [(0.0, job(i, prompt, n)) for i, (prompt, n) in enumerate(lengths)])
+    assert found == pytest.approx(ended, rel=3e-3)
+    without = run(make(), [(0.0, job(i, prompt, n)) for i, (prompt, n) in enumerate(lengths)])
+    assert max(found.values()) > 1.1 * max(without.values())
+
+
+def test_a_sample_that_leaves_early_takes_its_window_along():
+    class Windowed(Costs):
+        window, window_kv_s = 100, 3e-5
+
+    host, jobs = make(Windowed()), [job(0, 150, 50), job(1, 10, 400), job(2, 10, 100)]
+    for one in jobs:
+        host.submit(one, "start")
+    for _ in range(3):  # all enter, the first one ends
+        host.advance(host.next_time())
+        host.happen()
+    host.take(SampleId(0, 1))
+    left = host.take(SampleId(0, 2))
+    began, rest = host.time, job(3, left.tokens, 100 - left.response)
+    host.submit(left, "resume")
+    alone = run(make(Windowed()), [(0.0, rest)])
+    assert 10 < left.tokens < 100 and run(host)[2] - began == pytest.approx(alone[3])

@@ -16,7 +16,7 @@ from tests.fakes.sim_runs import simulate
 class Costs:
     """A tick takes 10 ms, a token's prefill 1 ms, a token's KV 0.1 ms on its way."""
 
-    pages, mixes, decode_kv_s = 1000, False, 0.0
+    pages, mixes, decode_kv_s, window = 1000, False, 0.0, 0
 
     def decode_base_s(self, batch):
         return 0.01

@@ -3,7 +3,8 @@
 Consumes counts (batch, context, tokens, chips), produces seconds. Both kinds answer the same questions:
 
     decode_base_s(batch)        one tick, without reading the KV
-    decode_kv_s                 more of it, for each token of context in the batch
+    decode_kv_s                 more of it, for each token of context in the batch, in layers that attend in full
+    window_kv_s                 the same in layers with a window, for each of a sample's last `window` tokens
     prefill_s(tokens, past)     `tokens` new ones behind `past` cached ones
     train_s(samples, tokens, squares)   one step; squares = sum of squared sequence lengths
     load_s(peers), move_s(tokens), park_s(tokens)   one transfer of weights, or of the KV of one sample
@@ -48,6 +49,8 @@ class ModelSizes:
     n_heads: int = 40
     head_dim: int = 128
     kv_bytes_per_token: float = field(262144.0, "all layers")
+    window: int = field(0, "tokens that some layers see at most; 0: all layers attend in full")
+    window_share: float = field(0.0, "of kv_bytes_per_token, what the layers with a window have", ge=0.0, le=1.0)
     kv_copies: float = field(1.0, "chips of an instance that hold the same keys and values, or latents")
     weight_bytes_per_param: float = 2.0
     adapter_bytes: float = field(
@@ -144,6 +147,8 @@ def sizes_of(asked: ModelSizes, chips: int) -> ModelSizes:
         n_heads=model.n_heads * (2 if model.shortcut else 1),
         head_dim=model.head_dim,
         kv_bytes_per_token=2.0 * numbers,
+        window=max(model.windows, default=0),
+        window_share=model.cache_numbers_on(1, True) / numbers if model.windows else 0.0,
         kv_copies=chips * model.cache_numbers_on(chips) / numbers,
     )
 
@@ -164,7 +169,9 @@ class Roofline:
         base = model.params * model.weight_bytes_per_param
         self.mixes, self.weight_bytes = model.adapter_bytes > 0, model.adapter_bytes or base
         self._active = model.active_params or model.params
-        self.decode_kv_s = model.kv_copies * model.kv_bytes_per_token / self._bytes_per_s
+        of_windows = model.window_share if model.window else 0.0
+        kv_s = model.kv_copies * model.kv_bytes_per_token / self._bytes_per_s
+        self.window, self.decode_kv_s, self.window_kv_s = model.window, (1 - of_windows) * kv_s, of_windows * kv_s
         self.score_s = cost.score_s
         self.kv_bytes_per_token = model.kv_bytes_per_token
         self._link_bytes_per_s = chips * chip.dcn_bytes_per_s * cost.link_efficiency
@@ -172,7 +179,12 @@ class Roofline:
         self._adapters = hardware.residents * model.adapter_bytes
         held = base + self._adapters if self.mixes else hardware.residents * base
         free = chips * chip.hbm_bytes * hardware.hbm_share - held
-        self.pages = int(free / (model.kv_copies * model.kv_bytes_per_token * hardware.page_size))
+        page_bytes = model.kv_copies * model.kv_bytes_per_token * hardware.page_size
+        self.pages = int(free / page_bytes)
+        if of_windows:  # pages behind windows are free: every slot has one window's; of prefixes nothing is known here
+            held_pages = hardware.slots * (-(-model.window // hardware.page_size) + 1)
+            if held_pages < self.pages:
+                self.pages = int((free / page_bytes - of_windows * held_pages) / (1 - of_windows))
         if self.pages < 1:
             raise ConfigError(
                 f"hardware.tensor: {held / 1e9:.0f} GB of weights ({hardware.residents} resident versions) leave no KV "
@@ -197,8 +209,11 @@ class Roofline:
         return self._ticks_s[batch]
 
     def prefill_s(self, tokens: int, past: int = 0) -> float:
-        attention = 2 * FORWARD * self._model.n_layers * self._model.n_heads * self._model.head_dim
-        flops = FORWARD * self._active * tokens + attention * tokens * (past + tokens / 2)
+        model = self._model
+        attention = 2 * FORWARD * model.n_layers * model.n_heads * model.head_dim
+        seen = past + tokens / 2
+        seen += model.window_share * (min(seen, model.window) - seen) if model.window else 0.0
+        flops = FORWARD * self._active * tokens + attention * tokens * seen
         return flops / self._flops_per_s
 
     def train_s(self, samples: int, tokens: int, squares: float) -> float:
@@ -207,6 +222,9 @@ class Roofline:
             tokens, squares = samples * row, samples * float(row) ** 2
         passes = FORWARD * (1 + self._cost.train_recomputed) + BACKWARD
         attention = passes * 2 * model.n_layers * model.n_heads * model.head_dim / 2
+        if model.window and samples:  # as if all samples had the mean's length
+            within = min(squares, 2 * model.window * tokens)
+            squares += model.window_share * (within - squares)
         flops = passes * self._active * tokens + attention * squares
         rate = hardware.trainer_chips * self._chip.flops * self._cost.train_utilisation
         return self._cost.train_fixed_s + flops / rate
@@ -251,6 +269,8 @@ class Roofline:
 
 class MeasuredCosts:
     """Costs of a real machine, from a file."""
+
+    window, window_kv_s = 0, 0.0  # times of ticks do not separate them
 
     def __init__(self, path: str):
         if not Path(path).is_file():

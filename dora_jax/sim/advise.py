@@ -55,7 +55,9 @@ def report(config: SimConfig, progress: Callable[[str], None], versions: tuple[i
     fastest = best[0][1]
     # What no schedule can undercut: the longest response, alone on its instance.
     costs, work = open_costs(config.model, config.hardware, config.cost), config.workload
-    tail_s = work.max_new_tokens * (costs.decode_base_s(1) + costs.decode_kv_s * work.max_new_tokens / 2)
+    longest, local = work.max_new_tokens, min(work.max_new_tokens, costs.window)
+    tail_s = longest * (costs.decode_base_s(1) + costs.decode_kv_s * longest / 2)
+    tail_s += (longest - local / 2) * local * costs.window_kv_s
     model_line = []
     if config.model.size:  # what a model that is named by its size brings
         model = sizes_of(config.model, config.hardware.instance_chips)

@@ -61,9 +61,9 @@ def latency_floor_s(config: SimConfig, tokens: float, max_versions: int) -> floa
     costs = open_costs(config.model, config.hardware, config.cost)
     alone_s, reads = DecodeTimes(costs, config.draft).token(1)
     token_s = alone_s / max(config.hardware.speeds)
-    reading_s = (
-        tokens**2 / 2 * costs.decode_kv_s * reads / max(config.hardware.speeds)
-    )  # of its own KV, a token at a time
+    local = min(tokens, costs.window)  # of its own KV, a token at a time
+    reading_s = tokens**2 / 2 * costs.decode_kv_s + (tokens - local / 2) * local * costs.window_kv_s
+    reading_s *= reads / max(config.hardware.speeds)
     part_s = costs.train_s(0, 0, 0.0) / config.orchestrator.updates  # of its tokens' training nothing is counted
     return (tokens * token_s + reading_s + costs.score_s + part_s) / max_versions
 
@@ -72,13 +72,16 @@ def memory_floor_s(config: SimConfig) -> float:
     """Seconds a step, of the samples of the first step's groups."""
     costs, section = open_costs(config.model, config.hardware, config.cost), config.orchestrator
     work = Workload(config.workload)
-    held = 0.0
+    held = local = 0.0
     for group in range(section.groups_per_step):
         for length in _lengths(work, [group], section.group_size):
-            held += length * (work.prompt_tokens(group) + length / 2)
+            prompt = work.prompt_tokens(group)
+            held += length * (prompt + length / 2)
+            below = min(max(costs.window - prompt, 0), length)  # tokens of it that see all before them
+            local += below * (prompt + below / 2) + (length - below) * costs.window
     ticks = held / (costs.pages * config.hardware.page_size)
     alone_s, reads = DecodeTimes(costs, config.draft).token(1)
-    return (ticks * alone_s + held * costs.decode_kv_s * reads) / _speed(config)
+    return (ticks * alone_s + (held * costs.decode_kv_s + local * costs.window_kv_s) * reads) / _speed(config)
 
 
 def fragment_s(config: SimConfig) -> float:

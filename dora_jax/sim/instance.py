@@ -4,6 +4,8 @@ Between two changes of its batch every sample in it gains one token a tick, and 
 
     base(batch) + kv * context      with the context growing by `batch` tokens a tick
 
+(of layers with a window, by one for each sample that is shorter)
+
 (where versions are decoded side by side, as the engine does it: one call a version, so a base for each one's samples;
 where versions are adapters, one call and one base for all)
 so n ticks take a * n + b * n^2 / 2 seconds, which is solved for n where a time is given. Prompts are prefilled before
@@ -102,6 +104,8 @@ class SimInstance:
         self._costs, self._times = costs, DecodeTimes(costs, draft or DraftSection())
         self._live = live
         self._context = 0.0  # tokens of KV in the batch
+        self._seen = 0.0  # of them, those within each sample's window
+        self._short: list[tuple[float, SampleId]] = []  # shorter than it, and the tick at which they are not
         self._held = 0  # tokens of KV of samples that wait here for their environment or are being prefilled
         self._stops: list[tuple[float, SampleId, Job]] = []
         self._queue: deque[Job] = deque()
@@ -257,7 +261,10 @@ class SimInstance:
             token_s, read = self._times.token(rows)
             base_s, reads = base_s + token_s, reads + read * rows
         kv_s = self._costs.decode_kv_s * reads / batch
-        return base_s + self._context * kv_s, batch * kv_s
+        if not self._costs.window:
+            return base_s + self._context * kv_s, batch * kv_s
+        local_s = self._costs.window_kv_s * reads / batch
+        return base_s + self._context * kv_s + self._seen * local_s, batch * kv_s + len(self._short) * local_s
 
     def _batches(self) -> Collection[int]:
         """Samples of each call."""
@@ -266,6 +273,7 @@ class SimInstance:
     def _grow(self, ticks: float) -> None:
         self.ticks += ticks
         self._context += ticks * len(self.decoding)
+        self._seen += ticks * len(self._short)
         self.sampled += ticks * len(self.decoding)
 
     def _next_tick(self) -> float:
@@ -273,11 +281,13 @@ class SimInstance:
         while stops and (stops[0][2].stop != stops[0][0] or self.decoding.get(stops[0][1]) is not stops[0][2]):
             heapq.heappop(stops)
         full = self.ticks + (self.capacity - self._held - self._context) / len(self.decoding)
-        return min(stops[0][0], self._report_at, max(full, self.ticks))
+        return min(stops[0][0], self._report_at, max(full, self.ticks), *(short[0] for short in self._short[:1]))
 
     def _due(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         stops, now = self._stops, self.ticks + TICK_EPS * max(1.0, self.ticks)
+        while self._short and self._short[0][0] <= now:
+            heapq.heappop(self._short)
         while stops and stops[0][0] <= now:
             stop, id, job = heapq.heappop(stops)
             if job.stop == stop and self.decoding.get(id) is job:
@@ -301,24 +311,30 @@ class SimInstance:
     def _join(self, job: Job) -> None:
         if len(self.decoding) >= self.slots:
             raise RuntimeError(f"instance {self.id} has {self.slots} slots: sample {job.id} is one too many")
-        job.cached = job.tokens
+        id, job.cached = job.id, job.tokens
         job.join = self.ticks
         job.stop = self.ticks + (sum(turn.tokens for turn in job.turns[: job.turn + 1]) - job.sampled)
-        self.decoding[job.id] = job
-        self._context += job.tokens
-        heapq.heappush(self._stops, (job.stop, job.id, job))
+        self.decoding[id] = job
+        context, window = job.tokens, self._costs.window
+        self._context, self._seen = self._context + context, self._seen + min(context, window)
+        if context < window:
+            heapq.heappush(self._short, (self.ticks + window - context, id))
+        heapq.heappush(self._stops, (job.stop, id, job))
         self._count(job.version, 1)
 
     def _leave(self, job: Job) -> None:
-        del self.decoding[job.id]
-        ticks = self.ticks - job.join
-        self._context -= job.tokens + ticks
+        id, ticks = job.id, self.ticks - job.join
+        del self.decoding[id]
+        context = job.tokens + ticks
+        self._context, self._seen = self._context - context, self._seen - min(context, self._costs.window)
+        self._short = [one for one in self._short if one[1] != id]
+        heapq.heapify(self._short)
         job.sampled += int(ticks + TICK_EPS)
         job.cached = job.tokens
         job.stop = math.inf
         self._count(job.version, -1)
         if not self.decoding:
-            self._context = 0.0  # no drift from one batch to the next
+            self._context = self._seen = 0.0  # no drift from one batch to the next
 
     def _count(self, version: Version, by: int) -> None:
         for counts in (self.counts, self._live):
