@@ -96,12 +96,17 @@ def assert_same(name, sample):
 def trained_logprobs(name, sample, layout):
     cfg, tokens = CFGS[name], np.concatenate([sample.prompt_ids, sample.out_ids])[None]
     positions = np.arange(tokens.shape[1])[None]
-    weights = decoder.serving_layout(params(name)) if layout == "serving" else params(name)
-    hidden = decoder.forward(cfg, weights, tokens, positions, segment_attention(np.zeros_like(positions), positions))
-    logits = np.asarray(decoder.logits(cfg, weights, hidden))[0, len(sample.prompt_ids) - 1 : -1, :VOCAB]
+    attend = segment_attention(np.zeros_like(positions), positions)
+
+    @jax.jit
+    def run(weights):
+        weights = decoder.serving_layout(weights) if layout == "serving" else weights
+        return decoder.logits(cfg, weights, decoder.forward(cfg, weights, tokens, positions, attend))
+
+    logits = np.asarray(run(params(name)))[0, len(sample.prompt_ids) - 1 : -1, :VOCAB]
     assert np.abs(logits).max() <= cfg.logit_cap
-    found = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return found[np.arange(len(sample.out_ids)), sample.out_ids]
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logprobs[np.arange(len(sample.out_ids)), sample.out_ids]
 
 
 @pytest.mark.parametrize("name", CFGS)
@@ -219,7 +224,7 @@ def test_routes_are_those_of_the_layers_in_their_order():
     found = {}
     for layout in ("serving", "stacked"):
         weights = decoder.serving_layout(params("experts")) if layout == "serving" else params("experts")
-        run = functools.partial(decoder.forward_routed, cfg, weights, tokens, positions, attend)
+        run = jax.jit(functools.partial(decoder.forward_routed, cfg, weights, tokens, positions, attend))
         hidden, routed = run()
         ids_BxLxMxk = np.moveaxis(np.asarray(routed.ids), 0, 2)
         again, replayed = run(routes_BxLxMxk=ids_BxLxMxk)
