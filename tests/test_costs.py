@@ -204,7 +204,7 @@ def test_tasks_of_a_mix_take_turns():
 
 @pytest.mark.parametrize(("size", "window", "share"), [("Gemma-3-4B", 1024, 29 / 34), ("Gemma-4-E2B", 512, 12 / 18)])
 def test_layers_with_a_window_hold_and_read_what_it_holds(size, window, share):
-    """As the memory plan has it: of the same memory as many pages, but for those that prefixes keep."""
+    """The memory plan finds as many pages in the same memory, but for those that prefixes keep."""
     sizes = sizes_of(ModelSizes(size=size), 1)
     assert sizes.window == window and sizes.window_share == pytest.approx(share)
     costs = roofline(ModelSizes(size=size), {"tensor": 1, "chip": "v5e", "slots": 64, "hbm_share": 0.9})

@@ -119,7 +119,7 @@ def test_the_engine_samples_what_the_trainer_scores(name):
 
 @pytest.mark.parametrize("name", CFGS)
 def test_samples_move_between_pools_and_back(name):
-    """Of one pool, and of two, whose windows have gone; each array of pages has its own layers and heads."""
+    """Pools: one, and two, whose windows have gone; each array of pages has its own layers and heads."""
     for id in ids((3,), size=2):
         here, there = shared(name), shared(name, kept=False)
         assert there.shapes.groups == 2

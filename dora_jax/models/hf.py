@@ -355,8 +355,8 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool)
         if name in params:
             yield tensor.name, stored(name, tensor, np.asarray(params[name]))
     for name, tensor, stack, leaves in _layer_parameters(cfg, params):
-        for layer, *parts in zip(stack.layers, *map(np.asarray, leaves), strict=True):
-            value = np.concatenate(parts, axis=-1) if parts[1:] else parts[0]
+        for layer, *pieces in zip(stack.layers, *map(np.asarray, leaves), strict=True):
+            value = np.concatenate(pieces, axis=-1) if pieces[1:] else pieces[0]
             each = list(enumerate(value)) if tensor.per_expert else [(0, value)]
             if padded and cfg.experts and name in ("experts_gate", "experts_up"):
                 each += [(e, np.zeros_like(value[0])) for e in range(cfg.experts.count, cfg.experts.choices)]
