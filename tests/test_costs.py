@@ -207,16 +207,18 @@ def test_layers_with_a_window_hold_and_read_what_it_holds(size, window, share):
     """The memory plan finds as many pages in the same memory, but for those that prefixes keep."""
     sizes = sizes_of(ModelSizes(size=size), 1)
     assert sizes.window == window and sizes.window_share == pytest.approx(share)
-    costs = roofline(ModelSizes(size=size), {"tensor": 1, "chip": "v5e", "slots": 64, "hbm_share": 0.9})
-    whole = sizes.kv_bytes_per_token / (819e9 * 0.8)
+    costs = roofline(ModelSizes(size=size), {"tensor": 1, "chip": "v6e", "slots": 64, "hbm_share": 0.9})
+    chip = CHIPS["v6e"]
+    whole = sizes.kv_bytes_per_token / (chip.hbm_bytes_per_s * 0.8)
     assert costs.decode_kv_s + costs.window_kv_s == pytest.approx(whole)
     assert costs.window_kv_s == pytest.approx(share * whole)
     rollout = RolloutSection(
         slots=64, page_size=16, max_prompt_tokens=16, max_new_tokens=30000, decode_steps=1, pages=0
     )
-    free = 16e9 * 0.9 - 2 * sizes.params
+    free = chip.hbm_bytes * 0.9 - 2 * sizes.params
     pages, local = memory.pages_within(KNOWN[size], rollout, "bfloat16", free)
-    assert 0 < local < pages and costs.pages == pytest.approx(pages, rel=0.03)
+    assert 0 < local < pages
+    assert min(costs.pages, memory.enough_pages(rollout)) == pytest.approx(pages, rel=0.05)
     assert pages > 1.4 * free / (16 * sizes.kv_bytes_per_token)
 
 
