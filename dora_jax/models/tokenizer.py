@@ -31,6 +31,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+LONG_TEXT = 1 << 14  # characters
 INCOMPLETE = "\ufffd"  # stands for half a character
 # How vocabularies of bytes spell them (GPT-2's table): those that print as themselves, the others from 256 on.
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -63,7 +64,9 @@ class Tokenizer:
         self.path = path
         self.eos_ids = eos_ids  # any of them ends a sample; several are normal
         self.pad_id = pad_id
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
+        self.longest_token = max(map(len, vocabulary))  # characters: no text has fewer tokens than these would make
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -104,6 +107,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of exactly this text; special tokens written in it become their ids, none is added."""
+        if len(text) > LONG_TEXT:  # of many texts, and not of one, it is computed while other threads go on
+            return self._backend.encode_batch([text], add_special_tokens=False)[0].ids
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_text(self, text: str) -> list[int]:

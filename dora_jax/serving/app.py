@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import ipaddress
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -35,6 +36,7 @@ from dora_jax.serving.reply import ChatReply, CompletionReply, GenerateReply, Re
 from dora_jax.serving.request import Form, GenerateRequest, Refused, ServedLimits
 
 MAX_BODY_BYTES = 64 << 20
+BODY_S = 60.0  # from a request's headers to the end of its body
 SESSION, RETRY_KEY, VERSION, API_KEY = "x-session-id", "idempotency-key", "x-weight-version", "x-api-key"
 TASK, GROUP = "x-task-id", "x-group-id"
 KEEP_ALIVE = b": the answer is being sampled\n\n"
@@ -42,8 +44,8 @@ KEEP_ALIVE = b": the answer is being sampled\n\n"
 
 @dataclass
 class Endpoint:
-    """What the routes need. token: of every request but /healthz; empty: none. pulse_s: far below clients'
-    time-outs."""
+    """What the routes need. token: of every request but /healthz; empty: none, and a request names a loopback host.
+    pulse_s: far below clients' time-outs."""
 
     answers: Answers
     tokenizer: Tokenizer
@@ -110,18 +112,19 @@ class Endpoint:
         return Response(self.counters.text(), media_type=prometheus.MEDIA_TYPE)
 
     async def _completion(self, asked: Request) -> Response:
-        body = await _json(asked)
-        return self._answer(asked, body, *request.completion(body, self.limits, self.tokenizer.encode), CompletionReply)
+        body = await self._json(asked)
+        found = await asyncio.to_thread(request.completion, body, self.limits, self._encode)
+        return self._answer(asked, body, *found, CompletionReply)
 
     async def _chat(self, asked: Request) -> Response:
-        return await self._talk(asked, await _json(asked), ChatReply)
+        return await self._talk(asked, await self._json(asked), ChatReply)
 
     async def _translated(
         self, dialect: type[Responses | Messages], reply: type[ChatReply], asked: Request
     ) -> Response:
         """A request of another dialect, as a chat completion."""
         try:
-            return await self._talk(asked, dialect.read(await _json(asked)), reply)
+            return await self._talk(asked, dialect.read(await self._json(asked)), reply)
         except Refused as error:
             raise renamed(error, dialect) from error
 
@@ -133,7 +136,7 @@ class Endpoint:
         return self._answer(asked, body, wanted, form, reply, talk)
 
     async def _generate(self, asked: Request) -> Response:
-        body = await _json(asked)
+        body = await self._json(asked)
         return self._answer(asked, body, *request.generate(body, self.limits), GenerateReply)
 
     async def _end_session(self, asked: Request) -> Response:
@@ -143,7 +146,7 @@ class Endpoint:
         return JSONResponse({"id": session, "object": "session", "deleted": True})
 
     async def _reward(self, asked: Request) -> Response:
-        session, rewards = asked.path_params["session"], request.rewards(await _json(asked))
+        session, rewards = asked.path_params["session"], request.rewards(await self._json(asked))
         if self.sessions is None:
             raise Refused(404, "no session is trained on here")
         if fault := await asyncio.to_thread(self.sessions.reward, session, rewards):
@@ -157,6 +160,9 @@ class Endpoint:
         header = header or f"Bearer {asked.headers.get(API_KEY, '')}"  # as Anthropic's clients send it
         if self.token and not hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
             raise Refused(401, "neither the Authorization nor the x-api-key header holds this endpoint's token")
+        if not self.token and not is_loopback(asked.url.hostname or ""):
+            # a page of the web that has turned its own name to this machine's address
+            raise Refused(403, f"the Host header names {asked.url.hostname}, and without a token only this machine asks")
         return await route(asked)
 
     def _render(self, talk: chat.TemplateInput) -> list[int]:
@@ -175,7 +181,40 @@ class Endpoint:
                     raise ValueError("the chat template begins the answer with <think>, and a thought has no form")
             except ValueError as error:
                 raise Refused(400, f"{talk.held_by}: {error}", param=talk.held_by) from error
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """Refuse what is too long before it is tokenised, which takes a second per megabyte."""
+        least = -(-len(text) // self.tokenizer.longest_token)
+        if least >= self.limits.context:
+            raise self.limits.exceeded(f"at least {least}")
         return self.tokenizer.encode(text)
+
+    async def _json(self, asked: Request) -> dict[str, Any]:
+        """The body. A type that no form of a web page can send: with it browsers ask first, and get no answer."""
+        if asked.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise Refused(415, "the Content-Type header is not application/json")
+        body = bytearray()
+        most = min(MAX_BODY_BYTES, self.limits.body_bytes)
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in asked.stream():
+                    body += part
+                    if len(body) > most:
+                        raise Refused(413, f"the body is longer than {most} bytes")
+        except TimeoutError as error:
+            raise Refused(408, f"the body did not come within {BODY_S:.0f} s") from error
+        try:
+            found = json.loads(body)
+            if b"\\u" in body:  # half of a surrogate pair is JSON, and no text
+                json.dumps(found, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise Refused(400, "the body is no JSON object")
+        if not isinstance(found.get("model"), str | None) or not isinstance(found.get("user"), str | None):
+            raise Refused(400, "model, user: neither a text nor absent", param="model")
+        return found
 
     def _answer(
         self,
@@ -337,31 +376,18 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _json(asked: Request) -> dict[str, Any]:
-    """The body. A type that no form of a web page can send: with it browsers ask first, and get no answer."""
-    if asked.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise Refused(415, "the Content-Type header is not application/json")
-    body = bytearray()
-    async for part in asked.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-    try:
-        found = json.loads(body)
-        if b"\\u" in body:  # half of a surrogate pair is JSON, and no text
-            json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise Refused(400, "the body is no JSON object")
-    if not isinstance(found.get("model"), str | None) or not isinstance(found.get("user"), str | None):
-        raise Refused(400, "model, user: neither a text nor absent", param="model")
-    return found
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine's for itself alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
 
 
 async def _refused(asked: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status in (401, 403, 408, 413):
+        headers["connection"] = "close"  # it holds none of the endpoint's connections
     return JSONResponse(_body(error, asked.url.path), error.status, headers)
 
 

@@ -32,7 +32,7 @@ from dora_jax.serving.answers import Answers
 from dora_jax.serving.app import Endpoint
 from dora_jax.serving.parser import AnswerSyntax
 from dora_jax.serving.request import Refused
-from dora_jax.serving.server import TOKEN_VARIABLE, limits_of, listening_socket
+from dora_jax.serving.server import TOKEN_VARIABLE, http_config, limits_of, listening_socket
 from dora_jax.serving.service import Options
 from dora_jax.serving.versions import Versions
 from dora_jax.types import SERVED, Prompt, Sample, SampleId, Version
@@ -99,16 +99,8 @@ class LiveEndpoint:
             health=self.facts.health,
             sessions=sessions,
         )
-        server = uvicorn.Server(  # on a thread: signals are the run's
-            uvicorn.Config(
-                endpoint.app(fleet.lifespan),
-                log_level="warning",
-                lifespan="on",
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=IDLE_CONNECTION_S,
-                ws="none",
-            )
-        )
+        options = {"timeout_graceful_shutdown": GRACE_S, "timeout_keep_alive": IDLE_CONNECTION_S}
+        server = uvicorn.Server(http_config(endpoint.app(fleet.lifespan), **options))  # on a thread: signals are the run's
         thread = threading.Thread(target=server.run, args=([self._listening],), name="endpoint", daemon=True)
         thread.start()
         if not fleet.attached.wait(START_S):

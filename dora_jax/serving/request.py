@@ -17,6 +17,7 @@ Json = Mapping[str, Any]
 Encode = Callable[[str], list[int]]
 
 MAX_CHOICES = 128  # of one request
+TOKEN_BYTES = 8  # of a request, on average
 MAX_SAMPLES = 4096  # of all answers at once; more are refused (429), and a request of more that can never run (400)
 # a turn is trained at its own temperature from here to there: log-probs near 0 or of noise alone move the weights too
 # far, or nowhere
@@ -107,6 +108,19 @@ class ServedLimits:
     context: int  # tokens of prompt and answer together
     vocab: int
     sampling: tuple[tuple[str, float], ...]  # name -> the run's value
+
+    @property
+    def body_bytes(self) -> int:
+        """Of the longest request: as many prompts as it may have, all of them as long as they may be."""
+        return (1 << 20) + MAX_CHOICES * self.context * TOKEN_BYTES
+
+    def exceeded(self, tokens: int | str) -> Refused:
+        return Refused(
+            400,
+            f"This model's maximum context length is {self.context} tokens. However, the prompt has {tokens}.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 @dataclass(frozen=True)
@@ -269,13 +283,7 @@ def _generate_request(
         if min(prompt) < 0 or max(prompt) >= limits.vocab:
             raise Refused(400, f"prompt: a token id is not between 0 and {limits.vocab - 1}", param="prompt")
         if len(prompt) >= limits.context:
-            raise Refused(
-                400,
-                f"This model's maximum context length is {limits.context} tokens. However, the prompt has "
-                f"{len(prompt)}.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise limits.exceeded(len(prompt))
     longest = max(map(len, prompts))
     room = limits.context - longest
     tells_prompt = form.echo or form.prompt_logprobs is not None

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import ipaddress
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from dora_jax.base.exits import SIGNALS
 from dora_jax.config import Config, ConfigError, RunError, field_context
@@ -35,6 +36,7 @@ from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal.workdir_mirror import fetch
 from dora_jax.runtime.local_backend import side_by_side
+from dora_jax.serving.app import is_loopback
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import SAMPLING, ServedLimits
 from dora_jax.serving.service import Options, Service
@@ -44,6 +46,8 @@ from dora_jax.types import Version
 
 GRACE_S = 5  # open answers get so long after a signal
 BUCKET_S = 30.0  # between two looks into a bucket, each of which reads every checkpoint that has come before
+HEADER_S = 30.0  # from the first byte of a request, or the start of a connection, to the end of its headers
+MAX_CONNECTIONS = 4096  # beyond them a request is answered 503
 TOKEN_VARIABLE = "DORA_SERVE_TOKEN"  # in the environment, which other users of the machine do not see
 
 
@@ -132,8 +136,7 @@ class RunSource:
 
 async def _run(service: Service, listening: socket.socket) -> None:
     app = service.endpoint.app(service.lifespan)
-    config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S, ws="none")
-    server = _Server(config)
+    server = _Server(http_config(app, timeout_graceful_shutdown=GRACE_S))
     watch = asyncio.ensure_future(service.died.wait())
     watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
     host, port = listening.getsockname()[:2]
@@ -143,6 +146,46 @@ async def _run(service: Service, listening: socket.socket) -> None:
     print(f"{there} is served at http://{host}:{port}/v1, {context} tokens a request (Ctrl-C ends)", flush=True)
     await server.serve(sockets=[listening])
     watch.cancel()
+
+
+def http_config(app: Any, **options: Any) -> uvicorn.Config:
+    """How every endpoint listens. options: more of uvicorn.Config's."""
+    return uvicorn.Config(
+        app,
+        http=_Protocol,
+        log_level="warning",
+        lifespan="on",
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
+        **options,
+    )
+
+
+class _Protocol(AutoHTTPProtocol):
+    """A connection whose request does not come to the end of its headers within `HEADER_S` is closed. One that has had
+    an answer may be idle: clients keep them in a pool."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADER_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_deadline()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_S, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_deadline()
+        super().connection_lost(exc)
+
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class _Server(uvicorn.Server):
@@ -160,10 +203,7 @@ class _Server(uvicorn.Server):
 
 def listening_socket(options: Options, section: str = "") -> socket.socket:
     """section: of the configuration, where the options are its fields. ConfigError: nothing can listen there."""
-    loopback = options.host == "localhost"
-    with contextlib.suppress(ValueError):
-        loopback = ipaddress.ip_address(options.host).is_loopback
-    if not options.token and not loopback:
+    if not options.token and not is_loopback(options.host):
         raise ConfigError(
             f"{section}host: {options.host} can be reached from other machines: put a secret into {TOKEN_VARIABLE}, "
             "which every request then sends as its bearer token"

@@ -1,6 +1,7 @@
 """The endpoint over oracle engines, without sockets and threads: a test ticks the engines, and clients come and go."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -14,6 +15,7 @@ from dora_jax.config import RolloutSection
 from dora_jax.plan import presets
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import ServedLimits
+from dora_jax.serving.server import http_config
 from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
 from dora_jax.types import Sample, Span
@@ -59,6 +61,8 @@ class Speaker(OracleEngine):
 
 class Letters:
     """A tokenizer of single characters; END is special. Its chat template writes role, text and tools."""
+
+    longest_token = 1
 
     def encode(self, text):
         return list(text.encode("latin-1"))
@@ -131,16 +135,20 @@ class Rig:
     @contextlib.contextmanager
     def live(self):
         """The base URL of a real server on a thread, with the engines on theirs."""
-        server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error", lifespan="on", ws="none"))
+        server = uvicorn.Server(http_config(self.app, port=0))
         thread = threading.Thread(target=server.run)
         thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
     async def __aenter__(self):
+        # one thread for what the loop hands away, so that `settle` can wait for all of it
+        asyncio.get_running_loop().set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
         self.service.attach()
         return self
 
@@ -149,9 +157,11 @@ class Rig:
             worker.stop()
 
     async def settle(self):
-        """Whatever waits for the loop has run."""
-        for _ in range(20):
-            await asyncio.sleep(0)
+        """Whatever waits for the loop, or for its thread, has run."""
+        for _ in range(3):
+            await asyncio.to_thread(int)
+            for _ in range(20):
+                await asyncio.sleep(0)
 
     async def turn(self, n=1):
         """Each engine runs so many posted calls or ticks."""
@@ -204,7 +214,7 @@ class Call:
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
             "method": "GET" if body is None else "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in known.items()], "server": ("test", 80),
+            "headers": [(name.encode(), value.encode()) for name, value in known.items()], "server": ("localhost", 80),
         }  # fmt: skip
         self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
 
