@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dora_jax.base.exits import SIGNALS
 from dora_jax.config import Config, ConfigError, RunError, field_context
@@ -151,23 +151,17 @@ async def _run(service: Service, listening: socket.socket) -> None:
 def http_config(app: Any, **options: Any) -> uvicorn.Config:
     """How every endpoint listens. options: more of uvicorn.Config's."""
     return uvicorn.Config(
-        app,
-        http=_Protocol,
-        log_level="warning",
-        lifespan="on",
-        ws="none",
-        limit_concurrency=MAX_CONNECTIONS,
-        **options,
+        app, http=_Protocol, log_level="warning", lifespan="on", ws="none", limit_concurrency=MAX_CONNECTIONS, **options
     )
 
 
-class _Protocol(AutoHTTPProtocol):
+class _Protocol(H11Protocol):
     """A connection whose request does not come to the end of its headers within `HEADER_S` is closed. One that has had
     an answer may be idle: clients keep them in a pool."""
 
     _deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         self._deadline = self.loop.call_later(HEADER_S, transport.close)
 
