@@ -99,10 +99,8 @@ class LiveEndpoint:
             health=self.facts.health,
             sessions=sessions,
         )
-        options = {"timeout_graceful_shutdown": GRACE_S, "timeout_keep_alive": IDLE_CONNECTION_S}
-        server = uvicorn.Server(
-            http_config(endpoint.app(fleet.lifespan), **options)
-        )  # on a thread: signals are the run's
+        # on a thread: signals are the run's
+        server = uvicorn.Server(http_config(endpoint.app(fleet.lifespan), grace_s=GRACE_S, idle_s=IDLE_CONNECTION_S))
         thread = threading.Thread(target=server.run, args=([self._listening],), name="endpoint", daemon=True)
         thread.start()
         if not fleet.attached.wait(START_S):

@@ -15,10 +15,10 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dora_jax.base.exits import SIGNALS
@@ -136,7 +136,7 @@ class RunSource:
 
 async def _run(service: Service, listening: socket.socket) -> None:
     app = service.endpoint.app(service.lifespan)
-    server = _Server(http_config(app, timeout_graceful_shutdown=GRACE_S))
+    server = _Server(http_config(app))
     watch = asyncio.ensure_future(service.died.wait())
     watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
     host, port = listening.getsockname()[:2]
@@ -148,10 +148,19 @@ async def _run(service: Service, listening: socket.socket) -> None:
     watch.cancel()
 
 
-def http_config(app: Any, **options: Any) -> uvicorn.Config:
-    """How every endpoint listens. options: more of uvicorn.Config's."""
+def http_config(app: Starlette, *, grace_s: int = GRACE_S, idle_s: int = 5) -> uvicorn.Config:
+    """How every endpoint listens. grace_s: that open answers get at the end; idle_s: before an idle connection is
+    closed."""
     return uvicorn.Config(
-        app, http=_Protocol, log_level="warning", lifespan="on", ws="none", limit_concurrency=MAX_CONNECTIONS, **options
+        app,
+        port=0,
+        http=_Protocol,
+        log_level="warning",
+        lifespan="on",
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=grace_s,
+        timeout_keep_alive=idle_s,
     )
 
 

@@ -135,7 +135,7 @@ class Rig:
     @contextlib.contextmanager
     def live(self):
         """The base URL of a real server on a thread, with the engines on theirs."""
-        server = uvicorn.Server(http_config(self.app, port=0))
+        server = uvicorn.Server(http_config(self.app))
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
