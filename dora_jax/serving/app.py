@@ -163,7 +163,7 @@ class Endpoint:
         if not self.token and not is_loopback(asked.url.hostname or ""):
             # a page of the web that has turned its own name to this machine's address
             raise Refused(
-                403, f"the Host header names {asked.url.hostname}, and without a token only this machine asks"
+                403, f"the Host header names {asked.url.hostname}, and without a token only this machine may"
             )
         return await route(asked)
 

@@ -111,7 +111,7 @@ class ServedLimits:
 
     @property
     def body_bytes(self) -> int:
-        """Of the longest request: as many prompts as it may have, all of them as long as they may be."""
+        """The longest request: as many prompts as it may have, all of them as long as they may be."""
         return (1 << 20) + MAX_CHOICES * self.context * TOKEN_BYTES
 
     def exceeded(self, tokens: int | str) -> Refused:
