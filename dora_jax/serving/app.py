@@ -162,9 +162,7 @@ class Endpoint:
             raise Refused(401, "neither the Authorization nor the x-api-key header holds this endpoint's token")
         if not self.token and not is_loopback(asked.url.hostname or ""):
             # a page of the web that has turned its own name to this machine's address
-            raise Refused(
-                403, f"the Host header names {asked.url.hostname}, and without a token only this machine may"
-            )
+            raise Refused(403, f"the Host header names {asked.url.hostname}, and without a token only this machine may")
         return await route(asked)
 
     def _render(self, talk: chat.TemplateInput) -> list[int]:
