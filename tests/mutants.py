@@ -231,8 +231,8 @@ MUTANTS = (
     Mutant(
         "temperature_is_ignored_in_logprobs",
         "models/logits.py",
-        "logits if temperature == 1.0 else logits / temperature",
-        "logits",
+        "elif temperature != 1.0:",
+        "elif temperature != temperature:",
         "test_numeric_laws.py::test_logprobs_are_of_the_tempered_distribution",
     ),
     Mutant(

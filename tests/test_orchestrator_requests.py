@@ -139,6 +139,7 @@ def test_after_a_restart_no_request_is_left_and_no_version_held():
     assert json.loads(json.dumps(again.snapshot())) == data
     outstanding = restart(again.state, again.step)
     assert outstanding.cancel.ids == (SampleId(FIRST - 1, 0),) and not again.state.asked_s
+    assert not any(map(is_served, outstanding.groups)), "whose prompt nobody knows any more"
     again.step(ev.SampleCancelled(id=outstanding.cancel.ids[0], reason=""))
     assert not any(map(is_served, again.state.groups)) and 0 not in again.state.alive
 

@@ -101,7 +101,7 @@ class Outstanding:
     train: ev.Train | None  # a batch that was taken and not published
     score: tuple[GroupId, ...]  # whole groups without rewards
     cancel: ev.Cancel | None  # samples that must not go on, to be answered one by one
-    groups: tuple[GroupId, ...]  # admitted and not scored
+    groups: tuple[GroupId, ...]  # admitted and not scored; no requests, whose prompts nobody knows any more
     recorded: dict[SampleId, Version]  # started and not ended: a Resume will ask for their tokens
     waiting: dict[SampleId, Version]  # for their environments, which are asked again: they owe SampleReady, or an end
     versions: tuple[Version, ...]  # whose weights are needed, oldest first
@@ -155,7 +155,7 @@ def restart(s: State, step: Callable[[ev.Event], object]) -> Outstanding:
         train=ev.Train(group_ids=ledger.batch, base_version=ledger.base) if ledger.batch else None,
         score=tuple(group.id for group in s.groups.values() if not group.left),
         cancel=ev.Cancel(ids=abandoned, instance=None, reason=LOST) if abandoned else None,
-        groups=tuple(s.groups),
+        groups=tuple(group_id for group_id in s.groups if not is_served(group_id)),
         recorded={u.id: u.version for u in units if u.state == PARKED},
         waiting={u.id: u.version for u in units if u.state == WAITING},
         versions=tuple(sorted(s.alive)),

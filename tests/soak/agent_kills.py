@@ -35,7 +35,7 @@ from typing import Any
 
 from dora_jax.runtime.journal.journal_audit import audit
 from dora_jax.serving.client import AgentSession
-from tests.soak.agent_training import GROUPS, SIZE, TRAIN, TURN_TOKENS, Run, sums
+from tests.soak.agent_training import GROUPS, SIZE, TRAIN, TURN_TOKENS, Run, sums, trained
 from tests.soak.gang_run import PROCESSES, UP
 
 PATIENCE_S, AGAIN_S = 900.0, 0.3
@@ -69,7 +69,6 @@ class Agents:
                 while not self.over.is_set() and not self._episode(question):
                     time.sleep(AGAIN_S)
             except (OSError, http.client.HTTPException):
-                self.lost += 1
                 time.sleep(AGAIN_S)
 
     def _episode(self, question: str) -> bool:
@@ -81,8 +80,12 @@ class Agents:
             body = {"messages": messages, "tools": TOOLS, "max_tokens": TURN_TOKENS, "return_token_ids": True}
             headers = {"content-type": "application/json", **session.headers}
             asked = urllib.request.Request(f"{session.base_url}/chat/completions", json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(asked, timeout=60) as reply:
-                answer = json.load(reply)
+            try:
+                with urllib.request.urlopen(asked, timeout=60) as reply:
+                    answer = json.load(reply)
+            except (OSError, http.client.HTTPException):
+                self.lost += bool(turns)
+                raise
             if not answer["trained"]:
                 return False
             choice = answer["choices"][0]
@@ -110,8 +113,50 @@ class Agents:
             self.lost += 1
         except OSError:
             self.unsure.add(reward)
+            self.lost += 1
             raise
         return True
+
+
+def struck(
+    command: list[str], console: Path, agents: Agents, kills: int, before_a_kill: int, draw: random.Random
+) -> tuple[int, int]:
+    """Starts the run and kills it so often, each time once it has accepted so many rewards more, and lets it end; (starts, its
+    exit code). Where it has rollouts of its own processes, one is killed with it every second time."""
+    starts = 0
+    while True:
+        with console.open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        starts, before, began_s = starts + 1, len(agents.accepted), time.monotonic()
+        while process.poll() is None and (starts > kills or len(agents.accepted) < before + before_a_kill):
+            if time.monotonic() - began_s > PATIENCE_S:
+                process.kill()
+                raise RuntimeError(f"nothing goes on: see {console}")
+            time.sleep(0.05)
+        if process.poll() is None:
+            time.sleep(draw.uniform(0, 2))
+        if process.poll() is not None:
+            agents.over.set()
+            return starts, process.returncode
+        process.kill()
+        process.wait()
+        pids = {gang: pids for gang, _, pids in UP.findall(console.read_text())}
+        for pid in pids.get("rollout 0", "").split(",") if "rollout 0" in pids and starts % 2 == 0 else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        print(f"kill {starts}: {len(agents.accepted)} rewards accepted, {agents.lost} sessions lost so far", flush=True)
+
+
+def faults_of(made: list[tuple[Any, float, Any]], agents: Agents) -> list[str]:
+    """What is wrong with these trained trajectories, by what the agents were answered and posted."""
+    rewards = collections.Counter(reward for _, reward, _ in made)
+    known = {((version, tuple(ids for ids, _, _ in turns)), reward) for (version, turns), reward, _ in made}
+    faults = {
+        "trained more than once": [reward for reward, times in rewards.items() if times > 1],
+        "trained, and not posted": sorted(set(rewards) - agents.accepted - agents.unsure),
+        "not what the agent was answered": sorted(reward for _, reward in known - agents.answered),
+    }
+    return [f"{name}: {values}" for name, values in faults.items() if values]
 
 
 def main() -> int:
@@ -127,7 +172,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     os.environ.setdefault("DORA_COMPILE_CACHE", str((args.workdir / "cache").resolve()))
-    run, draw = Run(args, "processes" if args.processes else "run", args.seed), random.Random(args.seed)
+    run = Run(args, "processes" if args.processes else "run", args.seed)
     run.warm()
     shutil.rmtree(run.workdir, ignore_errors=True)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -139,48 +184,16 @@ def main() -> int:
     console = run.folder / "console.log"
     console.unlink(missing_ok=True)
     agents = Agents(f"http://127.0.0.1:{port}", args.agents, args.seed)
-    starts, kills = 0, 0
-    while True:
-        with console.open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        starts, before, began_s = starts + 1, len(agents.accepted), time.monotonic()
-        while process.poll() is None and (kills == args.kills or len(agents.accepted) < before + BEFORE_A_KILL):
-            if time.monotonic() - began_s > PATIENCE_S:
-                process.kill()
-                raise SystemExit(f"nothing goes on: see {console}")
-            time.sleep(0.05)
-        time.sleep(draw.uniform(0, 2) if process.poll() is None else 0)
-        if process.poll() is not None:
-            break
-        process.kill()
-        process.wait()
-        kills += 1
-        if args.processes and kills % 2 == 0:
-            pids = {gang: pids for gang, _, pids in UP.findall(console.read_text())}
-            for pid in pids["rollout 0"].split(","):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-        print(f"kill {kills}: {len(agents.accepted)} rewards accepted, {agents.lost} sessions lost so far", flush=True)
-    agents.over.set()
-    books, trained = audit(run.workdir / "journal"), run.trained()
-    print(f"{starts} starts, {kills} kills, exit code {process.returncode}; {books}")
-    rewards = collections.Counter(reward for _, reward, _ in trained)
-    known = {((version, tuple(ids for ids, _, _ in turns)), reward) for (version, turns), reward, _ in trained}
-    wrong = [
-        f"{name}: {what}"
-        for name, what in {
-            "trained more than once": [reward for reward, times in rewards.items() if times > 1],
-            "trained, and not posted": sorted(set(rewards) - agents.accepted - agents.unsure),
-            "not what the agent was answered": sorted(reward for _, reward in known - agents.answered),
-        }.items()
-        if what
-    ]
+    starts, code = struck(command, console, agents, args.kills, BEFORE_A_KILL, random.Random(args.seed))
+    books, made = audit(run.workdir / "journal"), trained(run.workdir)
+    print(f"{starts} starts, exit code {code}; {books}")
+    rewards, wrong = {reward for _, reward, _ in made}, faults_of(made, agents)
     print(
-        f"{len(agents.accepted)} rewards accepted, {len(trained)} trained, {len(rewards)} of them different, "
-        f"{len(set(rewards) & agents.unsure)} of sessions whose agent got no answer; {agents.lost} sessions lost"
+        f"{len(agents.accepted)} rewards accepted, {len(made)} trained, {len(rewards)} of them different, "
+        f"{len(rewards & agents.unsure)} of sessions whose agent got no answer; {agents.lost} sessions lost"
     )
     print(*wrong or ["each reward once, each trained turn as it was answered"], sep="\n")
-    return 1 if wrong or not books.ok or process.returncode or len(trained) != args.steps * GROUPS * SIZE else 0
+    return 1 if wrong or not books.ok or code or len(made) != args.steps * GROUPS * SIZE else 0
 
 
 if __name__ == "__main__":

@@ -185,27 +185,6 @@ class Run:
         assert len(right) == len(questions), f"{len(right)} of {len(questions)} sums were answered: {log}.err"
         return sum(right) / len(right)
 
-    def trained(self) -> list[tuple[Any, float, Any]]:
-        """(version, turns and their log-probs and temperatures), reward and sample of every trained trajectory."""
-        journal = EventLog(FileLogStore(self.workdir / "journal", read_only=True))
-        found = []
-        for step in replay(journal, journal.segments(), lambda sentence: None).steps:
-            for group in step.groups:
-                for sample, reward in zip(group.samples, group.rewards, strict=True):
-                    edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.mask, [False]]).astype(int)))
-                    heats = sample.table.temperatures
-                    turns = tuple(
-                        (
-                            tuple(sample.out_ids[start:stop].tolist()),
-                            tuple(sample.logprobs[start:stop].tolist()),
-                            0.0 if heats is None else float(heats[len(sample.prompt_ids) - 1 + start]),
-                        )
-                        for start, stop in edges.reshape(-1, 2).tolist()
-                    )
-                    assert not sample.branches and len(sample.spans) == 1
-                    found.append(((sample.version, turns), float(reward), sample))
-        return found
-
     def proved(self) -> str:
         """What of the journal agrees with what the agent was answered. AssertionError: not all of it."""
         answered: collections.Counter[Any] = collections.Counter()
@@ -215,24 +194,24 @@ class Run:
             turns = tuple((tuple(turn["ids"]), tuple(turn["logprobs"]), heat) for turn in session["turns"])
             if len(versions) == 1:
                 answered[(versions.pop(), turns), float(session["right"])] += 1
-        trained = self.trained()
-        assert len(trained) == self.steps * GROUPS * SIZE, f"{len(trained)} trajectories were trained"
-        taken = collections.Counter((trajectory, reward) for trajectory, reward, _ in trained)
+        made = trained(self.workdir)
+        assert len(made) == self.steps * GROUPS * SIZE, f"{len(made)} trajectories were trained"
+        taken = collections.Counter((trajectory, reward) for trajectory, reward, _ in made)
         assert not taken - answered, (
             f"{(taken - answered).total()} trained trajectories are not what the agent was answered"
         )
-        every = [turn for (_, turns), _, _ in trained for turn in turns]
+        every = [turn for (_, turns), _, _ in made for turn in turns]
         tokens, own = sum(len(ids) for ids, _, _ in every), sum(heat > 0 for _, _, heat in every)
-        by = len({version for (version, _), _, _ in trained})
+        by = len({version for (version, _), _, _ in made})
         return (
-            f"{len(trained)} trajectories of {len(every)} turns and {tokens} tokens by {by} versions: each token's "
+            f"{len(made)} trajectories of {len(every)} turns and {tokens} tokens by {by} versions: each token's "
             f"version and log-prob, each temperature ({own} turns had their own) and each reward is what the agent was answered"
         )
 
     def rescored(self) -> float:
         """The largest difference between log-probs of trained turns of version 0 and those that the endpoint gives their
         text as a prompt, at the temperature of each turn, where it was not the run's."""
-        found, gaps = [sample for _, _, sample in self.trained() if sample.version == 0], []
+        found, gaps = [sample for _, _, sample in trained(self.workdir) if sample.version == 0], []
         with serving(self.folder / "again.log", "dora_jax.serve", f"--model={self.base}", "--port={port}", *ENGINE) as (
             port,
             _,
@@ -255,6 +234,28 @@ class Run:
                     gaps.append(np.abs(np.array(again, np.float32) - sample.logprobs)[sample.mask & (own > 0)].max())
         assert gaps, "no trained turn of version 0 had a temperature of its own"
         return float(max(gaps))
+
+
+def trained(workdir: Path) -> list[tuple[Any, float, Any]]:
+    """(version, turns and their log-probs and temperatures), reward and sample of every trained trajectory."""
+    journal = EventLog(FileLogStore(workdir / "journal", read_only=True))
+    found = []
+    for step in replay(journal, journal.segments(), lambda sentence: None).steps:
+        for group in step.groups:
+            for sample, reward in zip(group.samples, group.rewards, strict=True):
+                edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.mask, [False]]).astype(int)))
+                heats = sample.table.temperatures
+                turns = tuple(
+                    (
+                        tuple(sample.out_ids[start:stop].tolist()),
+                        tuple(sample.logprobs[start:stop].tolist()),
+                        0.0 if heats is None else float(heats[len(sample.prompt_ids) - 1 + start]),
+                    )
+                    for start, stop in edges.reshape(-1, 2).tolist()
+                )
+                assert not sample.branches and len(sample.spans) == 1
+                found.append(((sample.version, turns), float(reward), sample))
+    return found
 
 
 def _environment() -> dict[str, str]:
