@@ -40,6 +40,7 @@ from tests.soak.gang_run import PROCESSES, UP
 
 PATIENCE_S, AGAIN_S = 900.0, 0.3
 BEFORE_A_KILL = 40  # rewards
+TASKS = 4  # that come again and again, so that a group gets all of its sessions whichever are lost
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": what, "parameters": {"type": "object"}}}
     for name, what in (("add", "a + b"), ("subtract", "a - b"))
@@ -55,18 +56,17 @@ class Agents:
         self.answered: set[Any] = set()  # (version, turns of a session) and its reward
         self.lost = 0  # sessions that ended with the run's process
         self.over = threading.Event()
-        self._url, self._numbers, self._questions = url, itertools.count(1), sums()[0]
+        self._url, self._numbers, self._questions = url, itertools.count(1), sums()[0][:TASKS]
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._work, args=(seed, i), daemon=True) for i in range(number)]
         for thread in self._threads:
             thread.start()
 
     def _work(self, seed: int, i: int) -> None:
-        draw = random.Random(seed * 1000 + i // SIZE)  # the agents of a group have the same questions
+        draw = random.Random(seed * 1000 + i)
         while not self.over.is_set():
-            question = draw.choice(self._questions)
             try:
-                while not self.over.is_set() and not self._episode(question):
+                if not self._episode(draw.choice(self._questions)):
                     time.sleep(AGAIN_S)
             except (OSError, http.client.HTTPException):
                 time.sleep(AGAIN_S)
