@@ -73,7 +73,7 @@ class Agents:
 
     def _episode(self, question: str) -> bool:
         """False: no group had a place for it."""
-        session, turns = AgentSession(self._url, task=question), []
+        session, turns = AgentSession(self._url, task=question), list[tuple[int, ...]]()
         messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
         versions = set()
         for _ in range(5):
