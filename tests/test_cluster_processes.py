@@ -1,5 +1,5 @@
 """The real thing, small: a controller, a trainer of two processes, two instances; one is killed, one asked to leave, and
-then the controller is killed, too, when a step is half made."""
+then the controller is killed, too, when a step is half made. And what a run of one process makes of the same."""
 
 import contextlib
 import os
@@ -55,6 +55,28 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
     records = [fact.payload for number in journal.segments() for fact in facts(journal.read(number).records)]
     copies = [payload.copy for payload in records if isinstance(payload, Published)]
     assert len(copies) == 4 and all(copies), "every copy that travelled has its digest there"
+
+
+@pytest.mark.slow
+def test_one_process_and_a_cluster_train_the_same_weights_in_mode_sync(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
+    digests = []
+    for launcher, devices in (("", 3), ("process", 0)):
+        workdir = tmp_path / f"run{launcher}"
+        command = [
+            *(sys.executable, "-m", "dora_jax.train", f"--config={tmp_path}/config.py", f"--workdir={workdir}"),
+            *("--config.orchestrator.mode=sync", "--config.steps=2", "--config.rollout.instances=2"),
+            "--config.task.rewards=('tests.fakes.tasks.length',)",
+            *(f"--config.cluster.launcher={launcher}", "--config.cluster.trainer_hosts=1"),
+            f"--config.cpu_devices={devices}",
+        ]
+        env = {**os.environ, "DORA_COMPILE_CACHE": str(tmp_path / "cache")}
+        ran = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=400)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        journal = EventLog(reading(workdir / "journal"))
+        records = [fact.payload for number in journal.segments() for fact in facts(journal.read(number).records)]
+        digests.append([payload.digest for payload in records if isinstance(payload, Published)])
+    assert digests[0] == digests[1] and len(set(digests[0])) == 2 and all(digests[0]), digests
 
 
 def listening(pid):

@@ -45,3 +45,8 @@ def write(path, rows):
 
 def sums(n, start=0):
     return [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "id": i} for i in range(start, start + n)]
+
+
+def length(prompt, response, answer):
+    """A reward that samples of any model differ in."""
+    return len(response) % 5 / 4
