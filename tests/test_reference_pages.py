@@ -12,6 +12,7 @@ from dora_jax.base import state_files
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.sample_log import SampleLog, TokenView
 from dora_jax.runtime.observe.timeline import STATISTICS, Timeline
+from dora_jax.runtime.training.agreement import Agreement
 from dora_jax.tasks.rows import BadRow
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
@@ -60,7 +61,7 @@ def test_every_field_of_a_row_of_samples_is_on_the_page_and_no_other(tmp_path):
 
 def test_every_fact_of_the_timeline_is_on_the_page(tmp_path):
     timeline = Timeline(tmp_path, print, clock=iter(range(1000)).__next__)
-    id = SampleId(0, 0)
+    id, agreement = SampleId(0, 0), Agreement(0.0, None, (), [].append, timeline.write)
     for event, commands in (
         (ev.InstanceUp(instance=0, slots=1, pages=1, page_size=1), [ev.LoadWeights(instance=0, version=0)]),
         (ev.WeightsLoaded(instance=0, version=0), []),
@@ -70,6 +71,7 @@ def test_every_fact_of_the_timeline_is_on_the_page(tmp_path):
         (ev.InstanceDown(instance=0, reason="it died"), []),
     ):
         timeline.event(event, commands)
+        agreement.event(event, commands)
     timeline.close()
     written = {key for line in (tmp_path / "timeline.jsonl").read_text().splitlines() for key in json.loads(line)}
     assert written - section("timeline.jsonl") == set()
