@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dora_jax import publish
+from dora_jax.base.digest import digest
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, lora, moe, sharding
 from dora_jax.models.families.config import Experts, Kind, Proportional, check_mesh
@@ -14,7 +16,8 @@ from dora_jax.models.lora_config import Lora, adapter_params
 from dora_jax.ops import attention
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.plan import memory, presets
-from dora_jax.rollout.engine import Engine, ReplayEngine
+from dora_jax.rollout.engine import Engine
+from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.runtime.transfer import kv_transfer
 from tests.fakes.engine_rig import VOCAB, finish, ids, prompt, submit
 
@@ -67,7 +70,7 @@ def params(name):
 def new_engine(name, kind=Engine, device=0, **changes):
     section, cfg = presets.on_cpu(RolloutSection(**ROLLOUT | changes)), CFGS[name]
     mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
-    engine = kind(cfg, section, mesh, seed=7, eos_ids=(), vocab_limit=VOCAB)
+    engine = kind(cfg, section, mesh, seed=7, eos_ids=(), vocab_limit=VOCAB, dtype="float32")
     if kind is Engine:
         weights = decoder.serving_layout(params(name), engine.shapes.layout)
         engine.load(0, jax.device_put(weights, engine.param_shardings))
@@ -177,7 +180,7 @@ def test_drafts_and_preemption_change_no_token(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CFGS)
 def test_a_replay_has_the_bits_of_sampling(name):
-    first, replay = new_engine(name, exact=True), new_engine(name, ReplayEngine, exact=True)
+    first, replay = new_engine(name, exact=True), new_engine(name, EngineReplay, exact=True)
     for id in ids((0, 2, 3), size=2):
         submit(first, id, max_new_tokens=NEW)
     for _ in range(3):
@@ -185,8 +188,7 @@ def test_a_replay_has_the_bits_of_sampling(name):
     for id in ids((0, 3), size=1):
         first.import_(first.export(id))
     done = finish(first)
-    weights = jax.device_put(decoder.serving_layout(params(name)), replay.param_shardings)
-    scored = replay.logprobs(weights, [(prompt(id.group_id), sample.out_ids) for id, sample in done.items()])
+    scored = replay(params(name), [(prompt(id.group_id), sample.out_ids) for id, sample in done.items()])
     for sample, logprobs in zip(done.values(), scored, strict=True):
         np.testing.assert_array_equal(sample.logprobs.view(np.int32), logprobs.view(np.int32))
 
@@ -250,6 +252,16 @@ def test_experts_have_the_activation_of_the_model(kind):
     each = np.einsum("blef,efd->bled", inner, down)
     expected = (np.take_along_axis(each, chosen[..., None], 2) * weights[..., None]).sum(2)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CFGS)
+def test_layouts_are_the_same_weights(name):
+    """One list for several stacks has the digest of the stacked copy, and goes back into it."""
+    stacked = params(name)
+    listed = decoder.serving_layout(stacked)
+    jax.tree.map(np.testing.assert_array_equal, decoder.stacked_layout(CFGS[name], listed), stacked)
+    like = jax.eval_shape(lambda: stacked)
+    assert publish.host_digest(publish.sliced(listed), like) == digest(stacked)
 
 
 @pytest.mark.parametrize("name", CFGS)
