@@ -11,6 +11,7 @@ pytest.importorskip("ray", reason="ray is not installed: gangs on Ray are not tr
 import ray
 from ray.util.placement_group import placement_group_table
 
+from dora_jax.config import ConfigError
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, GangListener
 from dora_jax.runtime.cluster.launch_ray import RayLauncher, intact_slices
@@ -44,6 +45,17 @@ def test_a_slice_is_intact_where_all_of_its_hosts_live_and_stay():
     assert intact_slices(nodes, ["c.1"], "v4-16", 2) == {"b": 4.0, "d": 4.0}
     assert list(intact_slices(nodes, [], "v4-16", 2)) == ["b", "c", "d"]
     assert intact_slices(nodes, [], "v4-8", 1) == {"e": 4.0}
+
+
+def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch):
+    def refuses(**_):
+        raise ConnectionError("Failed to connect to Ray cluster at 10.1.2.3:6379\nnone of the token")
+
+    monkeypatch.setattr(ray, "init", refuses)
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    with pytest.raises(ConfigError) as raised:
+        RayLauncher(Path("."), "run")
+    assert str(raised.value) == "RAY_ADDRESS: Failed to connect to Ray cluster at 10.1.2.3:6379"
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dora_jax.config import ConfigError
 from dora_jax.runtime.cluster.launch_process import StartedGang, Ticket
 
 NAMESPACE = "dora_jax"  # of names in the cluster
@@ -66,7 +67,10 @@ class RayLauncher:
     def __init__(self, workdir: Path, run: str):
         address = os.environ.get("RAY_ADDRESS", "local")
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
+        except ConnectionError as error:  # nobody is there, or a token is needed that this process does not have
+            raise ConfigError(f"RAY_ADDRESS: {str(error).splitlines()[0]}") from error
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own ends the process where it stands
         self.ip = ray.util.get_node_ip_address()
         self._run, self._lasting = run, address != "local"
