@@ -14,7 +14,7 @@ import hmac
 import ipaddress
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # from a request's headers to the end of its body
 SESSION, RETRY_KEY, VERSION, API_KEY = "x-session-id", "idempotency-key", "x-weight-version", "x-api-key"
 TASK, GROUP = "x-task-id", "x-group-id"
+BeginAnswer = Callable[[], Awaitable[Reader]]
 KEEP_ALIVE = b": the answer is being sampled\n\n"
 
 
@@ -229,7 +230,9 @@ class Endpoint:
         session, retry = asked.headers.get(SESSION), asked.headers.get(RETRY_KEY)
         identity = Identity("key", retry) if retry else Identity("session", session) if session else None
         version = versions.asked(body.get("model"))
-        begin = self.answers.begin(wanted, session=session, asked=version, identity=identity)
+        begin: BeginAnswer = functools.partial(
+            self.answers.begin, wanted, session=session, asked=version, identity=identity
+        )
         if self.sessions:
             turn: AskedTurn | str = "chat completions alone are trained"
             if talk:
@@ -247,7 +250,7 @@ class Endpoint:
                     differs=wanted.differs,
                     shown=functools.partial(self._shown, wanted),
                 )
-            begin = self._as_turn(self.sessions, turn, wanted, begin)
+            begin = functools.partial(self._as_turn, self.sessions, turn, wanted, begin)
 
         reply_to = functools.partial(reply, form=form, name=versions.name, tokenizer=self.tokenizer)
         return _Answering(self, asked.url.path, begin, reply_to)
@@ -256,19 +259,14 @@ class Endpoint:
         return self.answers.message(wanted, ids.tolist(), finish)
 
     async def _as_turn(
-        self,
-        sessions: LiveSessions,
-        turn: AskedTurn | str,
-        wanted: GenerateRequest,
-        untrained: Coroutine[Any, Any, Reader],
+        self, sessions: LiveSessions, turn: AskedTurn | str, wanted: GenerateRequest, untrained: BeginAnswer
     ) -> Reader:
         """The answer as a turn of an episode; untrained, where it cannot be one: a text is the reason."""
         promise = turn if isinstance(turn, str) else await asyncio.to_thread(sessions.take, turn)
         if isinstance(promise, str):
-            reader = await untrained
+            reader = await untrained()
             reader.answer.untrained = promise
             return reader
-        untrained.close()
         try:
             sampled = await asyncio.wrap_future(promise)
         except SessionsOver as error:
@@ -281,7 +279,7 @@ class Endpoint:
 class _Answering(Response):
     """The response that an answer becomes while it is sampled."""
 
-    def __init__(self, endpoint: Endpoint, route: str, begin: Awaitable[Reader], reply_to: Callable[[Answer], Reply]):
+    def __init__(self, endpoint: Endpoint, route: str, begin: BeginAnswer, reply_to: Callable[[Answer], Reply]):
         self._endpoint, self._route = endpoint, route
         self._begin, self._reply_to = begin, reply_to
         self._reader: Reader | None = None
@@ -307,7 +305,7 @@ class _Answering(Response):
     async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
         counters = self._endpoint.counters
         try:
-            self._reader = await self._begin
+            self._reader = await self._begin()
             reply = self._reply_to(self._reader.answer)
             await (self._stream if reply.form.stream else self._whole)(reply, self._pieces(self._reader), send)
         except Refused as error:
