@@ -84,8 +84,7 @@ class Device:
         self.pool, self.state, *fetched = call(params, self._whole_pool(), self.state, control_BxC, *own)
         if options is None or not options[:, Option.TOP_LOGPROBS].any():
             fetched[-1] = None  # zeros, which stay where they are
-        result, routes, top = fetched
-        return _on_its_way((result, routes, top))
+        return _on_its_way(tuple(fetched))
 
     def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None, None]:
         """Like `generate`, for drafts."""

@@ -281,7 +281,7 @@ class Engine:
             params = self.residents.of(call.version)
             if call.drafts is None:
                 masks = None
-                if any(seq.matcher for seq, _ in call.rows):
+                if call.options is not None and any(seq.matcher for seq, _ in call.rows):
                     narrow = len(call.control) == self.shapes.narrow_rows
                     masks = np.zeros(self.shapes.decode_masks(self.calls.vocab, narrow), np.int32)
                     for row, (seq, _) in enumerate(call.rows):
@@ -362,11 +362,12 @@ class Engine:
         sound = np.all(np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None]), axis=1)
         results = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
         emit.drafted |= call.drafts is not None
+        drafter = self.scheduler.decoding.drafter if rows <= self.shapes.draft_rows else None
         for row, ((seq, planned), count, stops, numbers) in enumerate(results):
             seq.inflight -= planned
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            given = min(count, max(0, seq.n_given - seq.n_out))  # of them: no sample ends there
+            given = min(count, seq.n_given - seq.n_out) if seq.n_given > seq.n_out else 0  # no sample ends there
             stops &= given < count
             own_stops = seq.sampling.stop if seq.sampling else ()
             if (self.section.stop_strings or own_stops) and given < count:
@@ -375,7 +376,7 @@ class Engine:
                 count, stops = given + count, stops | text_stops
             if routes is not None:
                 seq.route(seq.n_prompt + seq.n_out - 1, routes[row, :count])
-            if (drafter := self.scheduler.decoding.drafter) is not None and rows <= self.shapes.draft_rows:
+            if drafter is not None:
                 draft = None if call.drafts is None else call.drafts[row]
                 guesses, right = drafter.learn(seq, draft, tokens[row, :count])
                 emit.guesses, emit.held = emit.guesses + guesses, emit.held + right

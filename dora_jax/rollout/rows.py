@@ -124,13 +124,13 @@ class Rows:
         the narrow one, where that is asked for; of a verifying call, where drafts i32[rows, shapes.drafts] are
         given."""
         s, seqs = self.shapes, self.on(slots)
-        masked = self._masked[slots]
-        for row in range(len(seqs)) if drafts is not None else np.flatnonzero(masked).tolist():
+        held = np.flatnonzero(self._masked[slots])
+        for row in range(len(seqs)) if drafts is not None else held.tolist():
             self.again(seqs[row])
         rows = self._rows[slots]
         position, table = rows[:, POSITION], rows[:, HEADER:]
         steps = np.minimum(rows[:, REMAINING], s.steps if drafts is None else s.drafts + 1)
-        steps = np.where(masked, np.minimum(steps, 1), steps)  # the mask of the next one follows from its token
+        steps[held] = np.minimum(steps[held], 1)  # the mask of the next one follows from its token
         read, wide = blocks * s.block_pages, s.window if drafts is None else s.verify_window
         window = HEADER + s.groups * read
         shape = s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks)
@@ -138,7 +138,7 @@ class Rows:
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]
-        used[masked, REMAINING] = steps[masked]
+        used[held, REMAINING] = steps[held]
         width = min(self._width, read)
         past = np.arange(width) < s.pages_for(position)[:, None]
         at = position[:, None] // s.page_size + np.arange(wide)
