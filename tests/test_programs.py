@@ -316,8 +316,12 @@ print(time.tzname, time.localtime(0).tm_hour, locale.getpreferredencoding(), sor
 
 @needs_sandbox
 def test_time_without_a_core_is_not_the_program_s(run):
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * os.cpu_count())]
+    code = "print(flush=True)\nwhile True: pass"  # each in a session of its own, among which a kernel may share cores
+    how = {"stdout": subprocess.PIPE, "start_new_session": True}
+    busy = [subprocess.Popen([sys.executable, "-c", code], **how) for _ in range(4 * os.cpu_count())]
     try:
+        for process in busy:
+            process.stdout.readline()
         ran = run("end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('done')", wall_s=0.7)
         assert (ran.stdout, ran.ended_by) == ("done\n", "") and ran.spent_s < 0.7 < ran.wall_s
         assert run("time.sleep(60)", wall_s=0.3).ended_by == "time"
@@ -325,7 +329,7 @@ def test_time_without_a_core_is_not_the_program_s(run):
     finally:
         for process in busy:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 @needs_sandbox
