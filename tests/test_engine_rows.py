@@ -19,7 +19,7 @@ from dora_jax.plan import memory, presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.runtime.transfer import kv_transfer
-from tests.fakes.engine_rig import VOCAB, finish, ids, prompt, submit
+from tests.fakes.engine_rig import ROOMY, VOCAB, finish, ids, prompt, submit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LOCAL, WIDE = Kind(window=6, theta=1e4), Kind(head_dim=32, kv_heads=1)
@@ -47,18 +47,6 @@ CFGS = {
         experts=Experts(count=8, per_token=2, width=16, beside=True),
     ),
 }
-ROLLOUT = dict(
-    slots=4,
-    pages=61,
-    page_size=4,
-    max_prompt_tokens=20,
-    max_new_tokens=40,
-    prefill_tokens=16,
-    prefill_chunk=8,
-    context_block=32,
-    decode_steps=4,
-    residents=2,
-)
 NEW = 40
 
 
@@ -68,7 +56,7 @@ def params(name):
 
 
 def new_engine(name, kind=Engine, device=0, **changes):
-    section, cfg = presets.on_cpu(RolloutSection(**ROLLOUT | changes)), CFGS[name]
+    section, cfg = presets.on_cpu(RolloutSection(**ROOMY | changes)), CFGS[name]
     mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
     engine = kind(cfg, section, mesh, seed=7, eos_ids=(), vocab_limit=VOCAB, dtype="float32")
     if kind is Engine:

@@ -17,7 +17,7 @@ from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import cut_kv, observed
 from dora_jax.rollout.pages import LOCAL, PagePool
 from dora_jax.types import SampleId
-from tests.fakes.engine_rig import VOCAB, finish, ids, submit
+from tests.fakes.engine_rig import ROOMY, VOCAB, finish, ids, submit
 from tests.fakes.episode_rig import begin, play, reply
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -25,18 +25,6 @@ WINDOW = 6
 KINDS = (Kind(window=WINDOW, theta=1e4), Kind(window=5), Kind())
 CFG = decoder.new_config(
     "gemma3_text", vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=64, kinds=KINDS
-)
-SIZES = dict(
-    slots=4,
-    pages=61,
-    page_size=4,
-    max_prompt_tokens=20,
-    max_new_tokens=40,
-    prefill_tokens=16,
-    prefill_chunk=8,
-    context_block=32,
-    decode_steps=4,
-    residents=2,
 )
 NEW, POOL = 40, 40  # tokens of an answer; pages of the layers with a window
 
@@ -47,7 +35,7 @@ def params():
 
 
 def section(**changes):
-    return presets.on_cpu(RolloutSection(**SIZES | changes))
+    return presets.on_cpu(RolloutSection(**ROOMY | changes))
 
 
 def new_engine(device=0, **changes):

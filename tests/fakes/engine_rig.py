@@ -25,6 +25,7 @@ SIZES = dict(
     decode_steps=4,
     residents=2,
 )
+ROOMY = SIZES | {"pages": 61, "max_new_tokens": 40, "context_block": 32}  # answers longer than several windows
 EOS = (3, 5)
 VOCAB = 60  # of 64 rows
 
