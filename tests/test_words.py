@@ -69,7 +69,8 @@ AMBIGUOUS = {  # of the wheel: in identifiers, strings, comments
 }
 FRAGMENTS = 0  # docstrings that begin with a genitive or a demonstrative
 BEGINNINGS = ("Of", "Those", "That", "As")
-TEXT = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # 3.12 splits f-strings
+# Python 3.12 splits f-strings
+TEXT = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 
 @functools.cache
