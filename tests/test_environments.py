@@ -89,6 +89,7 @@ def test_only_what_can_be_sent_is_observed_and_no_more_than_its_bound(blocking):
     assert player.observed(player.ask("0 parts")) == "<ab>"
     cut = "x" * 10 + "\n[80 characters left out]\n" + "y" * 10
     assert player.observed(player.ask("0 long")) == f"<{cut}>"
+    assert player.observed(player.ask("0 many")) == "<xxxxx\n[40 characters left out]\nyyyyy><short>"
     began = time.monotonic()
     assert "Object of type object is not JSON serializable" in player.ask("0 object").reason
     assert (
@@ -96,6 +97,38 @@ def test_only_what_can_be_sent_is_observed_and_no_more_than_its_bound(blocking):
         in Player(blocking, SampleId(501, 0)).ask("0 image").reason
     )
     assert time.monotonic() - began < 2
+
+
+def test_threads_for_what_blocks_are_as_many_as_the_configuration_says():
+    pool = open_pool(name="tests.fakes.environments.Blocking", threads=1)
+    try:
+        pool.wait_ready()
+        began = time.monotonic()
+        for i in range(3):
+            Player(pool, SampleId(i, 0)).say("0.2 a")
+        answers(pool, 3)
+        assert time.monotonic() - began > 0.6
+    finally:
+        pool.close()
+
+
+def test_what_cannot_be_asked_or_rendered_fails_its_episode_alone():
+    class Template(Bridge):
+        def observe(self, conversation, tokens, turn, observed):
+            if observed and "odd" in observed[0]["content"]:
+                raise AttributeError("this template knows no such role")
+            return super().observe(conversation, tokens, turn, observed)
+
+    section = EnvironmentSection(name=FAKE, observation="<{content}>")
+    pool = EnvironmentPool(section, Template(Letters(), section.observation), seed=0)
+    try:
+        going = Player(pool, SampleId(0, 0))
+        pool.open(SampleId(0, 1), prompt_of(answer=object()))
+        assert "cannot be asked: Object of type object" in answers(pool, 1)[0].reason
+        assert "AttributeError: this template" in Player(pool, SampleId(0, 2)).ask("an odd one").reason
+        assert going.observed(going.ask("a")) == "<1:a>"
+    finally:
+        pool.close()
 
 
 def test_limits_of_turns_and_tokens_end_an_episode_with_what_it_has():

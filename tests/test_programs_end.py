@@ -5,14 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from dora_jax.config import ConfigError
 from dora_jax.tasks import code, sandbox
 from dora_jax.tasks.sandbox import programs
+from dora_jax.tasks.sandbox.bubblewrap import interpreter
 from tests.fakes.reward_pool import pools
 from tests.fakes.sandbox import FORMS, alive, descendants, needs_sandbox, server
 from tests.soak import sandbox as bench
@@ -85,7 +88,7 @@ def test_a_sandbox_that_does_not_hold_is_named(monkeypatch):
 
 
 def test_without_bwrap_code_rewards_are_refused_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(programs, "lack", lambda: "bwrap is not installed (package bubblewrap)")
+    monkeypatch.setattr(programs, "lack", lambda python: "bwrap is not installed (package bubblewrap)")
     sentence = "this machine cannot sandbox programs: bwrap is not installed"
     with pools() as open_pool:
         with pytest.raises(
@@ -96,6 +99,31 @@ def test_without_bwrap_code_rewards_are_refused_in_one_sentence(monkeypatch):
             open_pool("dora_jax.tasks.rewards.exact", sandbox=True)
     with pytest.raises(ConfigError, match=f"environment.name: dora_jax.tasks.code.PythonTool runs .*, and {sentence}"):
         code.may_run("environment", "name", ("dora_jax.tasks.code.PythonTool",), False)
+
+
+@needs_sandbox
+def test_programs_have_the_packages_of_the_interpreter_that_is_named():
+    """Its folders are read as a user who owns nothing: those of pytest are closed to that one."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        subprocess.run([interpreter("")[0], "-m", "venv", "--without-pip", f"{folder}/env"], check=True)
+        (packages,) = Path(folder).glob("env/lib/python*/site-packages")
+        (packages / "numbers_of_mine.py").write_text("SEVEN = 7")
+        (Path(folder) / "secret").write_text("hunter2")
+        python = f"{folder}/env/bin/python"
+        assert programs.lack(python) == ""
+        server = programs.Server(python)
+        try:
+            ran = server.run(
+                "import os, sys, numbers_of_mine as n\nprint(n.SEVEN, sys.prefix, os.listdir(sys.argv[1:] or '..'))"
+            )
+            assert ran.stdout.startswith(f"7 {folder}/env") and not ran.stderr, ran
+            assert "FileNotFoundError" in server.run(f"open('{folder}/secret')").stderr
+            assert "Read-only file system" in server.run(f"open('{folder}/env/more', 'w')").stderr
+        finally:
+            server.end()
+        with pytest.raises(ConfigError, match=f"task.sandbox_python = '{folder}/none', and .* is no Python that runs"):
+            code.may_run("task", "rewards", (), True, f"{folder}/none")
 
 
 @needs_sandbox

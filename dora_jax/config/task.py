@@ -83,6 +83,9 @@ class TaskSection:
         "your rewards may run programs (tasks/sandbox/programs.py); those of tasks/code.py always do",
         change=FREE,
     )
+    sandbox_python: str = field(
+        "", "interpreter of programs in the sandbox, with its packages, such as numpy; empty: that of /usr", change=FREE
+    )
     reward_env: tuple[str, ...] = field(
         (), "environment variables that rewards may read, beside PATH and the like", change=FREE
     )
@@ -133,12 +136,13 @@ class EnvironmentSection:
         3600.0, "from its beginning until its last answer is asked for", gt=0, tuning=True, change=FREE
     )
     observation_chars: int = field(
-        65536, "most characters of an observation; the middle of a longer one is left out", ge=1
+        65536, "most characters of an observation; the middle of a longer text is left out", ge=1
     )
     retries: int = field(
         2, "of an answer, where the environment says that a retry can help", ge=0, tuning=True, change=FREE
     )
     workers: int = field(1, "processes; each holds thousands of episodes", ge=1, change=FREE)
+    threads: int = field(64, "of a process, for methods that block", ge=1, le=512, tuning=True, change=FREE)
     python: str = field(
         "", "their interpreter, where the environment's packages are installed apart; empty: the run's", change=FREE
     )
@@ -147,6 +151,7 @@ class EnvironmentSection:
         "it may run programs (tasks/sandbox/programs.py); the PythonTool of tasks/code.py always may",
         change=FREE,
     )
+    sandbox_python: str = field("", "as task.sandbox_python", change=FREE)
     env: tuple[str, ...] = field((), "environment variables that they may read, beside PATH and the like", change=FREE)
     noise_failed: float = field(0.0, "share of observations that say instead that the tool failed", ge=0, le=1)
     noise_truncated: float = field(0.0, "share that end after half", ge=0, le=1)

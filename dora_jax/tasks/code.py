@@ -87,19 +87,21 @@ class PythonTool:
         """Nothing is open."""
 
 
-def may_run(section: str, field: str, paths: Sequence[str], asked: bool) -> bool:
-    """Whether workers for these import paths may run programs; ConfigError where they do and this machine cannot."""
+def may_run(section: str, field: str, paths: Sequence[str], asked: bool, python: str = "") -> str | None:
+    """The interpreter by which workers for these import paths may run programs, None where they run none; ConfigError
+    where they do and this machine cannot."""
     from dora_jax.config import ConfigError
 
     ours = [path for path in paths if path.startswith(OURS)]
     if not (ours or asked):
-        return False
+        return None
     try:
-        programs.check()
+        programs.check(python)
     except sandbox.NoSandbox as error:
         what = f"{section}.{field}: {ours[0]} runs what a model writes" if ours else f"{section}.sandbox = True"
-        raise ConfigError(f"{what}, and {error}") from error
-    return True
+        by = f" by {section}.sandbox_python = {python!r}" if python else ""
+        raise ConfigError(f"{what}{by}, and {error}") from error
+    return python
 
 
 def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:

@@ -111,9 +111,9 @@ class ScorerPool:
         for name in variables:
             if name not in os.environ:
                 raise ConfigError(f"task.reward_env: the environment has no {name}")
-        runs_programs = code.may_run("task", "rewards", section.rewards, section.sandbox)
+        python = code.may_run("task", "rewards", section.rewards, section.sandbox, section.sandbox_python)
         self._processes = [
-            calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables, runs_programs=runs_programs)
+            calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables, sandbox_python=python)
             for _ in range(section.reward_workers)
         ]
         self._threads = [

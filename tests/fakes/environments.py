@@ -63,7 +63,9 @@ class Blocking:
         time.sleep(float(seconds))
         parts = {"parts": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "object": object()}
         parts |= {"image": [{"type": "image_url"}], "long": "x" * 50 + "y" * 50}
-        return [{"role": "tool", "content": parts.get(rest, rest)}], False, {}
+        more = [{"role": "user", "content": "short"}] if rest == "many" else []
+        parts["many"] = "x" * 25 + "y" * 25
+        return [{"role": "tool", "content": parts.get(rest, rest)}, *more], False, {}
 
     def close(self):
         """Nothing is open."""

@@ -1,6 +1,7 @@
 """A policy's side of an episode: what the coordinator keeps of it, by hand."""
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,8 @@ class Player:
 
 
 def answers(pool, n, timeout_s=60.0):
-    found, until = [], time.monotonic() + timeout_s
+    found: list[Any] = []
+    until = time.monotonic() + timeout_s
     while len(found) < n:
         assert time.monotonic() < until, f"{len(found)} of {n} answers"
         found += pool.poll()

@@ -42,7 +42,7 @@ import json
 import queue
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -393,9 +393,9 @@ class PacedResult:
     lends: int = 0  # instances made of the trainer's chips, in the whole run
 
 
-def run(row: Row, pace: float) -> PacedResult:
-    """`pace`: real seconds a modelled second."""
-    parts = _PacedRun(row, pace)
+def run(row: Row, pace: float, environments: Callable[[TurnsOf], Any] | None = None) -> PacedResult:
+    """`pace`: real seconds a modelled second. environments: of episodes, in place of paced ones."""
+    parts = _PacedRun(row, pace, environments)
     parts.world.listen(parts.policy)
     try:
         parts.world.start(parts.ups)
@@ -432,7 +432,7 @@ class _PacedRun:
     """The one-process world of a row, and what is measured of it: observer of the loop and listener of the world, with
     counters at the end of the warm-up and at the end."""
 
-    def __init__(self, row: Row, pace: float):
+    def __init__(self, row: Row, pace: float, environments: Callable[[TurnsOf], Any] | None):
         config, hardware, work = row.config, row.config.hardware, Workload(row.config.workload)
         costs = open_costs(config.model, hardware, config.cost)
         policy = orchestrator_config(config, row.mode)
@@ -482,7 +482,7 @@ class _PacedRun:
             outbox=outbox,
             group_size=policy.group_size,
             eval_samples=1,
-            environments=PacedEnvironments(turns, pace) if episodes and not hold else None,
+            environments=(environments(turns) if environments else PacedEnvironments(turns, pace)) if episodes and not hold else None,
             max_context=section.max_prompt_tokens + section.max_new_tokens,
         )  # fmt: skip
         # the orchestrator's periods are modelled seconds; its clock is the world's

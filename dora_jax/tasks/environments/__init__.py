@@ -19,7 +19,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import json
 import math
 import multiprocessing.connection
 import queue
@@ -34,7 +33,7 @@ from dora_jax.config import ConfigError, EnvironmentSection
 from dora_jax.tasks import code, sandbox
 from dora_jax.tasks.environment import NO_POLICY, NOISE, EpisodePrompt, Message, PolicyFacts, called
 from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
-from dora_jax.tasks.environments.environment_worker import resolved
+from dora_jax.tasks.environments.environment_worker import framed, resolved
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
 from dora_jax.tasks.pool import TRIAL_POLL_S, drained
 from dora_jax.tasks.rewards import plain
@@ -102,10 +101,11 @@ class EnvironmentPool:
             "step_timeout_s": section.step_timeout_s,
             "episode_timeout_s": section.episode_timeout_s,
             "observation_chars": section.observation_chars,
+            "threads": section.threads,
             "noise": noise | {"seed": seed},
         }
-        runs_programs = code.may_run("environment", "name", (section.name,), section.sandbox)
-        self._workers = [EnvironmentProcess(self, setup, section, i, runs_programs) for i in range(section.workers)]
+        by = code.may_run("environment", "name", (section.name,), section.sandbox, section.sandbox_python)
+        self._workers = [EnvironmentProcess(self, setup, section, i, by) for i in range(section.workers)]
 
     def wait_ready(self) -> tuple[str, ...]:
         """The reward terms, once a process has loaded the environment; ConfigError says why none can."""
@@ -298,8 +298,9 @@ class EnvironmentPool:
             turn = episode.tokens[slice(*episode.turns[-1])] if episode.turns else episode.tokens[:0]
             assert episode.conversation is not None  # a replay began it
             ids, keep = self._bridge.observe(episode.conversation, episode.tokens, turn, last)
-        except (ValueError, KeyError, TypeError) as error:
-            return EpisodeFailed(id=id, reason=f"{self._section.name}: its messages: {error}", kind="error")
+        except Exception as error:  # of a chat template or a tokenizer, which may raise anything over a message
+            reason = f"{self._section.name}: its messages: {type(error).__name__}: {error}"
+            return EpisodeFailed(id=id, reason=reason, kind="error")
         if episode.messages and len(ids) >= episode.room:  # no token of a further turn fits behind them
             return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
         if episode.messages and not len(ids):
@@ -398,7 +399,7 @@ class EnvironmentProcess:
         setup: calls.Request,
         section: EnvironmentSection,
         number: int,
-        runs_programs: bool = False,
+        sandbox_python: str | None = None,
     ):
         self._pool = pool
         self.process = calls.Process(
@@ -406,7 +407,7 @@ class EnvironmentProcess:
             setup,
             form=sandbox.best(),
             variables=section.env,
-            runs_programs=runs_programs,
+            sandbox_python=sandbox_python,
             python=section.python,
         )
         self._name = str(setup["name"])
@@ -472,9 +473,14 @@ class EnvironmentProcess:
         while (request := self.outgoing.get()) is not None:
             if (connection := self._connection) is None or not self._pool.asks(request):
                 continue
-            payload = json.dumps(request).encode()
+            try:
+                payload = framed(request)
+            except (TypeError, ValueError) as error:  # of a source or a policy that has more than JSON
+                facts = {"id": request["id"], "number": request["number"], "kind": "error"}
+                self._pool.answered(facts | {"error": f"cannot be asked: {error}"})
+                continue
             with contextlib.suppress(OSError):
-                connection.sendall(calls.HEADER.pack(len(payload)) + payload)
+                connection.sendall(payload)
 
 
 def worked_dialogues(

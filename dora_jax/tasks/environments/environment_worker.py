@@ -2,7 +2,7 @@
 environments.py.
 
 Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s",
-"observation_chars", "noise"}, then {}
+"observation_chars", "threads", "noise"}, then {}
 -> {"terms", "replays", "tokens"}, and from then on questions and answers in any order:
 
     {"id", "number", "prompt", "messages", "again"} -> {"id", "number", "observed", "done", "terms"}, or with "error" or
@@ -19,6 +19,7 @@ thread; what an environment raises, or answers that cannot be sent, ends its epi
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -30,6 +31,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from dora_jax.base import callables
+from dora_jax.tasks import environment
 from dora_jax.tasks.environment import (
     CLOCK,
     NOISE,
@@ -117,6 +119,7 @@ class EpisodeServer:
         self._terms, self._replays = tuple(terms), replays
         self._step_s, self._episode_s = setup["step_timeout_s"], setup["episode_timeout_s"]
         self._noise, self._most_chars = Noise(**setup["noise"]), setup["observation_chars"]
+        environment.THREADS = concurrent.futures.ThreadPoolExecutor(setup["threads"], thread_name_prefix="environment")
         self._sessions: dict[tuple[int, int], Session] = {}
         self._asked: dict[tuple[int, int], asyncio.Task] = {}  # the open question of each episode
         self._closing: set[asyncio.Task] = set()
@@ -219,7 +222,8 @@ class EpisodeServer:
                 CLOCK.reset(before)
 
     def _observed(self, messages: Sequence[Message]) -> list[Message]:
-        """Turn contents that are lists into text, and leave out the middle of a text above the bound."""
+        """Turn contents that are lists into text; where all texts together are above the bound, leave out the middle of
+        each that is above its part of it."""
         found = []
         for message in messages or ():
             if not isinstance(message, dict):  # which whoever renders it refuses in a sentence
@@ -230,10 +234,15 @@ class EpisodeServer:
                 if other := [item for item in content if not isinstance(item, dict) or item.get("type") != "text"]:
                     raise EnvironmentError(f"an item of a content is no text: {other[0]!r:.100}")
                 content = "".join(str(item.get("text", "")) for item in content)
-            if isinstance(content, str) and len(content) > self._most_chars:
-                half, left_out = self._most_chars // 2, len(content) - 2 * (self._most_chars // 2)
-                content = f"{content[:half]}\n[{left_out} characters left out]\n{content[-half:]}"
             found.append({**message, "content": content} if "content" in message else message)
+        texts = [message for message in found if isinstance(message, dict) and isinstance(message.get("content"), str)]
+        if sum(len(message["content"]) for message in texts) > self._most_chars:
+            half = self._most_chars // len(texts) // 2
+            for message in texts:
+                content, left_out = message["content"], len(message["content"]) - 2 * half
+                if left_out > 0:
+                    end = content[half + left_out :]
+                    message["content"] = f"{content[:half]}\n[{left_out} characters left out]\n{end}"
         return found
 
     async def _close(self, session: Session | None) -> None:
@@ -243,8 +252,10 @@ class EpisodeServer:
 
 
 def framed(reply: calls.Request) -> bytes:
-    """The bytes of a frame. TypeError, ValueError: it is no JSON."""
+    """The bytes of a frame. TypeError, ValueError: it is no JSON, or too long."""
     payload = json.dumps(reply).encode()
+    if len(payload) > calls.MAX_FRAME_BYTES:
+        raise ValueError(f"{len(payload)} bytes of messages are over the {calls.MAX_FRAME_BYTES} of a frame")
     return calls.HEADER.pack(len(payload)) + payload
 
 

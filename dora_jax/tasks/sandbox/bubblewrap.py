@@ -25,6 +25,8 @@ import platform
 import resource
 import shutil
 import signal
+import subprocess
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dora_jax.tasks.sandbox import seccomp, supervisor
@@ -49,6 +51,8 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONHASHSEED": "0",  # the order of sets is the same each time
     "PYTHONSAFEPATH": "1",
+    "OPENBLAS_NUM_THREADS": "1",  # numpy: sums in one order, and few of the program's processes
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -56,7 +60,28 @@ class Unavailable(OSError):
     """What the machine lacks, in one sentence."""
 
 
-def become_bwrap(program: bytes, limits: dict[str, Any], fds: list[int]) -> NoReturn:
+def interpreter(python: str) -> tuple[str, list[str]]:
+    """(the command of an interpreter, the folders beside /usr that it needs). Empty: the first that read-only /usr
+    holds, whatever the run's own is. Unavailable: there is none."""
+    if not python:
+        for path in PYTHONS:
+            if os.path.realpath(path).startswith("/usr/") and os.access(path, os.X_OK):
+                return path, []
+        raise Unavailable(0, f"there is no Python among {', '.join(PYTHONS)}")
+    asked = "import os, sys; print(sys.executable, *{sys.prefix, sys.base_prefix}, sep=chr(10))"
+    try:
+        done = subprocess.run([python, "-I", "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(0, f"{python} is no Python that runs: {error}") from error
+    command, *folders = done.stdout.splitlines()
+    if hidden := [folder for folder in folders if f"{folder}/".startswith("/tmp/")]:
+        raise Unavailable(0, f"{hidden[0]} is in /tmp, where a program has files of its own")
+    return command, sorted(folder for folder in folders if not f"{folder}/".startswith("/usr/"))
+
+
+def become_bwrap(
+    program: bytes, limits: dict[str, Any], fds: list[int], python: str, folders: Sequence[str]
+) -> NoReturn:
     """fds: stdin, stdout, stderr, SECCOMP_FD, STATUS_FD, STARTED_FD. What fails is a line of JSON on STATUS_FD."""
     for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]):
         os.dup2(fd, number)
@@ -88,12 +113,7 @@ def become_bwrap(program: bytes, limits: dict[str, Any], fds: list[int]) -> NoRe
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         supervisor.call("personality", ADDR_NO_RANDOMIZE)  # the order of objects by address is the same each time
-        bwrap = _bwrap()
-        # The interpreter of programs: one that read-only /usr holds, whatever the run's own is.
-        pythons = [path for path in PYTHONS if os.path.realpath(path).startswith("/usr/") and os.access(path, os.X_OK)]
-        if not pythons:
-            raise Unavailable(0, f"there is no Python among {', '.join(PYTHONS)}")
-        command = [*bwrap, "--", "/bin/sh", "-c", START, "sh", pythons[0], "-s", PROGRAM]
+        command = [*_bwrap(folders), "--", "/bin/sh", "-c", START, "sh", python, "-s", PROGRAM]
         os.execve(command[0], command, ENVIRONMENT)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -124,14 +144,16 @@ def _take_fresh_ids() -> None:
     supervisor.prctl(supervisor.PR_SET_DUMPABLE, 1)  # our /proc/self/uid_map is ours again
 
 
-def _bwrap() -> list[str]:
-    """Return bwrap's path and options."""
+def _bwrap(folders: Sequence[str]) -> list[str]:
+    """Return bwrap's path and options; `folders` are shown read-only beside /usr."""
     path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if path is None:
         raise Unavailable(0, "bwrap is not installed (package bubblewrap)")
     command = [path, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--hostname", "sandbox"]
     command += ["--seccomp", str(SECCOMP_FD), "--json-status-fd", str(STATUS_FD), "--ro-bind", "/usr", "/usr"]
+    for folder in folders:
+        command += ["--ro-bind", folder, folder]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         if os.path.islink(f"/{name}"):
             command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]

@@ -68,17 +68,18 @@ class Process:
         form: str,
         variables: Iterable[str] = (),
         memory_bytes: int = MEMORY_BYTES,
-        runs_programs: bool = False,
+        sandbox_python: str | None = None,
         python: str = "",
     ):
-        """python: another interpreter than this one, with packages of its own."""
+        """python: another interpreter than this one, with packages of its own. sandbox_python: it may call
+        programs.run, whatever its own sandbox, which then runs programs by this one."""
         self._module = module
         self._setup = setup
         self._form = form  # of its sandbox: see sandbox.py
         self._variables = tuple(variables)
         self._memory_bytes = memory_bytes
         self._python = python
-        self._runs_programs = runs_programs  # it may call programs.run, whatever its own sandbox
+        self._sandbox_python = sandbox_python
         self._walled: sandbox.Walled | None = None
         self._server: programs.Server | None = None
         self.connection: socket.socket | None = None  # of the process, also for frames that are no answers to `ask`
@@ -111,8 +112,8 @@ class Process:
             env = sandbox.clean_environment(self._variables) | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
             fds = [theirs.fileno()]
             with theirs, self._lock:
-                if self._runs_programs:
-                    self._server = programs.Server()
+                if self._sandbox_python is not None:
+                    self._server = programs.Server(self._sandbox_python)
                     fds.append(self._server.client.fileno())
                     env[programs.VARIABLE] = str(fds[-1])
                 self._walled = sandbox.start(

@@ -1,5 +1,5 @@
-"""The sandbox server: `python -m dora_jax.tasks.sandbox.program_server CHANNEL`, started by programs.py outside every
-wall.
+"""The sandbox server: `python -m dora_jax.tasks.sandbox.program_server CHANNEL [PYTHON]`, started by programs.py
+outside every wall; PYTHON runs the programs.
 
     client -- a connection's descriptor --> server -- fork --> runner -- fork --> bubblewrap.py --> bwrap --> the
     program
@@ -24,7 +24,7 @@ import time
 from typing import Any, NamedTuple
 
 from dora_jax.tasks.sandbox import seccomp
-from dora_jax.tasks.sandbox.bubblewrap import OPEN_FILES, Unavailable, become_bwrap, machine
+from dora_jax.tasks.sandbox.bubblewrap import OPEN_FILES, Unavailable, become_bwrap, interpreter, machine
 from dora_jax.tasks.sandbox.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 MOST_AT_ONCE = max(2, os.cpu_count() or 1)
@@ -45,8 +45,13 @@ PIPE_BYTES = 2**16
 SOCKET_BYTES = 212_992  # net.core.wmem_default of Linux; seccomp.py lets no program set another
 
 
-def serve(channel: socket.socket) -> None:
+def serve(channel: socket.socket, python: str = "") -> None:
     """Serve until the channel ends; this process then ends, and its runners with it."""
+    by: tuple[str, list[str]] | Unavailable
+    try:
+        by = interpreter(python)
+    except Unavailable as error:  # which every request is answered
+        by = error
     woken, wake = os.pipe()
     for fd in (woken, wake):
         os.set_blocking(fd, False)
@@ -77,7 +82,9 @@ def serve(channel: socket.socket) -> None:
                         body += part
                         if len(body) > MAX_REQUEST_BYTES:
                             raise Unavailable(0, f"a request of over {MAX_REQUEST_BYTES} bytes")
-                    reply = _Runner(connection, **json.loads(body)).run()
+                    if isinstance(by, Unavailable):
+                        raise by
+                    reply = _Runner(connection, by, **json.loads(body)).run()
                 except OSError as error:
                     reply = {"error": error.strerror or str(error)}
                 except BaseException as error:  # the client reads the sentence
@@ -93,13 +100,15 @@ def serve(channel: socket.socket) -> None:
 
 
 class _Runner:
-    """One program from start to end. `limits`: see programs.Limits."""
+    """One program from start to end. by: what `interpreter` returned. `limits`: see programs.Limits."""
 
-    def __init__(self, connection: socket.socket, program: str, stdin: str, limits: dict[str, Any]):
+    def __init__(
+        self, connection: socket.socket, by: tuple[str, list[str]], program: str, stdin: str, limits: dict[str, Any]
+    ):
         for name, most in MOST.items():
             if not 0 < limits[name] <= most:
                 raise Unavailable(0, f"{name}: {limits[name]} is not between 0 and {most}")
-        self._connection = connection
+        self._connection, self._by = connection, by
         self._program = program.encode(errors="replace")
         self._stdin = memoryview(stdin.encode(errors="replace"))
         self._limits = limits
@@ -118,7 +127,7 @@ class _Runner:
         theirs = [taken, out_end, err_end, filter_fd, status_end, started_end]
         bwrap = os.fork()
         if not bwrap:
-            become_bwrap(self._program, self._limits, theirs)
+            become_bwrap(self._program, self._limits, theirs, *self._by)
         for fd in theirs:
             os.close(fd)
         self._sources = {out: 1, err: 2}
@@ -291,4 +300,4 @@ def _usage(pid: int) -> _Usage:
 if __name__ == "__main__":
     given = socket.socket(fileno=int(sys.argv[1]))
     given.set_inheritable(False)
-    serve(given)
+    serve(given, *sys.argv[2:])

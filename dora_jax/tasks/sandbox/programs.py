@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora_jax.tasks import sandbox
+from dora_jax.tasks.sandbox import bubblewrap
 
 VARIABLE = "DORA_SANDBOX_FD"
 MIB = 2**20
@@ -59,14 +60,15 @@ class Ran:
 
 
 class Server:
-    """A sandbox server of this process. `client` is the descriptor to pass on to those that may run programs."""
+    """A sandbox server of this process. `client` is the descriptor to pass on to those that may run programs. python:
+    the interpreter that runs them, which they then see with its packages; empty: that of /usr."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = "") -> None:
         ours, theirs = socket.socketpair()
         module = "dora_jax.tasks.sandbox.program_server"
         with theirs:
             self._walled = sandbox.start(
-                [sys.executable, "-P", "-S", "-m", module, str(theirs.fileno())],
+                [sys.executable, "-P", "-S", "-m", module, str(theirs.fileno()), python],
                 form=sandbox.WEAK,  # our own code; its programs have a sandbox of their own
                 env={"PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONDONTWRITEBYTECODE": "1"},
                 pass_fds=(theirs.fileno(),),
@@ -87,20 +89,25 @@ def run(program: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Ran:
     return ask(_client(), program, stdin, limits)
 
 
-def check() -> None:
-    """Raises NoSandbox with the reason where this machine cannot sandbox programs."""
-    if reason := lack():
+def check(python: str = "") -> None:
+    """Raises NoSandbox with the reason where this machine cannot sandbox programs of this interpreter."""
+    if reason := lack(python):
         raise sandbox.NoSandbox(f"this machine cannot sandbox programs: {reason}")
 
 
 @functools.cache
-def lack() -> str:
+def lack(python: str = "") -> str:
     """ "" where every part of the sandbox holds against a program that tries it, else which one does not."""
-    server = Server()
+    server = Server(python)
     try:
-        ran = server.run(_TRY_SANDBOX, limits=Limits(processes=PROBE_PROCESSES, files_bytes=PROBE_FILES_BYTES))
+        shown = {Path(folder).parts[1] for folder in bubblewrap.interpreter(python)[1]}
+        ran = server.run(
+            _TRY_SANDBOX % " ".join(shown), limits=Limits(processes=PROBE_PROCESSES, files_bytes=PROBE_FILES_BYTES)
+        )
     except SandboxError as error:
         return str(error)
+    except bubblewrap.Unavailable as error:
+        return str(error.strerror)
     finally:
         server.end()
     if ran.ended_by or ran.exit_code:
@@ -134,7 +141,8 @@ holes = {{
     "it may gain privileges": status("NoNewPrivs") != "1",
     "system calls are not filtered": status("Seccomp:") != "2",
     "it sees other processes": len([name for name in os.listdir("/proc") if name.isdigit()]) > 2,
-    "it sees the machine's files": set(os.listdir("/")) - set("usr bin sbin lib lib32 lib64 etc proc tmp dev".split()),
+    "it sees the machine's files": set(os.listdir("/")) - set("usr bin sbin lib lib32 lib64 etc proc tmp dev".split())
+        - set("%s".split()),
     "it may write outside /tmp": tried(lambda: open("/file", "w")),
     "its files are not limited": tried(flood),
     "it reaches the network": tried(lambda: socket.socket(socket.AF_INET)),
