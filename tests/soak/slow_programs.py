@@ -80,7 +80,7 @@ class PooledEnvironments:
         self._pool.open(id, prompt)
 
     def turn(self, prompt: Prompt, so_far: EpisodeSoFar) -> None:
-        """The tool is told how long it takes; what the oracle sampled says nothing."""
+        """The message asks the tool for its wait, whatever the oracle sampled."""
         turn = self._turns.behind(so_far.id, len(so_far.mask))
         if turn is None:
             self._pool.drop(so_far.id)
@@ -88,7 +88,7 @@ class PooledEnvironments:
             return
         self._observed[so_far.id] = turn.observation_tokens
         tokens = np.append(prompt.token_ids, self._message)
-        said = EpisodeSoFar(
+        message = EpisodeSoFar(
             id=so_far.id,
             version=so_far.version,
             tokens=tokens,
@@ -96,7 +96,7 @@ class PooledEnvironments:
             logprobs=np.zeros(len(self._message), np.float32),
             room=so_far.room,
         )
-        self._pool.turn(prompt, said)
+        self._pool.turn(prompt, message)
         self.most = max(self.most, self._pool.waiting)
 
     def drop(self, id: SampleId) -> dict[str, float]:

@@ -223,19 +223,19 @@ class EpisodeServer:
 
     def _observed(self, messages: Sequence[Message]) -> list[Message]:
         """Turn contents that are lists into text; where all texts together are above the bound, leave out the middle of
-        each that is above its part of it."""
-        found = []
+        each that is above its share."""
+        taken: list[Message] = []
         for message in messages or ():
             if not isinstance(message, dict):  # which whoever renders it refuses in a sentence
-                found.append(message)
+                taken.append(message)
                 continue
             content = message.get("content")
             if isinstance(content, list):
                 if other := [item for item in content if not isinstance(item, dict) or item.get("type") != "text"]:
                     raise EnvironmentError(f"an item of a content is no text: {other[0]!r:.100}")
                 content = "".join(str(item.get("text", "")) for item in content)
-            found.append({**message, "content": content} if "content" in message else message)
-        texts = [message for message in found if isinstance(message, dict) and isinstance(message.get("content"), str)]
+            taken.append({**message, "content": content} if "content" in message else message)
+        texts = [message for message in taken if isinstance(message, dict) and isinstance(message.get("content"), str)]
         if sum(len(message["content"]) for message in texts) > self._most_chars:
             half = self._most_chars // len(texts) // 2
             for message in texts:
@@ -243,7 +243,7 @@ class EpisodeServer:
                 if left_out > 0:
                     end = content[half + left_out :]
                     message["content"] = f"{content[:half]}\n[{left_out} characters left out]\n{end}"
-        return found
+        return taken
 
     async def _close(self, session: Session | None) -> None:
         if session is not None:

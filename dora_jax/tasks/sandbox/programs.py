@@ -100,7 +100,7 @@ def lack(python: str = "") -> str:
     """ "" where every part of the sandbox holds against a program that tries it, else which one does not."""
     server = Server(python)
     try:
-        shown = {Path(folder).parts[1] for folder in bubblewrap.interpreter(python)[1]}
+        shown = {folder.split("/")[1] for folder in bubblewrap.interpreter(python)[1]}
         ran = server.run(
             _TRY_SANDBOX % " ".join(shown), limits=Limits(processes=PROBE_PROCESSES, files_bytes=PROBE_FILES_BYTES)
         )
