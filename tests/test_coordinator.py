@@ -186,6 +186,26 @@ def test_a_turn_s_end_is_reported_behind_its_start_and_its_tokens():
     )
 
 
+def test_siblings_that_start_together_are_one_message_with_one_prompt():
+    worker = mock.Mock(instance=0)
+    world = coordinator.Coordinator(
+        instances=[worker],
+        trainer=None,
+        task=Task(too_long=(2,)),
+        scorer=None,
+        groups=mock.Mock(),
+        weights=Weights(),
+        outbox=(outbox := queue.SimpleQueue()),
+        group_size=2,
+        eval_samples=1,
+    )
+    world.execute(start(SampleId(0, 0), SampleId(0, 1), SampleId(2, 0), SampleId(2, 1), SampleId(3, 0)))
+    sent = [(command.ids, prompt.group_id) for (command, prompt), _ in worker.send.call_args_list]
+    assert sent == [((SampleId(0, 0), SampleId(0, 1)), 0), ((SampleId(3, 0),), 3)]
+    failed = [outbox.get() for _ in range(outbox.qsize())]
+    assert [event.group_id for event in failed] == [2]
+
+
 class Keeper:
     """An instance that keeps KV: what it was asked."""
 

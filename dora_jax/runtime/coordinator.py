@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import operator
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,12 +190,12 @@ class Coordinator:
             yield ev.TimePassed(now_s=now)
 
     def execute(self, command: ev.Command) -> None:
-        """A command to an instance is sent as it is, but for those that need what is kept here: a Start the prompt, a
-        Resume the sample, each of one sample then."""
+        """A command to an instance is sent as it is, but for those that need what is kept here: a Start of one group
+        takes its prompt along, a Resume its one sample."""
         match command:
             case ev.Start(ids=ids):
-                for id in ids:
-                    self._start(dataclasses.replace(command, ids=(id,)), id)
+                for group_id, siblings in itertools.groupby(ids, operator.attrgetter("group_id")):
+                    self._start(dataclasses.replace(command, ids=tuple(siblings)), group_id)
             case ev.Resume(ids=ids):
                 for id in ids:
                     self._resume(dataclasses.replace(command, ids=(id,)), id)
@@ -227,12 +229,12 @@ class Coordinator:
 
     # ------------------------------------------------------------ private
 
-    def _start(self, command: ev.Start, id: SampleId) -> None:
-        group_id = id.group_id
+    def _start(self, command: ev.Start, group_id: GroupId) -> None:
         if group_id in self._refused:
             return
-        self.samples.forget(id)
-        self._kept.forget((id,))
+        for id in command.ids:
+            self.samples.forget(id)
+        self._kept.forget(command.ids)
         self._groups.discard(group_id)
         try:
             group = self.samples.opened(group_id)
@@ -243,8 +245,10 @@ class Coordinator:
             return
         worker = self._instances[command.instance]
         if self._episodes and not is_served(group_id):
-            for event in self._episodes.start(id, group.prompt, worker, command):
-                self._outbox.put(event)
+            for id in command.ids:
+                one = dataclasses.replace(command, ids=(id,))
+                for event in self._episodes.start(id, group.prompt, worker, one):
+                    self._outbox.put(event)
         else:
             worker.send(command, group.prompt)
 
