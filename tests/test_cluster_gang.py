@@ -1,12 +1,15 @@
 """Links and gangs: which callers are let in, what a death does. Threads stand for processes."""
 
+import contextlib
 import dataclasses
 import os
 import queue
+import resource
 import signal
 import threading
 import time
 
+import psutil
 import pytest
 
 from dora_jax.config import RunError
@@ -303,13 +306,14 @@ def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic, monkeypatch
     limits = dataclasses.replace(LIMITS, start_s=0.4, elastic=elastic)
     with Kept(launcher, limits=limits) as kept:
         eventually(lambda: launcher.started)
-        launcher.started[0].placed = False
+        launcher.started[0].needs, launcher.started[0].placed = "it needs a seat", False
         if not elastic:
             eventually(lambda: kept.events)
+            assert kept.notes == ["rollout 0 waits for a place: it needs a seat"]
             assert "was not ready" in str(kept.events[0])
             return
         time.sleep(1.0)
-        assert len(launcher.started) == 1 and kept.notes == ["rollout 0 waits for a place; the others go on"]
+        assert len(launcher.started) == 1 and kept.notes == ["rollout 0 waits for a place: it needs a seat"]
         for host in kept.hosts():
             threading.Thread(target=host.live, daemon=True).start()
         kept.up()
@@ -329,20 +333,37 @@ def test_a_rollout_leaves_the_job_that_joins_slices():
     assert environ == {"TPU_NAME": "a"}
 
 
-def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
-    came, beats = queue.SimpleQueue(), []
+@contextlib.contextmanager
+def a_process(tmp_path):
+    """A process of a gang that waits for its first command: (how it was started, what it has sent)."""
+    came, sent = queue.SimpleQueue(), []
     door = new_listener(came.put)
     ticket = Ticket(run=RUN.run, controller=door.address, gang="trainer", epoch=1, credential=RUN.issue("trainer", 1))
     started = ProcessLauncher(tmp_path, "run").start(ticket, 1, "")
-    link = RecordConnection(came.get(timeout=60), lambda _, item: beats.append(item), lambda _, reason: None)
     try:
+        link = RecordConnection(came.get(timeout=60), lambda _, item: sent.append(item), lambda _, reason: None)
         link.start()
-        eventually(lambda: len(beats) > 1)
+        eventually(lambda: len(sent) > 1)
+        yield started, sent
+    finally:
+        started.kill()
+        door.close()
+
+
+def test_ctrl_c_in_a_terminal_is_left_to_the_controller(tmp_path):
+    with a_process(tmp_path) as (started, beats):
         os.kill(started.pids[0], signal.SIGINT)
         notes = len(beats)
         eventually(lambda: len(beats) > notes + 1 or started.ended())
         assert not started.ended() and not any(isinstance(item, messages.ProcessFailed) for item in beats)
-    finally:
-        started.kill()
-        door.close()
     assert not next(iter(tmp_path.glob("logs/*.log"))).read_text()
+
+
+def test_a_process_may_hold_as_many_connections_as_its_machine_allows(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        with a_process(tmp_path) as (started, _):
+            assert psutil.Process(started.pids[0]).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

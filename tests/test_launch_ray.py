@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 from dora_jax.config import ConfigError
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.gang import Gang, GangListener
-from dora_jax.runtime.cluster.launch_ray import RayLauncher, intact_slices
+from dora_jax.runtime.cluster.launch_ray import FreeSlices, RayGang, RayLauncher, intact_slices
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from tests.fakes.cluster import LIMITS, eventually
 from tests.soak.fake_slices import FakeSlices
@@ -56,6 +57,15 @@ def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch):
     with pytest.raises(ConfigError) as raised:
         RayLauncher(Path("."), "run")
     assert str(raised.value) == "RAY_ADDRESS: Failed to connect to Ray cluster at 10.1.2.3:6379"
+
+
+def test_a_gang_without_a_place_says_what_it_waits_for(monkeypatch):
+    monkeypatch.setattr(ray, "available_resources", dict)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    waiting = [RayGang(FreeSlices(), "run/trainer/1", 1, of, (mock.Mock(), False)).needs for of in ("", "v4-8")]
+    assert waiting[0].startswith("each of its 1 processes needs a CPU of Ray, and 0 of 2 are free; ")
+    assert waiting[1].startswith("Ray has no free slice v4-8 all of whose 1 hosts are up; ")
+    assert all(each.endswith("fewer rollout.instances, makes room") for each in waiting)
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ class FakeLauncher:
 
 
 class FakeStarted:
-    placed, pids = True, (1, 2)
+    placed, needs, pids = True, "", (1, 2)
 
     def __init__(self, launcher, ticket, hosts):
         self.launcher, self.ticket, self.hosts = launcher, ticket, hosts

@@ -183,11 +183,13 @@ class GangSupervisor:
             if now - looked_s > 10 * LOOK_S:
                 gang.excuse(now - looked_s)
             looked_s = now
-            if self._limits.elastic and not started.placed:
-                gang.began_s = now  # the limit on its start begins when it has a place
+            if not started.placed:
+                if self._limits.elastic:
+                    gang.began_s = now  # the limit on its start begins when it has a place
                 if not warned and now - began_s > ROOM_S:
                     warned = True
-                    self._notify(f"{self.name} waits for a place; the others go on")
+                    needs = f": {started.needs}" if started.needs else "; the others go on"
+                    self._notify(f"{self.name} waits for a place{needs}")
             if not self._wanted.is_set() and not self._on_demand:
                 gang.leave("it is not wanted any more")
             if notice := started.notice():

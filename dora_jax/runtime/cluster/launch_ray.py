@@ -176,6 +176,19 @@ class RayGang(StartedGang):
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return "an actor returned"
 
+    @property
+    def needs(self) -> str:  # type: ignore[override]  # asked once, long after the start
+        if self._slice_type:
+            return (
+                f"Ray has no free slice {self._slice_type} all of whose {self._hosts} hosts are up; another slice, or "
+                "fewer rollout.instances, makes room"
+            )
+        free, all_of_them = (of().get("CPU", 0) for of in (ray.available_resources, ray.cluster_resources))
+        return (
+            f"each of its {self._hosts} processes needs a CPU of Ray, and {free:g} of {all_of_them:g} are free; "
+            "another machine, or fewer rollout.instances, makes room"
+        )
+
     def notice(self) -> str | None:
         """Notice that one of its machines is about to go, in a few words: `ray start --block` received SIGTERM, say."""
         if self._actors and time.monotonic() - self._looked_s > LOOK_S:

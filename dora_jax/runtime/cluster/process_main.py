@@ -15,8 +15,10 @@ import signal
 if __name__ == "__main__":  # Ctrl-C reaches every process of a terminal; the controller is the one that it is meant for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+import contextlib
 import json
 import os
+import resource
 import socket
 import sys
 import threading
@@ -48,6 +50,9 @@ def serve(ticket: Ticket, leave: Callable[[], None] = lambda: None) -> None:
         leave()
         os._exit(code)
 
+    with contextlib.suppress(ValueError):  # where the system's own bound is lower than it says
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # gloo holds whatever connects to it
     own = Credential(ticket.credential)
     link = ControllerConnection(ticket.controller, own, lambda: end(0))
     pass_on_notice(link)
