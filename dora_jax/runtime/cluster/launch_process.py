@@ -37,7 +37,7 @@ class StartedGang(Protocol):
     """By default nothing tells of a machine that goes, and there is nothing to kill."""
 
     placed: bool = True  # False: there is no room for them yet
-    needs: str = ""  # what they wait for then, and which fields ask for it
+    needs: str = ""  # what they wait for then, and which field makes room
     pids: tuple[int, ...] = ()  # by which `find` knows the processes; empty: it needs none
 
     def ended(self) -> str | None:

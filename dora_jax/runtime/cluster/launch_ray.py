@@ -177,11 +177,11 @@ class RayGang(StartedGang):
         return "an actor returned"
 
     @property
-    def needs(self) -> str:  # type: ignore[override]  # asked once, long after the start
+    def needs(self) -> str:  # type: ignore[override]  # looked up when it is needed
         if self._slice_type:
             return (
-                f"Ray has no free slice {self._slice_type} all of whose {self._hosts} hosts are up; another slice, or "
-                "fewer rollout.instances, makes room"
+                f"Ray has no free slice {self._slice_type} whose nodes are all up; another slice, or fewer "
+                "rollout.instances, makes room"
             )
         free, all_of_them = (of().get("CPU", 0) for of in (ray.available_resources, ray.cluster_resources))
         return (

@@ -50,7 +50,7 @@ def serve(ticket: Ticket, leave: Callable[[], None] = lambda: None) -> None:
         leave()
         os._exit(code)
 
-    with contextlib.suppress(ValueError):  # where the system's own bound is lower than it says
+    with contextlib.suppress(ValueError):  # on a system whose own bound is lower
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # gloo holds whatever connects to it
     own = Credential(ticket.credential)
