@@ -185,7 +185,7 @@ class RayGang(StartedGang):
             )
         free, all_of_them = (of().get("CPU", 0) for of in (ray.available_resources, ray.cluster_resources))
         return (
-            f"each of its {self._hosts} processes needs a CPU of Ray, and {free:g} of {all_of_them:g} are free; "
+            f"each of its processes needs a CPU of Ray, and {free:g} of {all_of_them:g} are free; "
             "another machine, or fewer rollout.instances, makes room"
         )
 
