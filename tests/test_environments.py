@@ -317,6 +317,26 @@ def test_an_environment_of_token_ids_hears_and_says_them():
         pool.close()
 
 
+def test_a_mix_has_environments_of_messages_and_of_token_ids_which_say_how_many_the_next_turn_may_have():
+    params = {"ids": {"name": "tests.fakes.environments.Echo"}, "words": {"name": FAKE}}
+    section = EnvironmentSection(
+        name="dora_jax.tasks.environments.by_task.ByTask", params=params, observation="<{content}>"
+    )
+    pool = EnvironmentPool(section, Bridge(Letters(), section.observation), 0, PolicyFacts(vocab=88, stop_ids=(33,)))
+    try:
+        assert pool.wait_ready() == ("right", "turns")
+        words = Player(pool, SampleId(0, 0), prompt=dataclasses.replace(prompt_of(), task="words"))
+        assert words.observed(words.ask("a")) == "<1:a>"
+        ids = Player(pool, SampleId(0, 1), prompt=dataclasses.replace(prompt_of(), task="ids"))
+        pool.open(ids.id, ids.prompt)
+        opening = ids.answer()
+        assert opening.turn_tokens == 5 and ids.observed(opening) == "X" and ids.observed(ids.ask("ab")) == "X"
+        assert ids.ask("c!") == EpisodeEnded(id=ids.id, terms={"right": -1.0})
+        assert pool.try_episodes(ids.prompt, Letters().encode) == pool.try_episodes(words.prompt, Letters().encode)
+    finally:
+        pool.close()
+
+
 def test_token_ids_that_do_not_extend_an_episode_begin_a_branch():
     bridge, tokens = TokenBridge((33,)), ids_of("ask ab!")
     received = bridge.begin(prompt_of())

@@ -109,6 +109,39 @@ def test_a_program_of_the_library_plays_an_episode(python, model, monkeypatch):
 
 
 @pytest.mark.slow
+def test_of_a_taskset_without_an_end_tasks_are_made_as_they_are_asked_for(python, model, monkeypatch):
+    """In a mix, with turns as long as the client says; its rows are printed from another folder."""
+    monkeypatch.setenv("PYTHONPATH", str(TASKSETS))
+    params = params_of("dora_letters")
+    params["env"]["taskset"]["id"] = "dora_endless"
+    program = [sys.executable, "-m", "dora_jax.serving.verifiers", f"--python={python}", json.dumps(params["env"])]
+    variables = os.environ | {"PYTHONPATH": f"{ROOT}:{TASKSETS}"}
+    how = {"capture_output": True, "text": True, "env": variables, "cwd": "/"}
+    assert subprocess.run([*program, "6"], check=True, **how).stdout.splitlines()[5] == '{"prompt": "c", "answer": 5}'
+    refused = subprocess.run(program, check=False, **how)
+    assert refused.returncode == 2 and "Endless has no end of tasks: say" in refused.stderr and not refused.stdout
+
+    entry = {"name": NAME, "params": params | {"sampling": {"max_tokens": 3}}}
+    section = EnvironmentSection(
+        name="dora_jax.tasks.environments.by_task.ByTask", params={"endless": entry}, python=python
+    )
+    tokenizer, rollout = Tokenizer.load(model), dataclasses.asdict(RolloutSection())
+    policy = PolicyFacts(path=str(model), context=32, vocab=7, turn_tokens=6, stop_ids=(0,), rollout=rollout)
+    pool = EnvironmentPool(section, Bridge(tokenizer, section.observation), 0, policy)
+    try:
+        pool.wait_ready()
+        prompt = prompt_of(text="d\n", answer=4_002, encode=tokenizer.encode)
+        prompt = dataclasses.replace(prompt, task="endless")
+        pool.open(FIRST, prompt)
+        player = Player(pool, tokenizer=tokenizer, prompt=prompt)
+        opening = player.answer()
+        assert opening.turn_tokens == 3 and player.observed(opening) == ""
+        assert player.ask("ab<eos>").turn_tokens == 3
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
 def test_a_run_learns_a_taskset_with_no_network_but_loopback(python, model, tmp_path):
     if subprocess.run([*LONELY, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets us make no network namespace")

@@ -14,23 +14,30 @@ that the engine samples behind it are the answer.
 
 Laws: a session is one episode, and thereby one version; a request that the engine cannot honour is refused by name; a
 rollout that ends in an error is no reward, but a prompt that is longer than the context is: what was scored so far.
-`PYTHON -m dora_jax.serving.verifiers '{"taskset": {"id": "my-taskset"}}'` prints the rows of the tasks (task.path).
+`python -m dora_jax.serving.verifiers --python=PYTHON '{"taskset": {"id": "my-taskset"}}' [NUMBER]` prints the rows of
+the tasks (task.path), of a taskset without an end the first NUMBER.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import json
+import os
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dora_jax.config import ConfigError
 from dora_jax.serving.answers import Answer, Piece
 from dora_jax.serving.reply import GenerateReply
 from dora_jax.serving.request import SAMPLING, GenerateRequest, Refused, ServedLimits, generate
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message, PolicyFacts
+from dora_jax.tasks.sandbox import calls
 
 NAME = "policy"  # the model that clients ask for
 SESSION = "x-session-id"
@@ -98,8 +105,10 @@ class Verifiers:
         request = asyncio.ensure_future(self._requests.get())
         await asyncio.wait({request, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
         if request.done():
-            self._open = request.result()
-            return [{"role": "prompt", "token_ids": list(self._open.wanted.prompts[0])}], False, {}
+            wanted = (opened := request.result()).wanted
+            self._open = opened
+            observed = {"role": "prompt", "token_ids": list(wanted.prompts[0]), "max_tokens": wanted.max_tokens}
+            return [observed], False, {}
         request.cancel()
         episode = self._rollout.result()
         if not episode.ok:
@@ -147,6 +156,8 @@ class Host:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)  # a deadline of the first episode is none of the others'
+        if isinstance(number, int) and number >= 0:  # as many are made as are asked for: there may be no end of them
+            self._tasks += itertools.islice(self._more, max(0, number + 1 - len(self._tasks)))
         if not isinstance(number, int) or not 0 <= number < len(self._tasks):
             raise EnvironmentError(f"{self.name}: a row's answer is {number!r}, not one of {len(self._tasks)} tasks")
 
@@ -178,7 +189,7 @@ class Host:
         )
         sampling = self._vf.SamplingConfig(**self._sampling)
         self._context = self._vf.ModelContext(model=NAME, client=client, sampling=sampling)
-        self._tasks = list(self._env.taskset)
+        self._tasks, self._more = [], iter(self._env.taskset)
         self._serving = self._env.serving()  # held as long as the process
         await self._serving.__aenter__()
 
@@ -201,11 +212,10 @@ class Host:
             sampling=tuple((name, rollout[name]) for name in SAMPLING),
         )
         wanted, form = generate(body, limits)
+        # A turn ends at what the client asks for, or at environment.turn_tokens.
+        given = (body.get("sampling_params") or {}).get("max_tokens")
+        wanted = dataclasses.replace(wanted, max_tokens=turn if given is None else min(wanted.max_tokens, turn))
         # refuses what the engine of a run does otherwise
-        if (body.get("sampling_params") or {}).get("max_tokens") not in (None, turn):
-            raise Refused(
-                400, f"max_tokens: a turn of this run has environment.turn_tokens = {turn}", param="max_tokens"
-            )
         if foreign := sorted(wanted.stop_ids - set(self._policy.stop_ids)):
             raise Refused(400, f"stop_token_ids: {foreign[0]} ends no turn of this run", param="stop_token_ids")
         unlike = {
@@ -231,17 +241,35 @@ class Host:
 _hosts: dict[str, Host] = {}  # of this process
 
 
-def rows(env: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of a taskset, for task.name = "rows"."""
+def rows(env: Mapping[str, Any], number: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a taskset, for task.name = "rows": the first `number`, or all. ConfigError: they have no end."""
     import verifiers.v1 as vf
 
-    for number, task in enumerate(vf.load_environment(vf.resolve_env_config(dict(env))).taskset):
-        yield {"prompt": task.data.prompt_text, "answer": number}
+    taskset = vf.load_environment(vf.resolve_env_config(dict(env))).taskset
+    if number is None and not taskset.bounded:
+        raise ConfigError(
+            f"{type(taskset).__name__} has no end of tasks: say behind its configuration how many to take"
+        )
+    for i, task in enumerate(itertools.islice(taskset, number)):
+        yield {"prompt": task.data.prompt_text, "answer": i}
 
 
-def main(env: str) -> None:
-    for row in rows(json.loads(env)):
-        print(json.dumps(row))
+def main(arguments: Sequence[str]) -> int:
+    """[--python=PYTHON] ENV [NUMBER]"""
+    if arguments and arguments[0].startswith("--python="):
+        python = arguments[0].removeprefix("--python=")
+        with calls.package_alone() as path:
+            env = os.environ | {
+                "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+            }
+            return subprocess.run([python, "-P", "-m", __spec__.name, *arguments[1:]], env=env, check=False).returncode
+    try:
+        for row in rows(json.loads(arguments[0]), *map(int, arguments[1:2])):
+            print(json.dumps(row))
+    except (IndexError, ValueError, ConfigError, ImportError) as error:
+        print(f"error: verifiers {' '.join(arguments)[:200]}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 # ---------------------------------------------------------------- private
@@ -254,4 +282,4 @@ async def _refused(asked: Any, error: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1:]))

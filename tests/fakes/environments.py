@@ -87,7 +87,7 @@ class Echo:
 
     async def reset(self, prompt):
         self.ids = [*map(ord, prompt.text), self.policy.vocab]
-        return [{"role": "prompt", "token_ids": self.ids}]
+        return [{"role": "prompt", "token_ids": self.ids, "max_tokens": 5}]
 
     async def step(self, message):
         if message["finish"] == "stop":

@@ -1,12 +1,13 @@
 """A run that trains on sessions with tools, killed with SIGKILL again and again while its agents go on, then its books.
 
-    python -m tests.soak.agent_kills [--kills=4] [--processes] [--seed=0] [--steps=12] [--agents=24] [--workdir=DIR]
+    python -m tests.soak.agent_kills [--kills=4] [--processes] [--hostile] [--seed=0] [--steps=12] [--agents=24] [--workdir=DIR]
 
 The run and its model are those of agent_training.py. Agents of the standard library work on sums with its two tools; an agent
 whose session is gone begins another. Each session posts another number as its reward, so that a reward which counts twice
 shows. A kill comes up to two seconds after so many rewards have been accepted since the start, and the same command starts
 again. --processes: trainer and rollouts are processes of their own, the one that is killed is the controller, and at every
-second kill a rollout's process goes with it. Checked at the end: the books of the journal (issued = trained + filtered +
+second kill a rollout's process goes with it. --hostile: all the while the endpoint is asked what
+hostile_clients.py asks. Checked at the end: the books of the journal (issued = trained + filtered +
 failed + in flight; lost, trained twice, generated again: 0); each trained reward is one that its session posted, once; each
 trained turn is what its agent was answered, by that version.
 """
@@ -163,6 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--hostile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm_steps", type=int, default=1500)
@@ -184,7 +186,14 @@ def main() -> int:
     console = run.folder / "console.log"
     console.unlink(missing_ok=True)
     agents = Agents(f"http://127.0.0.1:{port}", args.agents, args.seed)
-    starts, code = struck(command, console, agents, args.kills, BEFORE_A_KILL, random.Random(args.seed))
+    asking = ["-m", "tests.soak.hostile_clients", "attack", f"--port={port}", "--forever", "--at_once=16"]
+    hostile = subprocess.Popen([sys.executable, *asking]) if args.hostile else None
+    try:
+        starts, code = struck(command, console, agents, args.kills, BEFORE_A_KILL, random.Random(args.seed))
+    finally:
+        if hostile is not None:
+            hostile.kill()
+            hostile.wait()
     books, made = audit(run.workdir / "journal"), trained(run.workdir)
     print(f"{starts} starts, exit code {code}; {books}")
     rewards, wrong = {reward for _, reward, _ in made}, faults_of(made, agents)

@@ -83,7 +83,7 @@ class EnvironmentPool:
     ):
         """bridge: of environments that speak messages. policy: for those that speak token ids."""
         self._section, self._seed = section, seed
-        self._bridge: Bridge | RendererBridge | TokenBridge = bridge
+        self._bridge, self._token_bridge = bridge, TokenBridge(policy.stop_ids)
         self._stop_ids = policy.stop_ids
         self._episodes: dict[SampleId, Episode] = {}
         self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -113,8 +113,6 @@ class EnvironmentPool:
         if not first.ready.wait(timeout_s):
             raise RuntimeError(f"no environment worker was ready within {timeout_s:.0f} s")
         self._check()
-        if first.speaks_tokens:
-            self._bridge = TokenBridge(self._stop_ids)
         return first.terms
 
     def try_episodes(self, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:
@@ -122,7 +120,7 @@ class EnvironmentPool:
         nothing, because a policy writes anything. Returns the reward terms; ConfigError names the one that failed.
         Of an environment of token ids nothing is tried while there is no policy."""
         answer, ended = "" if prompt.answer is None else str(plain(prompt.answer)), list(self._stop_ids[:1])
-        tried = () if self._workers[0].speaks_tokens and not ended else (answer, "")
+        tried = () if self._bridge_of(prompt) is self._token_bridge and not ended else (answer, "")
         for index, text in enumerate(tried):
             text = text if text or ended else " "  # a turn has a token
             id, turn = SampleId(prompt.group_id, index), np.array([*encode(text), *ended], np.int32)
@@ -159,7 +157,7 @@ class EnvironmentPool:
         """Asks what follows the prompt before the first turn: Observed, perhaps of no tokens."""
         self._check()
         with self._lock:
-            episode = self._episodes[id] = Episode(prompt, self._bridge.begin(prompt), prompt.token_ids)
+            episode = self._episodes[id] = Episode(prompt, self._bridge_of(prompt).begin(prompt), prompt.token_ids)
             self._ask(id, episode)
 
     def turn(self, prompt: Prompt, so_far: EpisodeSoFar) -> None:
@@ -174,11 +172,11 @@ class EnvironmentPool:
         with self._lock:
             episode = self._episodes.get(id)
             if episode is None or len(episode.messages) + 1 != len(runs) and not episode.branches:
-                conversation = None if runs[1:] else self._bridge.begin(prompt)
+                conversation = None if runs[1:] else self._bridge_of(prompt).begin(prompt)
                 episode = self._episodes[id] = Episode(prompt, conversation, tokens)
-                episode.messages = [self._message(so_far, run) for run in runs[:-1]]
+                episode.messages = [self._message(prompt, so_far, run) for run in runs[:-1]]
             episode.tokens, episode.turns, episode.room = tokens, runs, so_far.room
-            episode.messages.append(self._message(so_far, runs[-1]))
+            episode.messages.append(self._message(prompt, so_far, runs[-1]))
             episode.retries = 0
             self._ask(id, episode)
 
@@ -237,12 +235,17 @@ class EnvironmentPool:
         if self.error is not None:
             raise self.error
 
-    def _message(self, so_far: EpisodeSoFar, run: tuple[int, int]) -> Message:
-        turn = so_far.tokens[slice(*run)]
-        if not isinstance(self._bridge, TokenBridge):
-            return self._bridge.message(turn)
+    def _bridge_of(self, prompt: Prompt) -> Bridge | RendererBridge | TokenBridge:
+        """Of what its task's environment speaks: messages or token ids."""
+        tokens = self._workers[0].tokens
+        return self._token_bridge if tokens is True or tokens and prompt.task in tokens else self._bridge
+
+    def _message(self, prompt: Prompt, so_far: EpisodeSoFar, run: tuple[int, int]) -> Message:
+        turn, bridge = so_far.tokens[slice(*run)], self._bridge_of(prompt)
+        if not isinstance(bridge, TokenBridge):
+            return bridge.message(turn)
         start = len(so_far.tokens) - len(so_far.mask)
-        return self._bridge.message(turn, so_far.logprobs[run[0] - start : run[1] - start], so_far.version)
+        return bridge.message(turn, so_far.logprobs[run[0] - start : run[1] - start], so_far.version)
 
     def _of(self, id: SampleId) -> EnvironmentProcess:
         return self._workers[hash(id) % len(self._workers)]
@@ -297,7 +300,8 @@ class EnvironmentPool:
                 return Observed(id=id, token_ids=episode.tokens[:0])
             turn = episode.tokens[slice(*episode.turns[-1])] if episode.turns else episode.tokens[:0]
             assert episode.conversation is not None  # a replay began it
-            ids, keep = self._bridge.observe(episode.conversation, episode.tokens, turn, last)
+            bridge = self._bridge_of(episode.prompt)
+            ids, keep = bridge.observe(episode.conversation, episode.tokens, turn, last)
         except Exception as error:  # of a chat template or a tokenizer, which may raise anything over a message
             reason = f"{self._section.name}: its messages: {type(error).__name__}: {error}"
             return EpisodeFailed(id=id, reason=reason, kind="error")
@@ -310,14 +314,17 @@ class EnvironmentPool:
             if episode.branches > self._section.branches:  # ends as at max_turns, with the reward so far
                 self._counts["cut"] += 1
                 return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
-        return Observed(id=id, token_ids=ids, keep=keep)
+        # Who speaks token ids says how many the next turn may have.
+        most = int(last[0].get("max_tokens", 0)) if bridge is self._token_bridge else 0
+        return Observed(id=id, token_ids=ids, keep=keep, turn_tokens=most)
 
     def _replay(self, episode: Episode, observed: Sequence[Sequence[Message]]) -> bool:
         """Whether the policy saw just this; the conversation then goes on behind it."""
-        conversation, at = self._bridge.begin(episode.prompt), len(episode.prompt.token_ids)
+        bridge = self._bridge_of(episode.prompt)
+        conversation, at = bridge.begin(episode.prompt), len(episode.prompt.token_ids)
         turn = episode.tokens[:0]
         for (start, stop), messages in zip(episode.turns, observed, strict=True):
-            ids, keep = (turn, None) if not len(messages) and not len(turn) else self._bridge.observe(
+            ids, keep = (turn, None) if not len(messages) and not len(turn) else bridge.observe(
                 conversation, episode.tokens[:at], turn, messages
             )  # fmt: skip
             if keep is not None or not np.array_equal(episode.tokens[at:start], ids):
@@ -414,7 +421,7 @@ class EnvironmentProcess:
         self.outgoing: queue.SimpleQueue[calls.Request | None] = queue.SimpleQueue()
         self.ready, self._closed = threading.Event(), False
         self.terms: tuple[str, ...] = ()
-        self.speaks_tokens = False  # known once it is ready
+        self.tokens: bool | Sequence[str] = False  # known once it is ready: whether, or for which tasks, it speaks ids
         self._connection: Any = None  # while the process answers
         self._threads = [threading.Thread(target=call, name=f"environments-{number}-{what}", daemon=True)
                          for what, call in (("receives", self._receive), ("sends", self._send))]  # fmt: skip
@@ -434,7 +441,7 @@ class EnvironmentProcess:
         try:
             self.process.start()
             answer = self.process.ask({}, calls.START_TIMEOUT_S, self._name)
-            self.terms, self.speaks_tokens = tuple(answer["terms"]), answer["tokens"]
+            self.terms, self.tokens = tuple(answer["terms"]), answer["tokens"]
         except calls.Declined as error:
             raise ConfigError(str(error)) from error
         except calls.NoAnswer as error:

@@ -15,25 +15,36 @@ policy's first message is its answer, which they score.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
-from dora_jax.tasks.environment import Environment, EnvironmentError, EpisodePrompt, Message, called
-from dora_jax.tasks.environments.environment_worker import resolved, speaks_tokens
+from dora_jax.tasks.environment import (
+    NO_POLICY,
+    Environment,
+    EnvironmentError,
+    EpisodePrompt,
+    Message,
+    PolicyFacts,
+    called,
+)
+from dora_jax.tasks.environments.environment_worker import resolved
 from dora_jax.tasks.rewards import RewardError, resolve, score
 from dora_jax.tasks.sandbox import calls
 
 
 class ByTask:
-    """Its reward terms are those of all."""
+    """Its reward terms are those of all. tokens: the tasks whose environment speaks token ids."""
 
     terms: tuple[str, ...] = ()
     replays = False
+    tokens: tuple[str, ...] = ()
 
-    def __init__(self, **tasks: dict[str, Any]):
-        self._makers = {task: _maker(task, dict(entry)) for task, entry in tasks.items()}
-        made = [maker() for maker in self._makers.values()]
-        self.terms = tuple(dict.fromkeys(term for each in made for term in each.terms))
-        self.replays = all(each.replays for each in made)
+    def __init__(self, policy: PolicyFacts = NO_POLICY, **tasks: dict[str, Any]):
+        self._makers = {task: _maker(task, dict(entry), policy) for task, entry in tasks.items()}
+        made = {task: maker() for task, maker in self._makers.items()}
+        self.terms = tuple(dict.fromkeys(term for each in made.values() for term in each.terms))
+        self.replays = all(each.replays for each in made.values())
+        self.tokens = tuple(task for task, each in made.items() if getattr(each, "tokens", False))
         self._own: Environment | None = None
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
@@ -81,7 +92,7 @@ class OneAnswer:
         """Nothing is open."""
 
 
-def _maker(task: str, entry: dict[str, Any]) -> Any:
+def _maker(task: str, entry: dict[str, Any], policy: PolicyFacts) -> Any:
     """() -> the environment of a task; Declined in a sentence."""
     if "rewards" in entry:
         if unknown := set(entry) - {"rewards", "terms"}:
@@ -90,8 +101,5 @@ def _maker(task: str, entry: dict[str, Any]) -> Any:
     if not entry.get("name") or (unknown := set(entry) - {"name", "params"}):
         raise calls.Declined(f"environment.params.{task}: it takes name and params, or rewards and terms")
     kind: Any = resolved(entry["name"])
-    if speaks_tokens(kind):
-        raise calls.Declined(
-            f"environment.params.{task}: {entry['name']} speaks token ids, which no mix of environments does"
-        )
-    return functools.partial(kind, **entry.get("params", {}))
+    more = {"policy": policy} if "policy" in inspect.signature(kind).parameters else {}
+    return functools.partial(kind, **entry.get("params", {}), **more)

@@ -23,6 +23,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import socket
@@ -272,16 +273,10 @@ def resolved(path: str) -> type[Environment]:
     return found
 
 
-def speaks_tokens(kind: type[Environment]) -> bool:
-    return bool(getattr(kind, "tokens", False))
-
-
 def keywords(kind: type[Environment], setup: calls.Request) -> dict[str, Any]:
-    """Keywords of the constructor; Declined: observations that are token ids have no text that noise could change."""
-    if not speaks_tokens(kind):
+    """Keywords of the constructor."""
+    if "policy" not in inspect.signature(kind).parameters:
         return setup["params"]
-    if noise := [name for name in NOISE if setup["noise"][name]]:
-        raise calls.Declined(f"environment.noise_{noise[0]}: {setup['name']} says token ids, which have no noise")
     return {**setup["params"], "policy": PolicyFacts(**setup["policy"])}
 
 
@@ -292,7 +287,13 @@ def main(fd: int) -> None:
     try:
         kind = resolved(opening["setup"]["name"])
         tried = kind(**keywords(kind, opening["setup"]))
+        # Whether it speaks token ids; of a mix, the tasks whose environment does.
+        tokens = getattr(tried, "tokens", False)
+        noise = [name for name in NOISE if opening["setup"]["noise"][name]]
         fault = None
+        if tokens and noise:
+            # observations that are token ids have no text that it could change
+            fault = f"environment.noise_{noise[0]}: {opening['setup']['name']} says token ids, which have no noise"
     except calls.Declined as error:
         fault = str(error)
     except ImportError as error:  # of what an adapter needs
@@ -303,7 +304,7 @@ def main(fd: int) -> None:
     if fault is not None:
         return
     asked = calls.receive(sock)
-    properties = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": speaks_tokens(kind)}
+    properties = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": tokens}
     calls.send(sock, {"nonce": asked["nonce"]} | properties)
     sock.setblocking(False)
     asyncio.run(EpisodeServer(kind, opening["setup"], tried.terms, bool(tried.replays)).serve(sock))

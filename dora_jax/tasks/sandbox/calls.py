@@ -80,6 +80,7 @@ class Process:
         self._memory_bytes = memory_bytes
         self._python = python
         self._sandbox_python = sandbox_python
+        self._alone: tempfile.TemporaryDirectory[str] | None = None
         self._walled: sandbox.Walled | None = None
         self._server: programs.Server | None = None
         self.connection: socket.socket | None = None  # of the process, also for frames that are no answers to `ask`
@@ -106,8 +107,8 @@ class Process:
             # directory hold.
             path = [entry for entry in sys.path if entry]
             if self._python:
-                given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-                path = [str(Path(__file__).parents[3]), *filter(None, given)]
+                self._alone = self._alone or package_alone()
+                path = [self._alone.name, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
             modules = os.pathsep.join(dict.fromkeys([*path, os.getcwd()]))
             env = sandbox.clean_environment(self._variables) | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
             fds = [theirs.fileno()]
@@ -190,6 +191,14 @@ class Process:
             if self.connection is not None and not keep_socket:
                 self.connection.close()
                 self.connection = None
+
+
+def package_alone() -> tempfile.TemporaryDirectory[str]:
+    """A folder for PYTHONPATH with this package and nothing that is installed beside it."""
+    folder = tempfile.TemporaryDirectory(prefix="dora_jax-")
+    package = Path(__file__).parents[2]
+    os.symlink(package, Path(folder.name) / package.name)
+    return folder
 
 
 def _close_all(held: dict[str, Any]) -> None:
