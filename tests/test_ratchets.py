@@ -34,9 +34,9 @@ CODE = {
     "report": 1165,
     "rollout": 3180,
     "runtime": 12176,
-    "serving": 2793,
+    "serving": 2814,
     "sim": 2039,
-    "tasks": 3942,
+    "tasks": 3961,
     "trainer": 2277,
 }
 PIECES = {"functions": 86.2, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
