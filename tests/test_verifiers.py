@@ -136,7 +136,7 @@ def test_of_a_taskset_without_an_end_tasks_are_made_as_they_are_asked_for(python
         player = Player(pool, tokenizer=tokenizer, prompt=prompt)
         opening = player.answer()
         assert opening.turn_tokens == 3 and player.observed(opening) == ""
-        assert player.ask("ab<eos>").turn_tokens == 3
+        assert player.ask("ab<eos>") == EpisodeEnded(id=FIRST, terms={"reward": 2.0})
     finally:
         pool.close()
 
