@@ -119,7 +119,7 @@ def test_of_a_taskset_without_an_end_tasks_are_made_as_they_are_asked_for(python
     how = {"capture_output": True, "text": True, "env": variables, "cwd": "/"}
     assert subprocess.run([*program, "6"], check=True, **how).stdout.splitlines()[5] == '{"prompt": "c", "answer": 5}'
     refused = subprocess.run(program, check=False, **how)
-    assert refused.returncode == 2 and "Endless has no end of tasks: say" in refused.stderr and not refused.stdout
+    assert refused.returncode == 2 and "Endless has no end of tasks: give" in refused.stderr and not refused.stdout
 
     entry = {"name": NAME, "params": params | {"sampling": {"max_tokens": 3}}}
     section = EnvironmentSection(

@@ -212,7 +212,7 @@ class Host:
             sampling=tuple((name, rollout[name]) for name in SAMPLING),
         )
         wanted, form = generate(body, limits)
-        # A turn ends at what the client asks for, or at environment.turn_tokens.
+        # A turn ends at the client's max_tokens, or at environment.turn_tokens.
         given = (body.get("sampling_params") or {}).get("max_tokens")
         wanted = dataclasses.replace(wanted, max_tokens=turn if given is None else min(wanted.max_tokens, turn))
         # refuses what the engine of a run does otherwise
@@ -248,7 +248,7 @@ def rows(env: Mapping[str, Any], number: int | None = None) -> Iterator[dict[str
     taskset = vf.load_environment(vf.resolve_env_config(dict(env))).taskset
     if number is None and not taskset.bounded:
         raise ConfigError(
-            f"{type(taskset).__name__} has no end of tasks: say behind its configuration how many to take"
+            f"{type(taskset).__name__} has no end of tasks: give their number behind its configuration"
         )
     for i, task in enumerate(itertools.islice(taskset, number)):
         yield {"prompt": task.data.prompt_text, "answer": i}

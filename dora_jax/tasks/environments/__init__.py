@@ -236,7 +236,7 @@ class EnvironmentPool:
             raise self.error
 
     def _bridge_of(self, prompt: Prompt) -> Bridge | RendererBridge | TokenBridge:
-        """Of what its task's environment speaks: messages or token ids."""
+        """The bridge of its task's environment, of messages or of token ids."""
         tokens = self._workers[0].tokens
         return self._token_bridge if tokens is True or tokens and prompt.task in tokens else self._bridge
 
@@ -314,7 +314,7 @@ class EnvironmentPool:
             if episode.branches > self._section.branches:  # ends as at max_turns, with the reward so far
                 self._counts["cut"] += 1
                 return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
-        # Who speaks token ids says how many the next turn may have.
+        # A message of token ids bounds the tokens of the next turn.
         most = int(last[0].get("max_tokens", 0)) if bridge is self._token_bridge else 0
         return Observed(id=id, token_ids=ids, keep=keep, turn_tokens=most)
 
