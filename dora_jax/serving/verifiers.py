@@ -247,9 +247,7 @@ def rows(env: Mapping[str, Any], number: int | None = None) -> Iterator[dict[str
 
     taskset = vf.load_environment(vf.resolve_env_config(dict(env))).taskset
     if number is None and not taskset.bounded:
-        raise ConfigError(
-            f"{type(taskset).__name__} has no end of tasks: give their number behind its configuration"
-        )
+        raise ConfigError(f"{type(taskset).__name__} has no end of tasks: give their number behind its configuration")
     for i, task in enumerate(itertools.islice(taskset, number)):
         yield {"prompt": task.data.prompt_text, "answer": i}
 
