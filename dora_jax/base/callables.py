@@ -15,9 +15,11 @@ import importlib
 import importlib.util
 import os
 import sys
+import tempfile
 import types
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 _importing: str | None = None  # the module that `import_module` is in
@@ -149,3 +151,11 @@ def path_of(function: Any) -> str:
             "move the function to a module"
         )
     return f"{stem}.{name}"
+
+
+def package_alone() -> tempfile.TemporaryDirectory[str]:
+    """A folder for PYTHONPATH with this package and nothing that is installed beside it."""
+    folder = tempfile.TemporaryDirectory(prefix="dora_jax-")
+    package = Path(__file__).parents[1]
+    os.symlink(package, Path(folder.name) / package.name)
+    return folder

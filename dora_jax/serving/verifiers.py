@@ -32,12 +32,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dora_jax.base import callables
 from dora_jax.config import ConfigError
 from dora_jax.serving.answers import Answer, Piece
 from dora_jax.serving.reply import GenerateReply
 from dora_jax.serving.request import SAMPLING, GenerateRequest, Refused, ServedLimits, generate
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message, PolicyFacts
-from dora_jax.tasks.sandbox import calls
 
 NAME = "policy"  # the model that clients ask for
 SESSION = "x-session-id"
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str]) -> int:
     """[--python=PYTHON] ENV [NUMBER]"""
     if arguments and arguments[0].startswith("--python="):
         python = arguments[0].removeprefix("--python=")
-        with calls.package_alone() as path:
+        with callables.package_alone() as path:
             env = os.environ | {
                 "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
             }

@@ -24,9 +24,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
+from dora_jax.base import callables
 from dora_jax.tasks import sandbox
 from dora_jax.tasks.sandbox import programs
 
@@ -107,7 +107,7 @@ class Process:
             # directory hold.
             path = [entry for entry in sys.path if entry]
             if self._python:
-                self._alone = self._alone or package_alone()
+                self._alone = self._alone or callables.package_alone()
                 path = [self._alone.name, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
             modules = os.pathsep.join(dict.fromkeys([*path, os.getcwd()]))
             env = sandbox.clean_environment(self._variables) | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
@@ -191,14 +191,6 @@ class Process:
             if self.connection is not None and not keep_socket:
                 self.connection.close()
                 self.connection = None
-
-
-def package_alone() -> tempfile.TemporaryDirectory[str]:
-    """A folder for PYTHONPATH with this package and nothing that is installed beside it."""
-    folder = tempfile.TemporaryDirectory(prefix="dora_jax-")
-    package = Path(__file__).parents[2]
-    os.symlink(package, Path(folder.name) / package.name)
-    return folder
 
 
 def _close_all(held: dict[str, Any]) -> None:
