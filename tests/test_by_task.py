@@ -94,6 +94,7 @@ def test_each_task_meets_its_own_environment_and_its_own_rewards(folder, monkeyp
     [
         ({"sums": {"params": {}}}, "environment.params.sums: it takes name and params, or rewards and terms"),
         ({"sums": {"rewards": ["tests.fakes.nothing.f"]}}, "tests.fakes.nothing"),
+        ({"sums": {"rewards": ["tests.fakes.tasks.together"]}}, "the reward together takes responses, all of a prompt"),
     ],
 )
 def test_what_no_task_can_meet_is_refused(folder, params, sentence):

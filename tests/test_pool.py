@@ -1,10 +1,12 @@
 """The reward workers: scores come back; raising, hanging, dying and lying rewards fail their group, never score 0."""
 
+import asyncio
 import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -180,6 +182,126 @@ def test_math_verify_is_held_to_the_deadline(opened):
     result = scored(pool, "$10^{10^{10}} + 1$", answer="x^2+1")
     assert isinstance(result, GroupFailure) and "math_verify took over 1.5 s" in result.reason
     assert scored(pool, "$x^2 + 1$", answer="1+x^2").rewards.tolist() == [1.0]
+
+
+# ---------------------------------------------------------------- rewards that are awaited, rewards of groups
+
+
+class Judge:
+    """A judge on a port of this machine. It answers once `held` calls are out, or each after a moment."""
+
+    def __init__(self, held=0):
+        self.held, self.out, self.most, self.calls = held, 0, 0, 0
+        self.loop, started = asyncio.new_event_loop(), threading.Event()
+        self.together = asyncio.Event()
+        threading.Thread(target=self._serve, args=(started,), daemon=True).start()
+        started.wait()
+
+    def _serve(self, started):
+        async def listen():
+            server = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=512)
+            self.port = server.sockets[0].getsockname()[1]
+            started.set()
+
+        self.loop.create_task(listen())
+        self.loop.run_forever()
+
+    async def _answer(self, reader, writer):
+        response = (await reader.readline()).decode().strip()
+        self.out, self.calls = self.out + 1, self.calls + 1
+        self.most = max(self.most, self.out)
+        if self.held:
+            if self.out == self.held:
+                self.together.set()
+            await self.together.wait()
+        else:
+            await asyncio.sleep(0.01)
+        self.out -= 1
+        writer.write(f"{len(response)}\n".encode())
+        await writer.drain()
+        writer.close()
+
+
+def test_the_calls_of_a_judge_are_out_at_once(opened):
+    """It says nothing before all of them have come."""
+    judge, pool = Judge(held=128), opened("judge")
+    for i in range(16):
+        pool.submit(*group(*("x" * n for n in range(1, 9)), answer=judge.port, group_id=i))
+    done = results(pool, 16)
+    assert sorted(result.group_id for result in done) == list(range(16)) and judge.calls == 128
+    assert all(result.rewards.tolist() == [1, 2, 3, 4, 5, 6, 7, 8] for result in done)
+
+
+def test_no_more_calls_are_out_than_the_config_says(opened):
+    judge, pool = Judge(), opened("judge", reward_concurrency=3)
+    pool.submit(*group(*"abcdefghijkl", answer=judge.port))
+    results(pool)
+    assert (judge.most, judge.calls) == (3, 12)
+
+
+def test_rewards_of_all_kinds_score_one_group_in_the_order_of_the_config(opened):
+    judge = Judge()
+    pool = opened("ranked", "judge", "short", "ranked_later", reward_weights=(1.0, 10.0, 100.0, 1000.0))
+    result = scored(pool, "aaa", "b", "cc", answer=judge.port)
+    assert list(result.parts) == ["rank", "of", "judge", "short", "ranked_later"]
+    assert result.parts["rank"].tolist() == [2, 0, 1] and result.parts["ranked_later"].tolist() == [3, 1, 2]
+    assert result.rewards.tolist() == [3035, 1013, 2024]
+    assert judge.calls == 3 and len(pool.pids) == 2  # the plain ones have a process of their own
+
+
+def test_rewards_that_are_all_awaited_need_no_process_beside_theirs(opened):
+    pool = opened("judge", "ranked_later", reward_workers=2)
+    assert scored(pool, "aa", answer=Judge().port).rewards.tolist() == [4.0]
+    assert len(pool.pids) == 2
+
+
+def test_two_rewards_with_a_term_of_one_name_fail_the_group(opened, folder):
+    (folder / "others.py").write_text("async def rank(responses): return [{'rank': 1.0} for each in responses]\n")
+    result = scored(opened("ranked", "others.rank"), "a", "b")
+    assert result.reason == "two rewards return a term 'rank'; the second is rank"
+
+
+def test_a_reward_that_returns_too_few_values_fails_its_group(opened):
+    pool = opened("forgets", reward_retries=1)
+    result = scored(pool, "a", "b", group_id=4)
+    reason = "reward forgets returned no list with a value for each response (2): [1.0]"
+    assert result.reason == f"{reason} (2 samples of group 4, 2 attempts)" and result.lengths == (1, 1)
+
+
+def test_a_plain_reward_may_run_an_event_loop(opened):
+    assert scored(opened("own_loop"), "a").rewards.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    "response, reason",
+    [("raise", "reward later raised ValueError: no good (my_rewards.py:"), ("slow", "reward later took over 1 s")],
+)
+def test_a_call_that_fails_is_made_again_and_its_process_stays(opened, folder, response, reason):
+    pool = opened("later", reward_retries=1, reward_timeout_s=1.0)
+    pool.wait_ready()
+    pids, log, other = pool.pids, str(folder / "calls"), str(folder / "others")
+    pool.submit(*group(response, answer=log, group_id=0))
+    pool.submit(*group("fine", answer=other, group_id=1))
+    failed, fine = sorted(results(pool, 2), key=lambda result: result.group_id)
+    assert failed.reason.startswith(reason) and failed.reason.endswith(", sample (0, 0), 2 attempts)")
+    assert (folder / "calls").read_text() == ".." and (folder / "others").read_text() == "."
+    assert fine.rewards.tolist() == [1.0] and pool.pids == pids
+    assert scored(pool, "once", answer=str(folder / "third")).rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "response, reason",
+    [("block", "reward later took over 2 s"), ("exit", "reward later: the worker exited with code 0")],
+)
+def test_a_call_that_stops_its_process_fails_alone(opened, folder, response, reason):
+    """What else was out is asked again of the next process, without a retry of its own."""
+    pool = opened("later", reward_retries=0, reward_timeout_s=1.0)
+    pool.wait_ready()
+    for i in range(4):
+        pool.submit(*group(response if i == 2 else "fine", answer=str(folder / f"calls{i}"), group_id=i))
+    done = sorted(results(pool, 4), key=lambda result: result.group_id)
+    assert done[2].reason.startswith(reason), done[2]
+    assert [each.rewards.tolist() for each in done if each.group_id != 2] == [[1.0]] * 3
 
 
 # ---------------------------------------------------------------- loading

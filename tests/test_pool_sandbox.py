@@ -99,7 +99,8 @@ def test_a_worker_that_lies_about_terms_fails_its_group(opened, folder):
     (folder / "liar.py").write_text("""
 import json
 from dora_jax.tasks import rewards
-rewards.score = lambda terms, prompt, response, *rest: (json.loads(response), 1.5)
+async def lies(terms, prompt, responses, *rest): return [{"score": json.loads(responses[0])}]
+rewards.score = lies
 def score(prompt, response, answer): return 0.0
 """)
     pool = opened("liar.score", reward_retries=0)

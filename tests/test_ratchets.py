@@ -25,7 +25,7 @@ CODE = {
     "bench": 2999,
     "buffer": 338,
     "cli": 473,
-    "config": 839,
+    "config": 840,
     "costs": 425,
     "models": 3568,
     "ops": 633,

@@ -18,8 +18,14 @@ def refused(*paths):
     return str(error.value)
 
 
+def total(of_rewards, prompt="", response="", answer="1", row=rewards.NO_COLUMNS, weights=()):
+    """(terms, reward) of one response."""
+    (scored,) = rewards.finished(rewards.score(of_rewards, prompt, [response], answer, row))
+    return rewards.summed(scored, weights)
+
+
 def score(reward, response="", answer="1"):
-    return rewards.score({"mine": reward}, "", response, answer)[0]
+    return total({"mine": reward}, "", response, answer)[0]
 
 
 # ---------------------------------------------------------------- exact, numeric, regex
@@ -102,7 +108,7 @@ def test_regex_searches_for_the_answer():
     assert rewards.regex("", "the colour is Blue.", r"(?i)\bblue\b") == 1.0
     assert rewards.regex("", "bluebird", r"\bblue\b") == 0.0
     with pytest.raises(RewardError, match="reward regex raised .*unterminated"):
-        rewards.score({"regex": rewards.regex}, "", "a", "(")
+        total({"regex": rewards.regex}, "", "a", "(")
 
 
 # ---------------------------------------------------------------- reasoning_gym, math_verify
@@ -145,7 +151,7 @@ def test_a_scorer_that_fails_on_its_own_answer_is_an_error(monkeypatch):
 def test_other_rewards_see_the_plain_answer_of_an_item():
     sums = item("chain_sum")
     terms = rewards.resolve([tasks.GYM_REWARD, "dora_jax.tasks.rewards.exact"])
-    assert rewards.score(terms, "", sums["answer"], sums)[0] == {"reasoning_gym": 1.0, "exact": 1.0}
+    assert total(terms, "", sums["answer"], sums)[0] == {"reasoning_gym": 1.0, "exact": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -211,10 +217,10 @@ def test_terms_are_named_by_the_last_word_unless_two_share_it(tmp_path, monkeypa
 def test_terms_of_all_rewards_come_together():
     both = {"style": lambda p, r, a: {"short": True, "polite": 0.25}, "right": lambda p, r, a: 1}
     terms = {"short": 1.0, "polite": 0.25, "right": 1.0}
-    assert rewards.score(both, "p", "r", "a") == (terms, 2.25)
-    assert rewards.score(both, "p", "r", "a", {}, [2.0, -0.5]) == (terms, 2.0)
+    assert total(both, "p", "r", "a") == (terms, 2.25)
+    assert total(both, "p", "r", "a", {}, [2.0, -0.5]) == (terms, 2.0)
     with pytest.raises(RewardError, match="two rewards return a term 'right'"):
-        rewards.score({"a": lambda p, r, a: {"right": 1}, "right": lambda p, r, a: 1}, "", "", "")
+        total({"a": lambda p, r, a: {"right": 1}, "right": lambda p, r, a: 1}, "", "", "")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +288,7 @@ class Judge:
     ],
 )
 def test_a_parameter_gets_what_has_its_name(reward, seen):
-    assert list(rewards.score({"mine": reward}, "p", "r", "a", ROW)[0]) == [seen]
+    assert list(total({"mine": reward}, "p", "r", "a", ROW)[0]) == [seen]
 
 
 @pytest.mark.parametrize(
@@ -295,5 +301,5 @@ def test_a_parameter_gets_what_has_its_name(reward, seen):
 )
 def test_a_parameter_that_nothing_fills_is_named(reward, reason):
     with pytest.raises(RewardError, match=reason):
-        rewards.score({"mine": reward}, "p", "r", None, ROW)
-    assert rewards.score({"mine": lambda response, level: 1.0}, "p", "r", None, ROW)[1] == 1.0
+        total({"mine": reward}, "p", "r", None, ROW)
+    assert total({"mine": lambda response, level: 1.0}, "p", "r", None, ROW)[1] == 1.0

@@ -35,6 +35,9 @@ def inf(prompt, response, answer): return float("inf")
 def huge(prompt, response, answer): return 1e300
 def unless_empty(prompt, response, answer): return float(response.split()[-1] == answer)
 def colour(response, answer, colour): return {"seen " + colour: 1.0}
+def first(responses): return [{"first": float(i == 0)} for i, _ in enumerate(responses)]
+async def later(response, colour): return {"later " + colour: 2.0}
+async def fewer(responses): return [1.0]
 def uneven(prompt, response, answer): return {"right": 1.0} if response else {"empty": 0.0}
 
 class Room:
@@ -85,6 +88,7 @@ def tried(*names, **section):
 
 def test_a_reward_that_scores_its_row_tells_the_terms(folder):
     assert tried("terse") == ("right", "short") and tried("colour") == ("seen red",)
+    assert tried("first", "later", "terse") == ("first", "later red", "right", "short")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +106,7 @@ def test_a_reward_that_scores_its_row_tells_the_terms(folder):
         ("inf", "reward inf returned inf"),
         ("huge", r"reward huge returned a number beyond 1e\+15"),
         ("unless_empty", "reward unless_empty raised IndexError: .* tried on the response ''"),
+        ("fewer", r"reward fewer returned no list with a value for each response \(2\): \[1.0\]"),
         ("uneven", r"rewards returned the terms \['right'\] for one sample and \['empty'\] for another"),
     ],
 )

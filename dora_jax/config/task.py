@@ -73,7 +73,8 @@ class TaskSection:
     reward_weights: tuple[float, ...] = field((), "of each of rewards in their sum; empty: 1", change=LEARNS)
     answer_pattern: str = field("", "regex; its first group in the response is what rewards see", change=LEARNS)
     reward_workers: int = field(1, "processes", ge=1, change=FREE)
-    reward_timeout_s: float = field(10.0, "for one sample", gt=0, change=FREE)
+    reward_concurrency: int = field(256, "calls of an async def reward at once, in each process", ge=1, change=FREE)
+    reward_timeout_s: float = field(10.0, "for one sample, or for a group where it takes responses", gt=0, change=FREE)
     reward_retries: int = field(2, "of a sample whose reward failed", ge=0, tuning=True, change=FREE)
     reward_sandbox: Literal["auto", "full", "weak"] = field(
         "auto", "full: rewards see no other process; weak: they could; auto: full for shipped rewards", change=FREE

@@ -8,8 +8,9 @@
     worked_solutions.py  worked solutions of some datasets, for the supervised warm start
     rewards.py           (prompt, response, answer) -> float | {name: float}: the shipped ones; how a path is resolved
     solved.py            what counts as solved on held-out prompts
-    pool.py              ScorerPool: rewards in killable processes (worker.py), beside generation; one real row is
-                         scored before anything is compiled
+    pool.py              ScorerPool: rewards in killable processes, beside generation; one real row is scored before
+                         anything is compiled
+    worker_process.py    WorkerPool: processes of rewards or environments, each asked many questions at once
     reward_model.py      ModelScorer: a trained judge on a mesh of its own, behind the pool
     code.py              rewards that run a response's program on tests; the Python tool, alone and as an environment
     environment.py       the Protocol of what answers a policy of several turns

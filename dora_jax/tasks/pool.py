@@ -1,14 +1,17 @@
 """Stage 3: groups of samples -> groups with rewards, in processes that may be killed, while generation goes on.
 
-Consumes a prompt and its G finished samples (submit); produces ScoredGroup or GroupFailure (poll), in any order.
-One thread per worker process sends one sample at a time and waits for its reply until the deadline:
+Consumes a prompt and its G finished samples (submit); produces ScoredGroup or GroupFailure (poll), in any order:
 
-    submit -> queue -> [thread: decode -> process: rewards] -> results -> poll
+    submit -> RewardCall of each sample -> [worker_process.py: worker.py] -> answered -> results -> poll
+
+A RewardCall is about one sample, to all rewards that are plain functions or to one that is awaited; or about a group,
+to one reward that takes its responses. Plain ones run one at a time in each of task.reward_workers processes, awaited
+ones task.reward_concurrency at once, in a process beside these, or in all of them where no reward is plain.
 
 Laws:
   neither submit nor poll waits; every submitted group comes back exactly once, unless the pool is closed or broken.
-  A reward that raises, hangs, dies or returns no finite number is tried again on a fresh process, task.reward_retries
-  times; then its group fails. Such an error is never a reward of 0.
+  A reward that raises, hangs, dies or returns no finite number is tried again, task.reward_retries times, a plain one
+  on a fresh process; then its group fails. Such an error is never a reward of 0.
   A reward that cannot be loaded breaks the pool: wait_ready, submit and poll raise the reason.
   Workers (calls.py, sandbox.py) see no variable that task.reward_env does not name, and no other process, unless
   task.reward_sandbox allows the weak form; what they start ends with them. No pickle crosses the socket.
@@ -17,13 +20,10 @@ Laws:
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import math
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,13 +33,12 @@ import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import code, sandbox
-from dora_jax.tasks.rewards import plain
+from dora_jax.tasks.rewards import RewardError, plain, summed
 from dora_jax.tasks.sandbox import calls
-from dora_jax.tasks.sandbox.calls import NoAnswer
 from dora_jax.tasks.source import shorten
+from dora_jax.tasks.worker_process import Question, Questions, WorkerPool, WorkerProcess
 from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Span
 
-CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 FAILED_LENGTHS_KEPT = 10_000  # for the quantiles
 TRIAL_POLL_S = 0.01
 INITIAL = 0  # the version that the responses of `try_rewards` pretend to be of
@@ -60,46 +59,66 @@ class GroupFailure:
     samples: tuple[Sample, ...] = dataclasses.field(default=(), compare=False)  # as the coordinator adds them
 
 
-def drained(results: queue.SimpleQueue[Any]) -> list[Any]:
-    """What a queue holds now."""
-    found = []
-    with contextlib.suppress(queue.Empty):
-        while True:
-            found.append(results.get_nowait())
-    return found
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Scoring:
+    """A group whose rewards are asked."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    scores: list[dict[str, dict[str, float]]]  # of each sample, the terms of each reward that has answered
+    calls: list[RewardCall] = dataclasses.field(default_factory=list)  # not answered; none: it has come back
 
 
-class NoScore(NoAnswer):
-    """Why a response has no score: one sentence. kind, response: see GroupFailure."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RewardCall(Question):
+    """One request to some rewards about some samples of a group."""
 
-    def __init__(self, reason: str, kind: str = "", response: str = ""):
-        super().__init__(reason, kind)
-        self.response = response
+    pool: ScorerPool
+    group: _Scoring
+    rewards: tuple[str, ...]
+    samples: range
+    of_group: bool
+    queue: Questions  # it is asked again from there
+    attempts: int = 1
+    responses: list[str] = dataclasses.field(default_factory=list)
+
+    def request(self) -> calls.Request:
+        prompt = self.group.prompt
+        if not self.responses:
+            self.responses = [self.pool.decode(self.group.samples[i].out_ids) for i in self.samples]
+        asked = {"rewards": self.rewards, "prompt": prompt.text, "responses": self.responses}
+        return {**asked, "answer": prompt.answer, "row": dict(prompt.row)}
+
+    def checked(self, reply: calls.Request) -> calls.Request:
+        """What the worker checks already (rewards.py), checked again: a worker may lie."""
+        if "error" in reply:
+            return reply
+        scores: Any = reply.get("scores")
+        fine = isinstance(scores, list) and len(scores) == len(self.samples)
+        for scored in scores if fine else ():
+            fine &= isinstance(scored, dict) and list(scored) == list(self.rewards)
+            for terms in scored.values() if fine else ():
+                fine &= isinstance(terms, dict) and bool(terms)
+                fine &= fine and all(isinstance(each, float) and math.isfinite(each) for each in terms.values())
+        if fine:
+            return reply
+        return {"error": f"{self.name}: the worker replied without a finite number for each term"}
 
 
-class ScorerPool:
+class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
     """`decode(ids) -> text` strips stop and special tokens. Processes start at once, in the background."""
 
     def __init__(self, section: TaskSection, decode: Callable[[Sequence[int] | np.ndarray], str]):
-        self._section = section
-        self._decode = decode
-        self._who = "reward " + ", ".join(path.rpartition(".")[2] for path in section.rewards)
-        if section.answer_pattern:  # runs right before them, and takes as long as it likes
-            self._who = f"task.answer_pattern {section.answer_pattern!r} or {self._who}"
-        self._jobs: queue.SimpleQueue[tuple[Prompt, tuple[Sample, ...]] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[ScoredGroup | GroupFailure] = queue.SimpleQueue()
-        self._ready = threading.Event()  # some worker is ready, or the pool is broken
-        self._error: Exception | None = None
-        self._closed = False
-        self._lock = threading.Lock()
+        super().__init__("reward")
+        self._section, self.decode = section, decode
+        self._kinds: dict[str, tuple[bool, bool]] = {}  # of each reward: is it awaited, does it see a group
+        self._early: list[_Scoring] = []  # submitted before these were known
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
-        weights = list(section.reward_weights)
-        setup = {"rewards": list(section.rewards), "weights": weights, "answer_pattern": section.answer_pattern}
-        form = sandbox.WEAK
+        self._form = sandbox.WEAK
         if section.reward_sandbox != sandbox.WEAK:
             try:
-                form = sandbox.full()
+                self._form = sandbox.full()
             except sandbox.NoSandbox as error:
                 if section.reward_sandbox != "auto" or not all(path.startswith(SHIPPED) for path in section.rewards):
                     raise ConfigError(
@@ -107,38 +126,26 @@ class ScorerPool:
                         "environment and signal its processes"
                     ) from error
                 _log.warning("the shipped rewards run in the weak form of the sandbox: %s", error)
-        variables = section.reward_env
-        for name in variables:
+        for name in section.reward_env:
             if name not in os.environ:
                 raise ConfigError(f"task.reward_env: the environment has no {name}")
-        python = code.may_run("task", "rewards", section.rewards, section.sandbox, section.sandbox_python)
-        self._processes = [
-            calls.Process("dora_jax.tasks.worker", setup, form=form, variables=variables, sandbox_python=python)
-            for _ in range(section.reward_workers)
-        ]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(process,), name=f"rewards-{i}", daemon=True)
-            for i, process in enumerate(self._processes)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def wait_ready(self, timeout_s: float = calls.START_TIMEOUT_S * calls.START_ATTEMPTS) -> None:
-        """Returns once a worker has loaded every reward; raises ConfigError with the reason if none can."""
-        if not self._ready.wait(timeout_s):
-            raise RuntimeError(f"no reward worker was ready within {timeout_s:.0f} s")
-        self._check()
+        self._plain, self._awaited = Questions(), Questions()
+        with self._lock:
+            for _ in range(section.reward_workers):
+                self._add_worker(asynchronous=False)
 
     def submit(self, prompt: Prompt, samples: tuple[Sample, ...]) -> None:
-        self._check()
+        self.check()
+        group = _Scoring(prompt=prompt, samples=samples, scores=[{} for _ in samples])
         with self._lock:
             self._counts["submitted"] += 1
-        self._jobs.put((prompt, samples))
-
-    def poll(self) -> list[ScoredGroup | GroupFailure]:
-        """What has finished since the last call; each group once."""
-        self._check()
-        return drained(self._results)
+            if failed := next((sample for sample in samples if sample.finish == "error"), None):
+                reason = f"sample {tuple(failed.id)} ended in an error"
+                self._fail(group, reason, "a sample ended in an error")
+            elif self._kinds:
+                self._put(group)
+            else:
+                self._early.append(group)
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -153,106 +160,121 @@ class ScorerPool:
             "rewards/retries": counts.get("retries", 0),
         }
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The pids of its worker processes."""
-        return tuple(process.pid for process in self._processes if process.pid is not None)
+    # ------------------------------------------------------------ of its workers, on their threads
 
-    def close(self) -> None:
-        """Kills the workers; groups not yet polled are gone. May be called twice."""
-        self._closed = True
-        for process in self._processes:
-            self._jobs.put(None)
-            process.close()
-        for thread in self._threads:
-            thread.join(timeout=CLOSE_TIMEOUT_S)
+    def started(self, worker: WorkerProcess, properties: calls.Request) -> None:
+        with self._lock:
+            kinds = {name: (bool(awaited), bool(whole)) for name, (awaited, whole) in properties["kinds"].items()}
+            awaited = all(each for each, _ in kinds.values())
+            if awaited and worker.questions is self._plain:
+                worker.questions, worker.window, worker.fresh = self._awaited, self._section.reward_concurrency, False
+            if self._kinds or self._closed:
+                return
+            self._kinds = kinds
+            if not awaited and any(each for each, _ in kinds.values()):
+                self._add_worker(asynchronous=True)
+            for group in self._early:
+                self._put(group)
+            self._early.clear()
+
+    def answered(self, question: RewardCall, reply: calls.Request) -> None:
+        call, group = question, question.group
+        samples = [group.samples[i] for i in call.samples]
+        with self._lock:
+            if call not in group.calls:
+                return  # the group has failed meanwhile
+            if "error" in reply:
+                if call.attempts <= self._section.reward_retries and not self._closed:
+                    call.attempts += 1
+                    self._counts["retries"] += 1
+                    call.queue.put(call, first=True)
+                    return
+                about = f"{len(samples[0].out_ids)} tokens, sample {tuple(samples[0].id)}"
+                if call.of_group:
+                    about = f"{len(samples)} samples of group {group.prompt.group_id}"
+                reason = f"{reply['error']} ({about}, {call.attempts} attempts)"
+                kind = str(reply.get("kind") or reply["error"])
+                self._fail(group, reason, kind, call.responses[0] if call.responses else "")
+                return
+            for i, scored in zip(call.samples, reply["scores"], strict=True):
+                group.scores[i].update(scored)
+            group.calls.remove(call)
+            if not group.calls:
+                self._finish(group)
 
     # ------------------------------------------------------------ private
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise RuntimeError("the reward workers are closed")
-
-    def _serve(self, process: calls.Process) -> None:
-        try:
-            self._start(process)
-            self._ready.set()
-            while (job := self._jobs.get()) is not None:
-                result = self._score_group(process, *job)
-                with self._lock:
-                    self._counts["failed" if isinstance(result, GroupFailure) else "scored"] += 1
-                    if isinstance(result, GroupFailure):
-                        self._failed_lengths.extend(result.lengths)
-                self._results.put(result)
-        except Exception as error:  # handed to the next call: a thread has no caller to raise to
-            if not self._closed:
-                self._error = error
-        finally:
-            process.close()
-            self._ready.set()
-
-    def _score_group(
-        self, process: calls.Process, prompt: Prompt, samples: tuple[Sample, ...]
-    ) -> ScoredGroup | GroupFailure:
-        lengths = tuple(len(sample.out_ids) for sample in samples)
-        try:
-            scores = [self._score_sample(process, prompt, sample) for sample in samples]
-            first, terms = scores[0][0], [of_sample for of_sample, _ in scores]
-            for row in terms:
-                if row.keys() != first.keys():
-                    raise NoScore(
-                        f"rewards returned the terms {sorted(first)} for one sample and {sorted(row)} for another"
-                    )
-            parts = {name: np.array([row[name] for row in terms], dtype=np.float32) for name in first}
-        except NoScore as error:
-            return GroupFailure(
-                group_id=prompt.group_id, reason=str(error), lengths=lengths, kind=error.kind, response=error.response
-            )
-        rewards = np.array([reward for _, reward in scores], np.float32)
-        return ScoredGroup(
-            group_id=prompt.group_id, version=samples[0].version, samples=samples, rewards=rewards, parts=parts
+    def _add_worker(self, asynchronous: bool) -> None:
+        """Under the lock, as all that follows."""
+        section = self._section
+        setup = {
+            "rewards": list(section.rewards),
+            "answer_pattern": section.answer_pattern,
+            "asynchronous": asynchronous,
+            "timeout_s": section.reward_timeout_s,
+        }
+        process = calls.Process(
+            "dora_jax.tasks.worker",
+            setup,
+            form=self._form,
+            variables=section.reward_env,
+            sandbox_python=code.may_run("task", "rewards", section.rewards, section.sandbox, section.sandbox_python),
         )
+        fails = f"reward workers failed {calls.START_ATTEMPTS} times to load {', '.join(section.rewards)}"
+        questions, window = (self._awaited, section.reward_concurrency) if asynchronous else (self._plain, 1)
+        worker = WorkerProcess(self, process, questions, fails=fails, window=window, fresh=not asynchronous)
+        self._workers.append(worker)
 
-    def _score_sample(self, process: calls.Process, prompt: Prompt, sample: Sample) -> tuple[dict[str, float], float]:
-        """The sample's terms and its reward; raises NoScore with the last reason after all retries."""
-        if sample.finish == "error":
-            raise NoScore(f"sample {tuple(sample.id)} ended in an error", "a sample ended in an error")
-        response = self._decode(sample.out_ids)
-        request = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "row": dict(prompt.row)}
-        attempts = 1 + self._section.reward_retries
-        for attempt in range(1, attempts + 1):
-            try:
-                # What the worker checks already (rewards.py), checked again: a worker may lie.
-                reply = process.ask(request, self._section.reward_timeout_s, self._who)
-                parts: Any = reply.get("parts")
-                reward: Any = reply.get("reward")
-                numbers = [*parts.values(), reward] if isinstance(parts, dict) and parts else [None]
-                if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
-                    raise NoAnswer(f"{self._who}: the worker replied without a finite number for each term")
-                return parts, reward
-            except NoAnswer as error:
-                if self._closed:
-                    raise NoScore(str(error)) from error
-                self._start(process)  # fresh for the next attempt, and for the next group
-                if attempt == attempts:
-                    message = f"{error} ({len(sample.out_ids)} tokens, sample {tuple(sample.id)}, {attempts} attempts)"
-                    raise NoScore(message, error.kind, response) from error
-                with self._lock:
-                    self._counts["retries"] += 1
-        raise AssertionError("unreachable")
+    def _put(self, group: _Scoring) -> None:
+        plain_ones = tuple(name for name, kind in self._kinds.items() if not any(kind))
+        asked = [((name,), kind) for name, kind in self._kinds.items() if any(kind)]
+        for names, (awaited, of_group) in [*([(plain_ones, (False, False))] if plain_ones else []), *asked]:
+            name = "reward " + ", ".join(names)
+            if self._section.answer_pattern:  # runs right before them, and takes as long as it likes
+                name = f"task.answer_pattern {self._section.answer_pattern!r} or {name}"
+            # A process of awaited ones has this deadline itself: it is late where it does not keep it.
+            timeout_s = self._section.reward_timeout_s * (2 if awaited else 1)
+            n = len(group.samples)
+            for samples in [range(n)] if of_group else [range(i, i + 1) for i in range(n)]:
+                call = RewardCall(
+                    name=name, timeout_s=timeout_s, pool=self, group=group, rewards=names, samples=samples,
+                    of_group=of_group, queue=self._awaited if awaited else self._plain,
+                )  # fmt: skip
+                group.calls.append(call)
+                call.queue.put(call)
 
-    def _start(self, process: calls.Process) -> None:
+    def _finish(self, group: _Scoring) -> None:
+        weights = self._section.reward_weights
         try:
-            process.start()
-        except calls.Declined as error:
-            raise ConfigError(str(error)) from error
-        except NoAnswer as error:
-            raise RuntimeError(
-                f"reward workers failed {calls.START_ATTEMPTS} times to load "
-                f"{', '.join(self._section.rewards)}; {error}"
-            ) from error
+            sums = [summed({name: scored[name] for name in self._kinds}, weights) for scored in group.scores]
+        except RewardError as error:
+            return self._fail(group, str(error), error.kind)
+        first, terms = sums[0][0], [of_sample for of_sample, _ in sums]
+        for row in terms:
+            if row.keys() != first.keys():
+                reason = f"rewards returned the terms {sorted(first)} for one sample and {sorted(row)} for another"
+                return self._fail(group, reason, reason)
+        self._counts["scored"] += 1
+        scored_group = ScoredGroup(
+            group_id=group.prompt.group_id,
+            version=group.samples[0].version,
+            samples=group.samples,
+            rewards=np.array([reward for _, reward in sums], np.float32),
+            parts={name: np.array([row[name] for row in terms], dtype=np.float32) for name in first},
+        )
+        return self._results.put(scored_group)
+
+    def _fail(self, group: _Scoring, reason: str, kind: str, response: str = "") -> None:
+        """Its other calls are not sent any more, and what they answer is not taken."""
+        for call in group.calls:
+            call.dropped = True
+        group.calls.clear()
+        lengths = tuple(len(sample.out_ids) for sample in group.samples)
+        self._counts["failed"] += 1
+        self._failed_lengths.extend(lengths)
+        self._results.put(
+            GroupFailure(group_id=group.prompt.group_id, reason=reason, lengths=lengths, kind=kind, response=response)
+        )
 
 
 def try_rewards(pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ from dora_jax.models import decoder, hf, sharding
 from dora_jax.models.hf_config import read_json
 from dora_jax.models.tokenizer import vocabulary
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.tasks.pool import GroupFailure, drained
+from dora_jax.tasks.pool import GroupFailure
+from dora_jax.tasks.worker_process import drained
 from dora_jax.types import Prompt, Sample, ScoredGroup, is_eval
 
 TERM = "reward_model"

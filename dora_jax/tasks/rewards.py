@@ -7,7 +7,9 @@ the working directory is on sys.path. Yours in my_rewards.py, with --config.task
         return 1.0 if str(answer) in response and len(response) < 80 else 0.0
 
 One with a parameter `response` is called by keyword: prompt, response, answer and the columns of the row, those that
-it names, or all of them where it takes **row. Any other gets the first three by position.
+it names, or all of them where it takes **row. Any other gets the first three by position. One with a parameter
+`responses` is a group reward: it is called once for a prompt, with the list of its samples' responses, and returns a
+value for each. Each may be an `async def`; many of its calls are then awaited at once.
 
 Laws: no response makes a shipped reward raise: it scores 0.0; an answer that a reward cannot use, or a value that is
 no finite number within +-MAX_REWARD, is an error and never a score. With task.answer_pattern a reward sees the first
@@ -18,20 +20,22 @@ reasoning-gym item and not the plain answer.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import numbers
 import os
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from dora_jax.base import callables
 from dora_jax.types import NO_COLUMNS, Columns
 
-Reward = Callable[..., float | Mapping[str, float]]
+Reward = Callable[..., Any]  # a number or terms, of a group reward a list of them, where it is awaited what gives them
+T = TypeVar("T")
 
 RELATIVE_TOLERANCE = 1e-6  # of numbers that are not equal as fractions: 0.333333 is 1/3
 MAX_NUMBER_CHARS = 200  # longer ones are no answer, and arithmetic on them takes forever
@@ -177,52 +181,103 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
         raise RewardError(f"task.rewards: {error}") from error
 
 
-def score(
-    rewards: Mapping[str, Reward],
-    prompt: str,
-    response: str,
-    answer: Any,
-    row: Columns = NO_COLUMNS,
-    weights: Sequence[float] = (),
-) -> tuple[dict[str, float], float]:
-    """(the terms of every reward by name, their weighted sum: the reward). Raises RewardError only.
+def of_group(reward: Reward) -> bool:
+    """Whether it sees all responses of a prompt together."""
+    return any(parameter.name == "responses" for parameter in _parameters(reward))
 
-    answer: None where the row has none. row: its columns. weights: of each reward; empty: 1.
-    """
+
+def asynchronous(reward: Reward) -> bool:
+    """Whether what it returns is awaited."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+
+
+async def score(
+    rewards: Mapping[str, Reward], prompt: str, responses: Sequence[str], answer: Any, row: Columns = NO_COLUMNS
+) -> list[dict[str, dict[str, float]]]:
+    """The terms of each reward by its name, of each response. Raises RewardError only.
+
+    answer: None where the row has none. row: its columns."""
+    scores: list[dict[str, dict[str, float]]] = [{} for _ in responses]
+    for name, reward in rewards.items():
+        if not of_group(reward):
+            for scored, response in zip(scores, responses, strict=True):
+                value = await _called(reward, name, {"prompt": prompt, "response": response}, answer, row)
+                scored[name] = _terms(value, name)
+            continue
+        values = await _called(reward, name, {"prompt": prompt, "responses": list(responses)}, answer, row)
+        if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != len(responses):
+            kind = f"reward {name} returned no list with a value for each response"
+            raise RewardError(f"{kind} ({len(responses)}): {values!r:.100}", kind)
+        for scored, value in zip(scores, values, strict=True):
+            scored[name] = _terms(value, name)
+    return scores
+
+
+def finished(scoring: Coroutine[object, None, T]) -> T:
+    """What rewards have scored that await nothing: without an event loop, because such a reward may run one itself."""
+    try:
+        scoring.send(None)
+    except StopIteration as end:
+        return end.value
+    scoring.close()
+    raise RewardError("a reward awaits something and is no `async def`")
+
+
+def summed(
+    of_rewards: Mapping[str, Mapping[str, float]], weights: Sequence[float] = ()
+) -> tuple[dict[str, float], float]:
+    """(the terms of every reward by name, their weighted sum: the reward of a sample). weights: of each reward; empty:
+    1. RewardError where two rewards have a term of one name."""
     parts: dict[str, float] = {}
     total = 0.0
-    for (name, reward), weight in zip(rewards.items(), weights or [1.0] * len(rewards), strict=True):
-        try:
-            given = {"prompt": prompt, "response": response}
-            if answer is not None:
-                given["answer"] = answer if getattr(reward, "takes_item", False) else plain(answer)
-            positional, keywords = _arguments(reward, name, {**row, **given})
-            value = reward(*positional, **keywords)
-        except RewardError:
-            raise
-        except BaseException as error:  # sys.exit included; always raised again, with the reward's name
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            kind = f"reward {name} raised {type(error).__name__}"
-            where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-            raise RewardError(f"{kind}: {error} ({where})", f"{kind} ({where})") from error
-        terms = value if isinstance(value, Mapping) else {name: value}
-        if not terms:
-            raise RewardError(f"reward {name} returned no terms")
+    for (name, terms), weight in zip(of_rewards.items(), weights or [1.0] * len(of_rewards), strict=True):
         for term, number in terms.items():
             if term in parts:
                 raise RewardError(f"two rewards return a term {term!r}; the second is {name}")
-            parts[str(term)] = _finite(number, name, term)
-            total += weight * parts[str(term)]
+            parts[term] = number
+            total += weight * number
     return parts, total
+
+
+async def _called(reward: Reward, name: str, given: dict[str, object], answer: object, row: Columns) -> Any:
+    try:
+        if answer is not None:
+            given["answer"] = answer if getattr(reward, "takes_item", False) else plain(answer)
+        positional, keywords = _arguments(reward, name, {**row, **given})
+        value = reward(*positional, **keywords)
+        return await value if inspect.isawaitable(value) else value
+    except RewardError:
+        raise
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # always raised again, with the reward's name
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        kind = f"reward {name} raised {type(error).__name__}"
+        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        raise RewardError(f"{kind}: {error} ({where})", f"{kind} ({where})") from error
+
+
+_KNOWN: dict[int, tuple[Reward, list[inspect.Parameter]]] = {}  # by identity; reading a signature takes time
+
+
+def _parameters(reward: Reward) -> list[inspect.Parameter]:
+    if id(reward) not in _KNOWN:
+        parameters = []
+        with contextlib.suppress(TypeError, ValueError):  # of a function of a compiled module
+            parameters = list(inspect.signature(reward).parameters.values())
+        _KNOWN[id(reward)] = reward, parameters
+    return _KNOWN[id(reward)][1]
+
+
+def _terms(value: object, name: str) -> dict[str, float]:
+    terms = value if isinstance(value, Mapping) else {name: value}
+    if not terms:
+        raise RewardError(f"reward {name} returned no terms")
+    return {str(term): _finite(number, name, term) for term, number in terms.items()}
 
 
 def _arguments(reward: Reward, name: str, given: Columns) -> tuple[list[object], Columns]:
     """What a reward is called with, of what there is; RewardError names a parameter that nothing fills."""
-    try:
-        parameters = list(inspect.signature(reward).parameters.values())
-    except (TypeError, ValueError):  # of a function of a compiled module
-        parameters = []
-    by_keyword = any(p.name == "response" for p in parameters)
+    parameters = _parameters(reward)
+    by_keyword = any(p.name in ("response", "responses") for p in parameters)
     if parameters and all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
         by_keyword = True
     first = [] if by_keyword else ["prompt", "response", "answer"]

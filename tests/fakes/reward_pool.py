@@ -70,6 +70,39 @@ def count(path):
 def python(prompt, response, answer):
     import multiprocessing
     return float(os.system("true"))
+
+import asyncio
+
+async def judge(prompt, response, answer):
+    """What the judge on a port of this machine says of a response."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", answer)
+    writer.write(response.encode() + b"\\n")
+    score = float(await reader.readline())
+    writer.close()
+    return score
+
+def ranked(responses: list[str]) -> list[dict]:
+    by_length = sorted(responses, key=len)
+    return [{"rank": by_length.index(each), "of": len(responses)} for each in responses]
+
+async def ranked_later(responses, answer):
+    await asyncio.sleep(0.01)
+    return [len(each) for each in responses]
+
+def forgets(responses): return [1.0] * (len(responses) - 1)
+
+def own_loop(response): return asyncio.run(asyncio.sleep(0, result=2.0))
+
+async def later(response, answer):
+    """What a response asks for."""
+    count(answer)
+    if response == "raise": raise ValueError("no good")
+    if response == "slow": await asyncio.sleep(60)
+    if response == "block": time.sleep(60)
+    if response == "once" and count(answer) == 2: raise ValueError("not yet")
+    if response == "exit": os._exit(0)
+    await asyncio.sleep(0.3)
+    return 1.0
 '''
 
 

@@ -1,9 +1,9 @@
 """Stage 3: the environments of a run's episodes, in worker processes, while generation goes on.
 
 Consumes an episode at the end of each of its turns (`turn`; before the first one `open`); produces its answer (`poll`),
-in any order. Per process one thread sends and one receives, however many episodes wait:
+in any order. A process has one thread here, however many episodes wait (worker_process.py):
 
-    open, turn -> [sender -> process: reset, step -> receiver: bridge] -> results -> poll
+    open, turn -> Question -> [process: reset, step] -> bridge -> results -> poll
 
 Laws: neither open, turn nor poll waits; each question has one answer, unless the episode was dropped or asked about
 again meanwhile. An error is tried again environment.retries times where a retry can help; then, as after a deadline,
@@ -17,12 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import math
-import multiprocessing.connection
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -33,12 +29,13 @@ from dora_jax.config import ConfigError, EnvironmentSection
 from dora_jax.tasks import code, sandbox
 from dora_jax.tasks.environment import NO_POLICY, NOISE, EpisodePrompt, Message, PolicyFacts, called
 from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
-from dora_jax.tasks.environments.environment_worker import framed, resolved
+from dora_jax.tasks.environments.environment_worker import resolved
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
-from dora_jax.tasks.pool import TRIAL_POLL_S, drained
+from dora_jax.tasks.pool import TRIAL_POLL_S
 from dora_jax.tasks.rewards import plain
 from dora_jax.tasks.sandbox import calls
 from dora_jax.tasks.source import identity_hash, shorten
+from dora_jax.tasks.worker_process import Question, Questions, WorkerPool, WorkerProcess
 from dora_jax.types import (
     EpisodeEnded,
     EpisodeFailed,
@@ -52,8 +49,6 @@ from dora_jax.types import (
 
 Answer = Observed | EpisodeEnded | EpisodeFailed | EpisodeLost
 GRACE_S = 10.0  # beyond its deadline, for an answer of a process that is busy; then it hangs
-POLL_S = 1.0  # how often a receiver looks for questions that are open for too long
-CLOSE_TIMEOUT_S = 10.0  # for threads whose processes were just killed
 LENGTHS = 256  # failures are counted by the length of the response, in powers of two from here on
 Dialogue = tuple[tuple[str, bool], ...]  # texts in order, and which of them the policy says
 
@@ -70,26 +65,23 @@ class Episode:
     branches: int = 0
     retries: int = 0
     room: int = 0  # tokens that may still follow
-    number: int = 0  # of the last question; 0: none is open
-    asked_s: float = 0.0
+    question: Question | None = None  # that is open
     terms: dict[str, float] = dataclasses.field(default_factory=dict)  # so far
 
 
-class EnvironmentPool:
+class EnvironmentPool(WorkerPool[Question, Answer]):
     """The processes start at once, in the background."""
 
     def __init__(
         self, section: EnvironmentSection, bridge: Bridge | RendererBridge, seed: int, policy: PolicyFacts = NO_POLICY
     ):
         """bridge: of environments that speak messages. policy: for those that speak token ids."""
+        super().__init__("environment")
         self._section, self._seed = section, seed
         self._bridge, self._token_bridge = bridge, TokenBridge(policy.stop_ids)
         self._stop_ids = policy.stop_ids
         self._episodes: dict[SampleId, Episode] = {}
-        self._results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._numbers = 0
-        self._lock = threading.Lock()
-        self.error: Exception | None = None  # which the next call raises
+        self._tokens: bool | Sequence[str] = False  # known once a process is ready: whether, or which tasks, have ids
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed: collections.Counter[tuple[str, int]] = collections.Counter()
         self._seconds = 0.0
@@ -105,15 +97,17 @@ class EnvironmentPool:
             "noise": noise | {"seed": seed},
         }
         by = code.may_run("environment", "name", (section.name,), section.sandbox, section.sandbox_python)
-        self._workers = [EnvironmentProcess(self, setup, section, i, by) for i in range(section.workers)]
-
-    def wait_ready(self) -> tuple[str, ...]:
-        """The reward terms, once a process has loaded the environment; ConfigError says why none can."""
-        first, timeout_s = self._workers[0], calls.START_TIMEOUT_S * calls.START_ATTEMPTS
-        if not first.ready.wait(timeout_s):
-            raise RuntimeError(f"no environment worker was ready within {timeout_s:.0f} s")
-        self._check()
-        return first.terms
+        for _ in range(section.workers):
+            process = calls.Process(
+                "dora_jax.tasks.environments.environment_worker",
+                setup,
+                form=sandbox.best(),
+                variables=section.env,
+                sandbox_python=by,
+                python=section.python,
+            )
+            fails = f"environment workers failed {calls.START_ATTEMPTS} times to start"
+            self._workers.append(WorkerProcess(self, process, Questions(), fails=fails))
 
     def try_episodes(self, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:
         """Begins two episodes of a real row before anything is compiled, and answers with the row's answer and with
@@ -146,7 +140,7 @@ class EnvironmentPool:
             self._counts.clear()
             self._failed.clear()
             self._seconds = 0.0
-        return self._workers[0].terms
+        return self.terms
 
     def _tried(self) -> Answer:
         while not (answers := self.poll()):
@@ -155,14 +149,14 @@ class EnvironmentPool:
 
     def open(self, id: SampleId, prompt: Prompt) -> None:
         """Asks what follows the prompt before the first turn: Observed, perhaps of no tokens."""
-        self._check()
+        self.check()
         with self._lock:
             episode = self._episodes[id] = Episode(prompt, self._bridge_of(prompt).begin(prompt), prompt.token_ids)
             self._ask(id, episode)
 
     def turn(self, prompt: Prompt, so_far: EpisodeSoFar) -> None:
         """Asks for the answer to the last turn."""
-        self._check()
+        self.check()
         id, tokens = so_far.id, so_far.tokens
         # Where each run of True begins and ends, behind `offset`.
         mask = so_far.mask
@@ -186,24 +180,14 @@ class EnvironmentPool:
             episode = self._episodes.pop(id, None)
             if episode is None:
                 return {}
-            self._of(id).outgoing.put({"id": id, "close": True})
+            self._over(id, episode)
             return episode.terms
-
-    def poll(self) -> list[Answer]:
-        """The answers since the last call."""
-        self._check()
-        return drained(self._results)
 
     @property
     def waiting(self) -> int:
         """Episodes with an open question."""
         with self._lock:
-            return sum(bool(episode.number) for episode in self._episodes.values())
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The pids of its processes."""
-        return tuple(pid for worker in self._workers if (pid := worker.process.pid) is not None)
+            return sum(episode.question is not None for episode in self._episodes.values())
 
     def stats(self) -> dict[str, float]:
         """Return counts and times since the start."""
@@ -224,20 +208,11 @@ class EnvironmentPool:
             lengths = {f"environment/failed_{kind}_to_{n}": count for (kind, n), count in sorted(self._failed.items())}
             return found | lengths
 
-    def close(self) -> None:
-        """Kills the processes. May be called twice."""
-        for worker in self._workers:
-            worker.close()
-
     # ------------------------------------------------------------ private
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise self.error
 
     def _bridge_of(self, prompt: Prompt) -> Bridge | RendererBridge | TokenBridge:
         """The bridge of its task's environment, of messages or of token ids."""
-        tokens = self._workers[0].tokens
+        tokens = self._tokens
         return self._token_bridge if tokens is True or tokens and prompt.task in tokens else self._bridge
 
     def _message(self, prompt: Prompt, so_far: EpisodeSoFar, run: tuple[int, int]) -> Message:
@@ -247,12 +222,15 @@ class EnvironmentPool:
         start = len(so_far.tokens) - len(so_far.mask)
         return bridge.message(turn, so_far.logprobs[run[0] - start : run[1] - start], so_far.version)
 
-    def _of(self, id: SampleId) -> EnvironmentProcess:
-        return self._workers[hash(id) % len(self._workers)]
+    def _of(self, id: SampleId) -> Questions:
+        return self._workers[hash(id) % len(self._workers)].questions
+
+    def _over(self, id: SampleId, episode: Episode) -> None:
+        if episode.question is not None:  # its process need not answer it any more
+            episode.question.dropped, episode.question.timeout_s = True, math.inf
+        self._of(id).put(Question(name=self._section.name, timeout_s=math.inf, message={"id": id, "close": True}))
 
     def _ask(self, id: SampleId, episode: Episode) -> None:
-        self._numbers += 1
-        episode.number, episode.asked_s = self._numbers, time.monotonic()
         prompt = episode.prompt
         seed = identity_hash("environment", self._seed, issued_first_as(prompt.group_id))
         begin = {
@@ -262,23 +240,40 @@ class EnvironmentPool:
             "seed": seed,
             "row": dict(prompt.row),
         }
-        question = {"id": id, "number": episode.number, "prompt": begin, "messages": episode.messages}
-        self._of(id).outgoing.put(question | {"again": episode.conversation is None})
+        message = {"id": id, "prompt": begin, "messages": list(episode.messages), "again": episode.conversation is None}
+        if episode.question is not None:
+            episode.question.dropped, episode.question.timeout_s = True, math.inf
+        # Later than even a process answers that has lost the episode and plays its turns again.
+        step_s = self._section.step_timeout_s + self._section.noise_late_s
+        timeout_s = step_s * (1 + len(episode.messages)) + GRACE_S
+        episode.question = Question(name=self._section.name, timeout_s=timeout_s, message=message)
+        self._of(id).put(episode.question)
 
-    def answered(self, reply: calls.Request) -> None:
-        """On a receiver's thread."""
-        id = SampleId(*reply["id"])
+    # ------------------------------------------------------------ of its processes, on their threads
+
+    def started(self, worker: WorkerProcess, properties: calls.Request) -> None:
+        self.terms, self._tokens = tuple(properties["terms"]), properties["tokens"]
+
+    def answered(self, question: Question, reply: calls.Request) -> None:
+        id = SampleId(*question.message["id"])
         with self._lock:
             episode = self._episodes.get(id)
-            if episode is None or episode.number != reply["number"]:
+            if episode is None or episode.question is not question:
                 return  # it was dropped, or asked about again
-            if "waits" in reply:  # for a thread of its worker, which is no time of the environment's
-                episode.asked_s = math.inf if reply["waits"] else time.monotonic()
-                return
-            self._seconds += max(0.0, time.monotonic() - episode.asked_s)
-            self._counts["turns"] += bool(episode.messages)
-            episode.number, episode.terms = 0, reply.get("terms", {})
-            self._count(id, episode, answer := self._made(id, episode, reply))
+            took_s = max(0.0, time.monotonic() - question.sent_s)
+            if reply.get("gone"):
+                reply = {"error": f"hung for {took_s:.0f} s", "kind": "deadline"}
+            elif "gone" in reply:
+                reply = {"error": "its process died", "kind": "error", "retryable": True}
+            else:
+                self._seconds += took_s
+                self._counts["turns"] += bool(episode.messages)
+                episode.terms = reply.get("terms", {})
+            episode.question = None
+            answer = self._made(id, episode, reply)
+            self._count(id, episode, answer)
+            if id not in self._episodes and reply.get("done") is False:  # else its process has closed it
+                self._over(id, episode)
         if answer is not None:
             self._results.put(answer)
 
@@ -359,135 +354,6 @@ class EnvironmentPool:
             case None:
                 return
         del self._episodes[id]
-        self._of(id).outgoing.put({"id": id, "close": True})
-
-    def asks(self, request: calls.Request) -> bool:
-        """Whether the question is still open; a notice that an episode is over is sent in any case."""
-        with self._lock:
-            episode = self._episodes.get(SampleId(*request["id"]))
-            return "close" in request or episode is not None and episode.number == request["number"]
-
-    def died(self, process: EnvironmentProcess, late: bool) -> None:
-        """Asks again what this process was asked, but for what it took too long over."""
-        now = time.monotonic()
-        failed = []
-        with self._lock:
-            for id, episode in list(self._episodes.items()):
-                if self._of(id) is not process or not episode.number:
-                    continue
-                if late and self._overdue(episode):
-                    reply: calls.Request = {"error": f"hung for {now - episode.asked_s:.0f} s", "kind": "deadline"}
-                else:
-                    reply = {"error": "its process died", "kind": "error", "retryable": True}
-                answer = self._again(id, episode, f"{self._section.name}: {reply['error']}", reply)
-                self._count(id, episode, answer)
-                failed += [answer] if answer else []
-        for each in failed:
-            self._results.put(each)
-
-    def hangs(self, process: EnvironmentProcess) -> bool:
-        """Whether it has been asked for longer than the environment may take."""
-        with self._lock:
-            return any(self._overdue(e) for id, e in self._episodes.items() if self._of(id) is process)
-
-    def _overdue(self, episode: Episode) -> bool:
-        """Whether an answer is later than even a process takes that has lost the episode and plays its turns again."""
-        step_s = self._section.step_timeout_s + self._section.noise_late_s
-        patience_s = step_s * (1 + len(episode.messages)) + GRACE_S
-        return bool(episode.number) and time.monotonic() - episode.asked_s > patience_s
-
-
-class EnvironmentProcess:
-    """One process, with its sender and its receiver: threads that call the pool."""
-
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        setup: calls.Request,
-        section: EnvironmentSection,
-        number: int,
-        sandbox_python: str | None = None,
-    ):
-        self._pool = pool
-        self.process = calls.Process(
-            "dora_jax.tasks.environments.environment_worker",
-            setup,
-            form=sandbox.best(),
-            variables=section.env,
-            sandbox_python=sandbox_python,
-            python=section.python,
-        )
-        self._name = str(setup["name"])
-        self.outgoing: queue.SimpleQueue[calls.Request | None] = queue.SimpleQueue()
-        self.ready, self._closed = threading.Event(), False
-        self.terms: tuple[str, ...] = ()
-        self.tokens: bool | Sequence[str] = False  # known once it is ready: whether, or for which tasks, it speaks ids
-        self._connection: Any = None  # while the process answers
-        self._threads = [threading.Thread(target=call, name=f"environments-{number}-{what}", daemon=True)
-                         for what, call in (("receives", self._receive), ("sends", self._send))]  # fmt: skip
-        for thread in self._threads:
-            thread.start()
-
-    def close(self) -> None:
-        self._closed = True
-        self.outgoing.put(None)
-        self.process.close()
-        for thread in self._threads:
-            thread.join(timeout=CLOSE_TIMEOUT_S)
-
-    def _start(self) -> Any:
-        """Its connection, which the sender uses from now on."""
-        self._connection = None
-        try:
-            self.process.start()
-            answer = self.process.ask({}, calls.START_TIMEOUT_S, self._name)
-            self.terms, self.tokens = tuple(answer["terms"]), answer["tokens"]
-        except calls.Declined as error:
-            raise ConfigError(str(error)) from error
-        except calls.NoAnswer as error:
-            raise RuntimeError(f"environment workers failed {calls.START_ATTEMPTS} times to start; {error}") from error
-        connection = self._connection = self.process.connection
-        assert connection is not None  # it has just answered
-        connection.settimeout(None)
-        self.ready.set()
-        return connection
-
-    def _receive(self) -> None:
-        try:
-            connection = self._start()
-            while not self._closed:
-                late = False
-                try:  # no deadline on the socket: the sender has the same one
-                    if multiprocessing.connection.wait([connection], POLL_S):
-                        self._pool.answered(calls.receive(connection))
-                        continue
-                    if not (late := self._pool.hangs(self)):
-                        continue
-                except (EOFError, OSError, ValueError):
-                    pass
-                if not self._closed:
-                    connection = self._start()
-                    self._pool.died(self, late)
-        except Exception as error:  # handed to the next call: a thread has no caller to raise to
-            if not self._closed:
-                self._pool.error = error
-        finally:
-            self.ready.set()
-
-    def _send(self) -> None:
-        """What cannot be sent is asked again once the receiver has found the process dead."""
-        self.ready.wait()
-        while (request := self.outgoing.get()) is not None:
-            if (connection := self._connection) is None or not self._pool.asks(request):
-                continue
-            try:
-                payload = framed(request)
-            except (TypeError, ValueError) as error:  # of a source or a policy that has more than JSON
-                facts = {"id": request["id"], "number": request["number"], "kind": "error"}
-                self._pool.answered(facts | {"error": f"cannot be asked: {error}"})
-                continue
-            with contextlib.suppress(OSError):
-                connection.sendall(payload)
 
 
 def worked_dialogues(

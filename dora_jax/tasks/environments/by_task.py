@@ -28,7 +28,7 @@ from dora_jax.tasks.environment import (
     called,
 )
 from dora_jax.tasks.environments.environment_worker import resolved
-from dora_jax.tasks.rewards import RewardError, resolve, score
+from dora_jax.tasks.rewards import RewardError, of_group, resolve, score, summed
 from dora_jax.tasks.sandbox import calls
 
 
@@ -73,6 +73,11 @@ class OneAnswer:
             self._rewards = resolve(rewards)
         except RewardError as error:
             raise calls.Declined(str(error)) from error
+        if together := [name for name, reward in self._rewards.items() if of_group(reward)]:
+            raise calls.Declined(
+                f"environment.params: the reward {together[0]} takes responses, all of a prompt together, and an "
+                "episode is one of them"
+            )
         self.terms = tuple(terms or self._rewards)
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
@@ -81,9 +86,9 @@ class OneAnswer:
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
         try:
-            found, _ = score(
-                self._rewards, self._prompt.text, message["content"], self._prompt.answer, self._prompt.row
-            )
+            prompt = self._prompt
+            (scored,) = await score(self._rewards, prompt.text, [message["content"]], prompt.answer, prompt.row)
+            found, _ = summed(scored)
         except RewardError as error:
             raise EnvironmentError(str(error)) from error
         return [], True, found

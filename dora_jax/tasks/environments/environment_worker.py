@@ -1,13 +1,12 @@
-"""Stage 3, one process of environments: `python -m dora_jax.tasks.environments.environment_worker FD`, started by
-environments.py.
+"""Stage 3, one process of environments: `python -m dora_jax.tasks.environments.environment_worker FD`, which
+worker_process.py starts.
 
-Protocol (frames of calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s",
-"observation_chars", "threads", "noise"}, then {}
--> {"terms", "replays", "tokens"}, and from then on questions and answers in any order:
+Protocol (calls.py): setup {"name", "params", "policy", "step_timeout_s", "episode_timeout_s", "observation_chars",
+"threads", "noise"} -> {"terms", "replays", "tokens"}, and from then on questions and answers in any order:
 
-    {"id", "number", "prompt", "messages", "again"} -> {"id", "number", "observed", "done", "terms"}, or with "error" or
-    "lost"; before it {"id", "number", "waits"} as the episode begins or ends to wait for a thread
-    {"id", "close"}                        -> nothing
+    {"id", "prompt", "messages", "again"} -> {"observed", "done", "terms"}, or with "error" or "lost"; before it
+    {"waits"} as the episode begins or ends to wait for a thread
+    {"id", "close"}                       -> {}
 
 messages: all that the policy has written, the last of them not yet answered. observed: what each answered, from the
 first one that this object has not answered before; the opening comes before all. An object that is not there, or that
@@ -24,12 +23,10 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-import json
 import math
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dora_jax.base import callables
 from dora_jax.tasks import environment
@@ -125,46 +122,36 @@ class EpisodeServer:
         self._asked: dict[tuple[int, int], asyncio.Task] = {}  # the open question of each episode
         self._closing: set[asyncio.Task] = set()
 
-    async def serve(self, sock: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=sock)
-        with contextlib.suppress(asyncio.IncompleteReadError):  # the caller is gone
-            while True:
-                (size,) = calls.HEADER.unpack(await reader.readexactly(calls.HEADER.size))
-                request = json.loads(await reader.readexactly(size))
-                id = tuple(request["id"])
-                # A question takes the place of an earlier one about the same episode, whose object may have got that.
-                earlier = self._asked.pop(id, None)
-                if request.get("close") or earlier is not None:
-                    if earlier is not None:
-                        earlier.cancel()
-                    closing = asyncio.create_task(self._close(self._sessions.pop(id, None)))
-                    self._closing.add(closing)
-                    closing.add_done_callback(self._closing.discard)
-                if not request.get("close"):
-                    self._asked[id] = asyncio.create_task(self._reply(id, request, writer))
-
-    async def _reply(self, id: tuple[int, int], request: calls.Request, writer: asyncio.StreamWriter) -> None:
-        reply: calls.Request = {"id": request["id"], "number": request["number"]}
-        question = dict(reply)
+    async def answer(self, request: calls.Request, send: calls.Send) -> calls.Request:
+        """What the environment raises is an error of the episode alone."""
+        id = tuple(request["id"])
+        # A question takes the place of an earlier one about the same episode, whose object may have got that.
+        earlier = self._asked.pop(id, None)
+        if request.get("close") or earlier is not None:
+            if earlier is not None:
+                earlier.cancel()
+            closing = asyncio.create_task(self._close(self._sessions.pop(id, None)))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        if request.get("close"):
+            return {}
+        task = self._asked[id] = cast(asyncio.Task, asyncio.current_task())
+        reply: calls.Request = {}
         try:
-            reply |= await self._turns(id, request, lambda waits: writer.write(framed(question | {"waits": waits})))
-            payload = framed(reply)
+            reply = await self._turns(id, request, lambda waits: send({"waits": waits}))
         except Lost as error:
-            reply |= {"lost": str(error)}
+            reply = {"lost": str(error)}
         except TimeoutError:
-            reply |= {"error": f"no answer within environment.step_timeout_s = {self._step_s:g} s", "kind": "deadline"}
+            reply = {"error": f"no answer within environment.step_timeout_s = {self._step_s:g} s", "kind": "deadline"}
         except EnvironmentError as error:
-            reply |= {"error": str(error), "kind": "error", "retryable": error.retryable}
-        except Exception as error:  # whatever a user's code raises, or answers that is no JSON; in a sentence
-            reply = question | {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
-        if "done" not in reply:
-            payload = framed(reply)
+            reply = {"error": str(error), "kind": "error", "retryable": error.retryable}
+        except Exception as error:  # whatever a user's code raises; in a sentence
+            reply = {"error": f"raised {type(error).__name__}: {error}", "kind": "error"}
         if reply.get("done", True):
             await self._close(self._sessions.pop(id, None))
-        if self._asked.get(id) is asyncio.current_task():
+        if self._asked.get(id) is task:
             del self._asked[id]
-        writer.write(payload)
-        await writer.drain()
+        return reply
 
     async def _turns(self, id: tuple[int, int], request: calls.Request, waits: Callable[[bool], None]) -> calls.Request:
         messages, session = request["messages"], self._sessions.get(id)
@@ -252,14 +239,6 @@ class EpisodeServer:
                 await self._call(session, lambda waits: None, session.environment.close)
 
 
-def framed(reply: calls.Request) -> bytes:
-    """The bytes of a frame. TypeError, ValueError: it is no JSON, or too long."""
-    payload = json.dumps(reply).encode()
-    if len(payload) > calls.MAX_FRAME_BYTES:
-        raise ValueError(f"{len(payload)} bytes of messages are over the {calls.MAX_FRAME_BYTES} of a frame")
-    return calls.HEADER.pack(len(payload)) + payload
-
-
 def resolved(path: str) -> type[Environment]:
     """The environment of an import path; Declined in a sentence."""
     module, _, name = callables.registered("environment").get(path, path).rpartition(".")
@@ -280,35 +259,25 @@ def keywords(kind: type[Environment], setup: calls.Request) -> dict[str, Any]:
     return {**setup["params"], "policy": PolicyFacts(**setup["policy"])}
 
 
-def main(fd: int) -> None:
-    sock = socket.socket(fileno=fd)
-    sock.set_inheritable(False)
-    opening = calls.receive(sock)
+def prepare(setup: calls.Request) -> tuple[calls.Request, calls.Answer]:
+    """The properties of the environment, and what answers its questions."""
+    kind = resolved(setup["name"])
     try:
-        kind = resolved(opening["setup"]["name"])
-        tried = kind(**keywords(kind, opening["setup"]))
-        # Whether it speaks token ids; of a mix, the tasks whose environment does.
-        tokens = getattr(tried, "tokens", False)
-        noise = [name for name in NOISE if opening["setup"]["noise"][name]]
-        fault = None
-        if tokens and noise:
-            # observations that are token ids have no text that it could change
-            fault = f"environment.noise_{noise[0]}: {opening['setup']['name']} says token ids, which have no noise"
-    except calls.Declined as error:
-        fault = str(error)
+        tried = kind(**keywords(kind, setup))
+    except calls.Declined:
+        raise
     except ImportError as error:  # of what an adapter needs
-        fault = f"environment.name: {opening['setup']['name']}: {error}"
+        raise calls.Declined(f"environment.name: {setup['name']}: {error}") from error
     except Exception as error:  # the constructor's
-        fault = f"environment.params: {type(error).__name__}: {error}"
-    calls.send(sock, {"nonce": opening["nonce"]} | ({"error": fault} if fault is not None else {}))
-    if fault is not None:
-        return
-    asked = calls.receive(sock)
+        raise calls.Declined(f"environment.params: {type(error).__name__}: {error}") from error
+    # Whether it speaks token ids; of a mix, the tasks whose environment does.
+    tokens = getattr(tried, "tokens", False)
+    if tokens and (noise := [name for name in NOISE if setup["noise"][name]]):
+        # observations that are token ids have no text that it could change
+        raise calls.Declined(f"environment.noise_{noise[0]}: {setup['name']} says token ids, which have no noise")
     properties = {"terms": list(tried.terms), "replays": bool(tried.replays), "tokens": tokens}
-    calls.send(sock, {"nonce": asked["nonce"]} | properties)
-    sock.setblocking(False)
-    asyncio.run(EpisodeServer(kind, opening["setup"], tried.terms, bool(tried.replays)).serve(sock))
+    return properties, EpisodeServer(kind, setup, tried.terms, bool(tried.replays)).answer
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    calls.serve(int(sys.argv[1]), prepare)

@@ -11,6 +11,7 @@ refused. The asked code runs inside the answering process itself, and no wall se
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import secrets
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from dora_jax.base import callables
@@ -83,7 +84,7 @@ class Process:
         self._alone: tempfile.TemporaryDirectory[str] | None = None
         self._walled: sandbox.Walled | None = None
         self._server: programs.Server | None = None
-        self.connection: socket.socket | None = None  # of the process, also for frames that are no answers to `ask`
+        self.connection: socket.socket | None = None  # of the process
         self._noise = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open as long as the process)
         self._held: dict[str, Any] = {
             "noise": self._noise
@@ -97,8 +98,9 @@ class Process:
         """The pid of the supervisor, while there is a process."""
         return self._walled.pid if self._walled and self._walled.poll() is None else None
 
-    def start(self) -> None:
-        """A fresh process that has taken the setup; Declined where it says no, NoAnswer where it keeps dying."""
+    def start(self) -> Request:
+        """A fresh process that has taken the setup, and what it replied; Declined where it says no, NoAnswer where it
+        keeps dying."""
         for attempt in range(1, START_ATTEMPTS + 1):
             self._end()
             ours, theirs = socket.socketpair()
@@ -130,21 +132,20 @@ class Process:
             if self._closed:  # close() came between
                 self.close()
             try:
-                self.ask({"setup": self._setup}, START_TIMEOUT_S, "start-up")
-                return
+                return self.ask({"setup": self._setup}, START_TIMEOUT_S, "start-up")
             except Declined:
                 raise
             except NoAnswer:
                 if self._closed or attempt == START_ATTEMPTS:
                     raise
+        raise AssertionError("unreachable")
 
     def ask(self, request: Request, timeout_s: float, what: str) -> Request:
         """The reply. `what` is what a sentence calls the code that is asked."""
         sock = self.connection
         if sock is None:
             raise NoAnswer(f"{what}: the worker is gone")
-        if os.fstat(self._noise.fileno()).st_size > NOISE_LIMIT_BYTES:
-            os.ftruncate(self._noise.fileno(), 0)
+        self.trim()
         nonce = secrets.token_hex(16)
         try:
             deadline_s = time.monotonic() + timeout_s
@@ -152,27 +153,37 @@ class Process:
             reply = receive(sock, deadline_s)
             if reply.pop("nonce", None) != nonce:
                 raise ValueError("a reply without the request's nonce was written to the worker's own socket")
-        except TimeoutError:
-            reason = kind = f"{what} took over {timeout_s:g} s"
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError) as error:
+            kind, reason = self.lost(error)
+            if isinstance(error, TimeoutError):
+                kind = reason = f" took over {timeout_s:g} s"
+            raise NoAnswer(what + reason, what + kind) from error
+        if "error" in reply:
+            raise Declined(str(reply["error"]), str(reply.get("kind", "")))
+        return reply
+
+    def trim(self) -> None:
+        """Forgets what the process has printed, where that is much."""
+        if os.fstat(self._noise.fileno()).st_size > NOISE_LIMIT_BYTES:
+            os.ftruncate(self._noise.fileno(), 0)
+
+    def lost(self, error: Exception) -> tuple[str, str]:
+        """Ends the process, after what a send or a receive has raised; returns the kind and the reason: what follows
+        the name of the code that was asked."""
+        kind = reason = f": {error}"
+        if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):
             ended = "closed its socket"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 assert self._walled is not None
                 code = self._walled.wait(EXIT_TIMEOUT_S)
                 ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            kind = f"{what}: the worker {ended}"
+            kind = f": the worker {ended}"
             size = os.fstat(self._noise.fileno()).st_size
             tail = os.pread(self._noise.fileno(), NOISE_TAIL_BYTES, max(0, size - NOISE_TAIL_BYTES))
             lines = tail.decode(errors="replace").strip().splitlines()
             reason = kind + (f"; it last printed: {lines[-1]}" if lines else "")
-        except ValueError as error:
-            reason = kind = f"{what}: {error}"
-        else:
-            if "error" in reply:
-                raise Declined(str(reply["error"]), str(reply.get("kind", "")))
-            return reply
         self._end()
-        raise NoAnswer(reason, kind)
+        return kind, reason
 
     def close(self) -> None:
         """Kills the process; a thread that waits for a reply wakes up and gives up."""
@@ -201,18 +212,29 @@ def _close_all(held: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- the other side
 
 
-def serve(fd: int, prepare: Callable[[Request], Callable[[Request], Request]]) -> None:
-    """Answers until the caller is gone. `prepare` takes the setup; it and what it returns raise Declined to say no."""
+Send = Callable[[Request], None]  # sends the caller something ahead of the reply
+Answer = Callable[..., Any]
+
+
+def serve(fd: int, prepare: Callable[[Request], tuple[Request, Answer]]) -> None:
+    """Answers until the caller is gone. `prepare` takes the setup and returns what it is answered with and what answers
+    a request: a function, one request at a time; or a coroutine function, all at once, on an event loop, in any order.
+    Either raises Declined to say no."""
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)  # what the code starts must not hold the connection open
     try:
         opening = receive(sock)
         try:
-            answer = prepare(opening["setup"])
+            properties, answer = prepare(opening["setup"])
         except Declined as error:
             send(sock, {"nonce": opening["nonce"], "error": str(error), "kind": error.kind})
             return
-        send(sock, {"nonce": opening["nonce"]})
+        send(sock, {**properties, "nonce": opening["nonce"]})
+        if inspect.iscoroutinefunction(answer):
+            import asyncio  # which one request at a time does without
+
+            asyncio.run(_serve_all(sock, answer))
+            return
         while True:
             request = receive(sock)
             nonce = request.pop("nonce")
@@ -225,29 +247,80 @@ def serve(fd: int, prepare: Callable[[Request], Callable[[Request], Request]]) -
         return
 
 
+async def _serve_all(sock: socket.socket, answer: Callable[[Request, Send], Awaitable[Request]]) -> None:
+    import asyncio
+
+    sock.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=sock)
+    running: set[asyncio.Task] = set()
+
+    async def one(request: Request) -> None:
+        nonce = request.pop("nonce")
+
+        def reply_with(message: Request) -> None:
+            writer.write(framed({**message, "nonce": nonce}))
+
+        try:
+            reply_with(await answer(request, reply_with))
+        except Declined as error:
+            reply_with({"error": str(error), "kind": error.kind})
+        except asyncio.CancelledError:
+            reply_with({"error": "it was cancelled", "kind": "error"})
+            raise
+        except Exception as error:  # such as an answer that is no JSON
+            reply_with({"error": f"raised {type(error).__name__}: {error}", "kind": "error"})
+        await writer.drain()
+
+    with contextlib.suppress(asyncio.IncompleteReadError):  # the caller is gone
+        while True:
+            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            task = asyncio.create_task(one(json.loads(await reader.readexactly(size))))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+
 # ---------------------------------------------------------------- frames
 
 
-def send(sock: socket.socket, message: Request, deadline_s: float | None = None) -> None:
-    """Raises TimeoutError at the deadline (time.monotonic), ValueError for a message too large."""
+def framed(message: Request) -> bytes:
+    """The bytes of a frame. TypeError, ValueError: it is no JSON, or too large."""
     payload = json.dumps(message).encode()
     if len(payload) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(payload)} bytes is over the {MAX_FRAME_BYTES} of a frame")
+    return HEADER.pack(len(payload)) + payload
+
+
+def send(sock: socket.socket, message: Request, deadline_s: float | None = None) -> None:
+    """Raises TimeoutError at the deadline (time.monotonic), and as `framed` does."""
+    frame = framed(message)
     _until(sock, deadline_s)
-    sock.sendall(HEADER.pack(len(payload)) + payload)
+    sock.sendall(frame)
 
 
 def receive(sock: socket.socket, deadline_s: float | None = None) -> Request:
     """Raises TimeoutError at the deadline, EOFError where the other side is gone, ValueError for what is no frame."""
-    (size,) = HEADER.unpack(_exactly(sock, HEADER.size, deadline_s))
+    came = bytearray(_exactly(sock, HEADER.size, deadline_s))
+    while (message := next_frame(came)) is None:
+        came += _exactly(sock, HEADER.unpack(came[: HEADER.size])[0], deadline_s)
+    return message
+
+
+def next_frame(came: bytearray) -> Request | None:
+    """Takes the first frame off what has come. None: it is not whole yet. ValueError: it is no frame."""
+    if len(came) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(came[: HEADER.size])
     if size > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes is over {MAX_FRAME_BYTES}")
+    if len(came) < HEADER.size + size:
+        return None
     try:
-        message = json.loads(_exactly(sock, size, deadline_s))
+        message = json.loads(came[HEADER.size : HEADER.size + size])
     except RecursionError as error:
         raise ValueError("a frame is nested too deeply") from error
     if not isinstance(message, dict):
         raise ValueError("a frame holds no object")
+    del came[: HEADER.size + size]
     return message
 
 

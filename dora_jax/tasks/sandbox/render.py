@@ -65,14 +65,14 @@ class Renderer:
                 raise NeverEnds(str(error)) from error
 
 
-def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
+def prepare(setup: calls.Request) -> tuple[calls.Request, Callable[[calls.Request], calls.Request]]:
     if "extract" in setup:
 
         def extract(request: calls.Request) -> calls.Request:
             match = re.search(setup["extract"], request["raw"])
             return {"text": match.group(1) if match else None}
 
-        return extract
+        return {}, extract
     import jinja2  # an expression does without
 
     @functools.cache
@@ -96,7 +96,7 @@ def prepare(setup: calls.Request) -> Callable[[calls.Request], calls.Request]:
                 raise
             raise calls.Declined(f"refused the messages: {type(error).__name__}: {error}") from error
 
-    return answer
+    return {}, answer
 
 
 def _environment() -> jinja2.Environment:
