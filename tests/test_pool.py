@@ -121,6 +121,8 @@ def test_what_a_reward_prints_is_only_noise(opened):
 def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, folder, response, reason, kind):
     pool = opened("trouble", reward_retries=1)
     log = folder / "calls"
+    pool.wait_ready()
+    first = pool.pids
     result = scored(pool, "fine", response, "never reached", answer=str(log), group_id=5)
     assert isinstance(result, GroupFailure) and result.group_id == 5
     assert result.reason.startswith(reason) and result.reason.endswith(
@@ -129,6 +131,7 @@ def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, fol
     assert result.lengths == (4, len(response), 13)
     assert result.kind.startswith(kind) and "no good" not in result.kind and "printed" not in result.kind
     assert result.response == response
+    assert pool.pids != first  # each failure is followed by a fresh process
     assert log.read_text() == "..."  # one call for the first sample, two for the second, none for the third
     assert scored(pool, "fine", answer=str(log)).rewards.tolist() == [1.0]  # and the pool goes on
     stats = pool.stats()
@@ -232,8 +235,9 @@ def test_the_calls_of_a_judge_are_out_at_once(opened):
     assert all(result.rewards.tolist() == [1, 2, 3, 4, 5, 6, 7, 8] for result in done)
 
 
-def test_no_more_calls_are_out_than_the_config_says(opened):
-    judge, pool = Judge(), opened("judge", reward_concurrency=3)
+@pytest.mark.parametrize("beside", [(), ("terms",)])
+def test_no_more_calls_are_out_than_the_config_says(opened, beside):
+    judge, pool = Judge(), opened("judge", *beside, reward_concurrency=3)
     pool.submit(*group(*"abcdefghijkl", answer=judge.port))
     results(pool)
     assert (judge.most, judge.calls) == (3, 12)
