@@ -84,7 +84,7 @@ def test_a_model_that_is_known_by_name_brings_its_sizes(size, chips, params, act
     hardware = {"tensor": chips, "chip": "v5p"}
     costs = roofline(ModelSizes(size=size), hardware)
     free = chips * 95e9 * 0.9 - 2 * sizes.params
-    assert costs.pages == int(free / (kv_bytes * copies * 16)) and costs.kv_bytes_per_token == kv_bytes
+    assert costs.pages == int(free / (kv_bytes * copies * 16)) and costs.kv_bytes(1) == kv_bytes
     assert costs.touched_params(1) == pytest.approx(sizes.active_params)
     assert sizes_of(MOE, chips) is MOE
 
@@ -220,6 +220,12 @@ def test_layers_with_a_window_hold_and_read_what_it_holds(size, window, share):
     assert 0 < local < pages
     assert min(costs.pages, memory.enough_pages(rollout)) == pytest.approx(pages, rel=0.05)
     assert pages > 1.4 * free / (16 * sizes.kv_bytes_per_token)
+    assert costs.kv_bytes(window) == window * sizes.kv_bytes_per_token
+    assert costs.kv_bytes(5000) == pytest.approx(
+        sizes.kv_bytes_per_token * (share * window + (1 - share) * 5000), rel=1e-12
+    )
+    fixed = costs.return_s()
+    assert costs.return_s(5000, 9) - fixed == pytest.approx(costs.return_s(5000) + costs.return_s(9) - 2 * fixed)
 
 
 def test_flops_of_scores_are_those_of_the_pairs_that_see_each_other():

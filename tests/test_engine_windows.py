@@ -16,9 +16,12 @@ from dora_jax.plan import memory, presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import cut_kv, observed
 from dora_jax.rollout.pages import LOCAL, PagePool
+from dora_jax.runtime.transfer import kv_transfer
+from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.types import SampleId
 from tests.fakes.engine_rig import ROOMY, VOCAB, finish, ids, submit
 from tests.fakes.episode_rig import begin, play, reply
+from tests.fakes.wire_peer import new_wire
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 WINDOW = 6
@@ -132,6 +135,22 @@ def test_pages_are_the_most_that_fit(free_bytes):
     assert memory.window_pages(CFG, dataclasses.replace(rollout, pages=1000)) == 0
 
 
+def over_a_wire(moved, kv):
+    """The same sample: of layers with a window only what they still hold has travelled."""
+    ends, key = (new_wire(), new_wire()), Key(epoch=1, version=0, receiver="rollout0/0", sequence=1)
+    layout = kv_transfer.layout_of(moved.pages, kv)
+    offered = kv_transfer.offer(ends[0], key, moved, layout)
+    page, layers = moved.kv_bytes // moved.n_pages // 4, sum(map(bool, kv.windows))
+    behind = (moved.hole[1] - WINDOW + 1) // 4 - moved.hole[0] // 4
+    assert 0 < behind and sum(shard.bytes for shard in offered.manifest.shards) == page * (
+        4 * moved.n_pages - layers * behind
+    )
+    got = kv_transfer.fetch(ends[1], kv_transfer.CODEC.decode(kv_transfer.CODEC.encode(offered)), key, layout, 20)
+    for name, pages in moved.pages.items():
+        np.testing.assert_array_equal(got.pages[name], pages)
+    return got
+
+
 @pytest.mark.parametrize("page_size", [4, 8])
 def test_a_sample_moves_without_what_is_behind_its_window(page_size):
     id, a = SampleId(3, 0), shared("freed")
@@ -145,7 +164,7 @@ def test_a_sample_moves_without_what_is_behind_its_window(page_size):
     assert not moved.k_pages[window, start // 4 : (stop - WINDOW + 1) // 4].any() and moved.k_pages[window].any()
     b = shared("kept") if page_size == 4 else new_engine(page_size=8, window_pages=30)
     assert b.shapes.groups == (1 if page_size == 4 else 2)
-    b.import_(moved)
+    b.import_(over_a_wire(moved, a.calls.kv))
     (sample,) = finish(b).values()
     if page_size == 4:
         assert_same(sample)

@@ -516,7 +516,7 @@ def run_there(end: connection.Connection, context: int, model: ModelConfig, cred
     """The destination: fetches and imports what is offered; says when it has the pages, and when it has sampled."""
     params, wire = harness.serving_params(model), Wire("127.0.0.1", Credential(credential))
     engine = new_engine(context, 0, params, model)
-    layout = layout_of(engine.page())
+    layout = layout_of(engine.page(), engine.calls.kv)
     end.send_bytes(b"ready")
     number = 0
     while data := end.recv_bytes():
@@ -534,6 +534,7 @@ def measure_there(context: int, rounds: int, model: ModelConfig) -> list[Any]:
     authority, params = Authority(), harness.serving_params(model)
     end, child = harness.spawned(run_there, context, model, authority.issue("there", 1))
     here, sequence = new_engine(context, 0, params, model), 0
+    layout = layout_of(here.page(), here.calls.kv)
     wire = Wire("127.0.0.1", Credential(authority.issue("here", 1)))
 
     def expect(word: bytes) -> float:
@@ -546,7 +547,7 @@ def measure_there(context: int, rounds: int, model: ModelConfig) -> list[Any]:
         nonlocal sequence
         sequence += 1
         offering = time.perf_counter()
-        end.send_bytes(KV_CODEC.encode(offer(wire, key(sequence), request)))
+        end.send_bytes(KV_CODEC.encode(offer(wire, key(sequence), request, layout)))
         fetched, took = expect(b"fetched") - offering, expect(b"sampled") - began
         wire.release(key(sequence))
         expect(b"forgotten")

@@ -8,7 +8,8 @@ Consumes counts (batch, context, tokens, chips), produces seconds. Both kinds an
     prefill_s(tokens, past)     `tokens` new ones behind `past` cached ones
     train_s(samples, tokens, squares)   one step; squares = sum of squared sequence lengths
     load_s(peers), move_s(tokens), park_s(tokens)   one transfer of weights, or of the KV of one sample
-    lend_s(), return_s(tokens)          the trainer's chips become an instance, and the trainer's again
+    kv_bytes(tokens)                    what one transfer of a sample's KV takes along
+    lend_s(), return_s(*tokens)         the trainer's chips become an instance, and the trainer's again
 
 A file of measured costs is JSON: {"decode": [[batch, seconds], ...], "decode_kv_s": s, "prefill_fixed_s": s,
 "prefill_s_per_token": s, "train_fixed_s": s, "train_s_per_token": s, "load_s": s, "move_fixed_s": s,
@@ -173,7 +174,6 @@ class Roofline:
         kv_s = model.kv_copies * model.kv_bytes_per_token / self._bytes_per_s
         self.window, self.decode_kv_s, self.window_kv_s = model.window, (1 - of_windows) * kv_s, of_windows * kv_s
         self.score_s = cost.score_s
-        self.kv_bytes_per_token = model.kv_bytes_per_token
         self._link_bytes_per_s = chips * chip.dcn_bytes_per_s * cost.link_efficiency
         self._ticks_s: dict[int, float] = {}  # of each batch that was asked for
         self._adapters = hardware.residents * model.adapter_bytes
@@ -233,12 +233,18 @@ class Roofline:
         """Weights to one instance: sharded on both sides, so every chip of it receives its part."""
         return self._cost.load_fixed_s + self.weight_bytes / self._link_bytes_per_s
 
+    def kv_bytes(self, tokens: int) -> float:
+        """Of layers with a window, the KV of the tokens that it still holds."""
+        model = self._model
+        behind = max(tokens - model.window, 0) if model.window else 0
+        return model.kv_bytes_per_token * (tokens - model.window_share * behind)
+
     def move_s(self, tokens: int) -> float:
-        return self._cost.move_fixed_s + tokens * self._model.kv_bytes_per_token / self._link_bytes_per_s
+        return self._cost.move_fixed_s + self.kv_bytes(tokens) / self._link_bytes_per_s
 
     def park_s(self, tokens: int) -> float:
         host = self._hardware.instance_chips * self._chip.host_bytes_per_s
-        return self._cost.move_fixed_s + tokens * self._model.kv_bytes_per_token / host
+        return self._cost.move_fixed_s + self.kv_bytes(tokens) / host
 
     def lend_s(self) -> float:
         """The trainer's state goes to host memory, and an instance's weights come from there, over each chip's own
@@ -246,9 +252,9 @@ class Roofline:
         chip_bytes = self._state_bytes_per_chip + self.weight_bytes / self._hardware.instance_chips
         return self._cost.switch_fixed_s + chip_bytes / self._chip.host_bytes_per_s
 
-    def return_s(self, tokens: int) -> float:
-        """The KV of so many tokens goes to host memory, and the trainer's state comes back."""
-        kv_bytes = tokens * self._model.kv_copies * self._model.kv_bytes_per_token / self._hardware.instance_chips
+    def return_s(self, *tokens: int) -> float:
+        """The KV of samples of so many tokens goes to host memory, and the trainer's state comes back."""
+        kv_bytes = self._model.kv_copies * sum(map(self.kv_bytes, tokens)) / self._hardware.instance_chips
         return self._cost.switch_fixed_s + (kv_bytes + self._state_bytes_per_chip) / self._chip.host_bytes_per_s
 
     def touched_params(self, batch: int) -> float:
@@ -289,7 +295,7 @@ class MeasuredCosts:
             raise ConfigError(f"cost.path: {path} is no file of measured costs: {what}") from error
         self.decode_kv_s, self.score_s = self._data["decode_kv_s"], self._data["score_s"]
         self.pages = int(self._data["pages"])
-        self.weight_bytes = self.kv_bytes_per_token = 0.0  # not known from times
+        self.weight_bytes = 0.0  # not known from times
         self.mixes = False
 
     def decode_base_s(self, batch: int) -> float:
@@ -310,6 +316,9 @@ class MeasuredCosts:
     def load_s(self) -> float:
         return self._data["load_s"]
 
+    def kv_bytes(self, tokens: int) -> float:
+        return 0.0  # not known from times
+
     def move_s(self, tokens: int) -> float:
         return self._data["move_fixed_s"] + tokens * self._data["move_s_per_token"]
 
@@ -318,8 +327,8 @@ class MeasuredCosts:
     def lend_s(self) -> float:
         return self._lend_s
 
-    def return_s(self, tokens: int) -> float:
-        return self._return_s + tokens * self._data["move_s_per_token"]
+    def return_s(self, *tokens: int) -> float:
+        return self._return_s + sum(tokens) * self._data["move_s_per_token"]
 
 
 Costs = Roofline | MeasuredCosts

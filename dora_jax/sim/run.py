@@ -56,7 +56,7 @@ def orchestrator_config(config: SimConfig, mode: str) -> OrchestratorConfig:
     more: dict[str, Any] = {"changes": tuple(section.decisions.items())} if section.decisions else {}
     if section.elastic:
         costs = open_costs(config.model, config.hardware, config.cost)
-        more |= {"lendable": config.hardware.lendable, "switch_s": costs.lend_s() + costs.return_s(0)}
+        more |= {"lendable": config.hardware.lendable, "switch_s": costs.lend_s() + costs.return_s()}
     more |= {"task_cycle": cycle_of(workload.weights(config.workload)), "task_ratios": workload.limits(config.workload)}
     return (SimOrchestratorConfig if section.decisions else OrchestratorConfig).of(
         config.workload, section, mode=mode, colocated=config.hardware.colocated, total_steps=last, **more

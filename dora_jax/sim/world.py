@@ -230,7 +230,7 @@ class SimWorld:
         instance.paused = True
         if self._wanted_s is None:
             self._wanted_s = self.now
-        self._at(self.now + self.costs.return_s(sum(job.cached for job in jobs)), self._down, instance, jobs)
+        self._at(self.now + self.costs.return_s(*(job.cached for job in jobs)), self._down, instance, jobs)
 
     _COMMANDS: ClassVar[dict[type, Callable[[SimWorld, Any], None]]] = {
         ev.Start: _start, ev.LoadWeights: _load, ev.Move: _move, ev.Park: _park, ev.Resume: _resume,
@@ -355,7 +355,7 @@ class SimWorld:
         way: dict[str, Any] = {"id": job.id, "src": src.id, "dst": move.dst, "attempt": move.attempt}
         if self._instances.get(move.dst) is dst and dst is not None and fate >= self._config.fault.failed_moves:
             self.meter.moves += 1
-            self.meter.move_bytes += job.cached * self.costs.kv_bytes_per_token
+            self.meter.move_bytes += self.costs.kv_bytes(job.cached)
             job.attempt = move.attempt
             self._settle(job, dst)
             self._notify(ev.SampleMoved(**way))

@@ -360,7 +360,7 @@ class LentPacedWorker(PacedWorker):
                     self.hand_over()
                 for version in self.engine.versions:
                     self.engine.drop(version)
-                time.sleep(max(0.0, began - time.monotonic() + self._pace * self._costs.return_s(sum(handed_over))))
+                time.sleep(max(0.0, began - time.monotonic() + self._pace * self._costs.return_s(*handed_over)))
                 self._lent = False
                 self.outbox.put(ev.InstanceDown(instance=message.instance, reason="", incarnation=self.incarnation))
             case ev.Move(src=src, attempt=attempt) if dst is None and not self._lent:

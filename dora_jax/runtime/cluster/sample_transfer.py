@@ -148,7 +148,7 @@ class KVEndpoint:
     def offer(self, in_flight: InFlightSample, move: messages.Command) -> KVOffer:
         assert isinstance(move.what, ev.Move)
         key = self._key(move.what.dst, move.epoch, in_flight, move.number)
-        offered = kv_transfer.offer(self._opened, key, in_flight)
+        offered = kv_transfer.offer(self._opened, key, in_flight, self._layout)
         if offered.manifest is not None:
             with self._lock:
                 self._offered[move.number] = key
