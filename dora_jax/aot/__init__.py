@@ -168,13 +168,16 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
     compile_s = program.compile_s or time.monotonic() - began
     memory, text = compiled.memory_analysis(), hlo.CompiledText(compiled.as_text(), program.loops, EVEN_LOAD)
     per_chip = functools.partial(int.__mul__, place.cores)
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # XLA's own sum of temporaries counts some twice where there are loops; what it holds against the chip is the peak
+    temporary = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - outputs
     return Compiled(
         name=program.name,
         compile_s=compile_s,
         host_bytes=per_chip(memory.host_argument_size_in_bytes),
         argument_bytes=per_chip(memory.argument_size_in_bytes),
-        temporary_bytes=per_chip(memory.temp_size_in_bytes + memory.generated_code_size_in_bytes),
-        output_bytes=per_chip(memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        temporary_bytes=per_chip(temporary + memory.generated_code_size_in_bytes),
+        output_bytes=per_chip(outputs),
         flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
         model_s=text.cycles() / roles.chip_of(place.slice_name).clock_hz,
