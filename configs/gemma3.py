@@ -1,11 +1,11 @@
 # python -m dora_jax.train --config=configs/gemma3.py:4B,v5p-16 --config.model.path=FOLDER
 # --config.task.path=train.jsonl --workdir=gs://BUCKET/mine
-"""RL of a Gemma 3 model, text, on TPUs: answers of up to 3072 tokens to rows of your own.
+"""RL of a Gemma 3 or 4 model, text, on TPUs: answers of up to 3072 tokens to rows of your own.
 
-Argument: SIZE,SLICE or SIZE,SLICE,adapters. Sizes: 1B, 4B, 27B. Slices: v5e-8, v6e-8, v5p-16, v5p-32, v5p-64,
-v5p-128. A slice of one host runs everything in one process; of the others half trains, and v5p-8 slices beside it
-sample, which launch/ray and launch/gke allocate. This file looks for the least lean layout that the memory plan of
---dry_run has no objection to; `--dry_run --aot` compiles it. Adapters have rank 16.
+Argument: SIZE,SLICE or SIZE,SLICE,adapters. Sizes: 1B, 4B, 27B of Gemma 3, E2B of Gemma 4. Slices: v5e-8, v6e-8,
+v5p-16, v5p-32, v5p-64, v5p-128. A slice of one host runs everything in one process; of the others half trains, and
+v5p-8 slices beside it sample, which launch/ray and launch/gke allocate. This file looks for the least lean layout that
+the memory plan of --dry_run has no objection to; `--dry_run --aot` compiles it. Adapters have rank 16.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from dora_jax import config
 from dora_jax.base import chips
 from dora_jax.plan import presets
 
-SIZES = ("1B", "4B", "27B")
+SIZES = {"1B": "Gemma-3-1B", "4B": "Gemma-3-4B", "27B": "Gemma-3-27B", "E2B": "Gemma-4-E2B"}
 SLICES = ("v5e-8", "v6e-8", "v5p-16", "v5p-32", "v5p-64", "v5p-128")  # the smallest first
 TENSORS = (1, 2, 4)  # devices of an instance
 
@@ -32,7 +32,7 @@ def get_config(arg="4B,v5p-16"):
         smallest = next((name for name in SLICES if fitting(size, name, adapters)), "larger than all of these")
         lacking = presets.shortfall(layout(size, slice_name, adapters, TENSORS[-1], presets.LEAN[-1]))
         raise ValueError(
-            f"Gemma-3-{size} does not fit {slice_name}: {lacking}; the smallest slice that holds it is {smallest}"
+            f"{SIZES[size]} does not fit {slice_name}: {lacking}; the smallest slice that holds it is {smallest}"
         )
     return found
 
@@ -51,7 +51,7 @@ def fitting(size, slice_name, adapters):
 def layout(size, slice_name, adapters, tensor, lean):
     c = config.defaults()
     c.steps = 200
-    c.model.size = f"Gemma-3-{size}"
+    c.model.size = SIZES[size]
     c.task.name, c.task.template, c.task.rewards = "rows", "chat", ("dora_jax.tasks.rewards.numeric",)
     c.trainer.remat, c.trainer.learning_rate = "full", 1e-6
     c.eval.every, c.eval.prompts = 20, 64

@@ -111,6 +111,7 @@ def test_multi_token_prediction_is_ignored_with_a_line(tmp_path, capsys, family,
         ("Gemma-3-27B", 27.01e9, 27.01e9),
         ("Gemma-4-E2B", 4.63e9, 4.63e9),
         ("Gemma-4-31B", 30.7e9, 30.7e9),
+        ("Gemma-4-26B-A4B", 25.2e9, 3.8e9),
     ],
 )
 def test_known_sizes_have_the_parameters_that_their_authors_name(name, total, active):

@@ -303,7 +303,9 @@ def test_every_pair_passes_a_dry_run_or_names_the_smallest_slice(size, slice_nam
 # ----------------------------------------------------------------- gemma3.py
 
 
-@pytest.mark.parametrize("asked", ["1B,v5e-8", "4B,v5e-8,adapters", "4B,v5p-16", "27B,v5p-16,adapters"])
+@pytest.mark.parametrize(
+    "asked", ["1B,v5e-8", "4B,v5e-8,adapters", "4B,v5p-16", "27B,v5p-16,adapters", "E2B,v5e-8,adapters", "E2B,v5p-16"]
+)
 def test_gemma_gets_a_layout_that_fits(asked, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     asks = [f"--config={CONFIGS / 'gemma3.py'}:{asked}", "--config.model.path=a", "--config.task.path=b.jsonl"]
@@ -325,6 +327,7 @@ def test_where_pages_are_short_layers_with_a_window_have_fewer(monkeypatch, tmp_
     [
         ("4B,v5e-8", r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* it is v5p-16"),
         ("27B,v5p-16", r"an update needs [\d.]+ GiB a device of v5p-8, which has 88.5; the smallest .* it is v5p-64"),
+        ("E2B,v5e-8", r"Gemma-4-E2B does not fit v5e-8: an update needs [\d.]+ GiB .* that holds it is v5p-16"),
         ("27B", "the argument is '27B'; it is SIZE,SLICE or SIZE,SLICE,adapters with"),
     ],
 )

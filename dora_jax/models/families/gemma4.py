@@ -4,6 +4,7 @@ experts beside the dense feed-forward."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from dora_jax.models.families.config import Experts, Kind, ModelConfig, Proportional
 from dora_jax.models.families.family import (
@@ -156,9 +157,9 @@ FAMILY = Family(
 )
 
 
-def _known(every: int, window: int, wide: Kind, readers: int = 0, **sizes: float) -> Json:
+def _known(every: int, window: int, wide: Kind, readers: int = 0, **sizes: Any) -> Json:
     """Every so many-th layer attends in full."""
-    n, d_ff = int(sizes["n_layers"]), int(sizes["d_ff"])
+    n, d_ff = sizes["n_layers"], sizes["d_ff"]
     of_layers = [(i + 1) % every > 0 for i in range(n - 1)] + [False]
     kinds = _kinds(Kind(window=window, theta=1e4), wide, of_layers, readers, 2 * d_ff if readers else 0)
     rotary = {"rope_theta": 1e6, "rope_scaling": _ROTARY, "embed_scale": sizes["d_model"] ** 0.5}
@@ -174,5 +175,9 @@ KNOWN = {  # sizes as in the config.json of the same name at Hugging Face
     "Gemma-4-31B": _known(
         6, 1024, Kind(head_dim=512, kv_heads=4, tied_values=True), d_model=5376, n_layers=60, n_heads=32, n_kv_heads=16,
         d_ff=21504,
+    ),
+    "Gemma-4-26B-A4B": _known(
+        6, 1024, Kind(head_dim=512, kv_heads=2, tied_values=True), d_model=2816, n_layers=30, n_heads=16, n_kv_heads=8,
+        d_ff=2112, experts=Experts(count=128, per_token=8, width=704, beside=True),
     ),
 }  # fmt: skip
