@@ -292,10 +292,10 @@ def run_of(slice_name="v5e-4", rollout=None, lora=OFF, **trainer):
 @pytest.mark.slow
 @needs_libtpu
 def test_a_run_is_compiled_for_a_slice_that_is_not_here(monkeypatch):
-    found, analysis = [], jax.stages.Compiled.memory_analysis
-    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda one: found.append(analysis(one)) or found[-1])
+    reports, analysis = [], jax.stages.Compiled.memory_analysis
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda one: reports.append(analysis(one)) or reports[-1])
     trainer, instance = aot.compile_roles(run_of(), MODEL, only=("train", "publish", "decode"))
-    for one, xla in zip((*trainer.programs, *instance.programs), found, strict=True):
+    for one, xla in zip((*trainer.programs, *instance.programs), reports, strict=True):
         held = one.argument_bytes + one.temporary_bytes + one.output_bytes
         assert held == xla.peak_memory_in_bytes + xla.generated_code_size_in_bytes, "what XLA holds against a chip"
     weights = sum(x.size for x in jax.tree.leaves(cases.decoder.abstract_params(MODEL)))

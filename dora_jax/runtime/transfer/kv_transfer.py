@@ -97,16 +97,16 @@ def fetch(wire: Wire, offered: KVOffer, key: Key, layout: PageShape, timeout_s: 
         if layers and not layout.latent:
             shapes[f"v{more}"] = (layers, pages, heads, offered.page_size, dim)
     like = {name: jax.ShapeDtypeStruct(shape, layout.dtype) for name, shape in shapes.items()}
-    hole, found = offered.in_flight.hole, {}
+    hole, arrived = offered.in_flight.hole, {}
     wanted = {name: _travelling(name, x, layout, hole, offered.page_size) for name, x in like.items()}
     got = wire.take(offered.manifest, list(itertools.chain(*wanted.values())), key, timeout_s)
     for name, shards in wanted.items():
         whole = len(shards) == 1 and math.prod(shapes[name]) == got[shards[0]].size
-        found[name] = got[shards[0]] if whole else np.zeros(shapes[name], like[name].dtype)
+        arrived[name] = got[shards[0]] if whole else np.zeros(shapes[name], like[name].dtype)
         for shard in () if whole else shards:
-            found[name][_box(shard)] = got[shard]
+            arrived[name][_box(shard)] = got[shard]
     in_flight = dataclasses.replace(offered.in_flight, kv_len=offered.kv_len, page_size=offered.page_size)
-    return with_pages(in_flight, found)
+    return with_pages(in_flight, arrived)
 
 
 def _travelling(
