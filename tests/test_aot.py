@@ -293,7 +293,9 @@ def run_of(slice_name="v5e-4", rollout=None, lora=OFF, **trainer):
 @needs_libtpu
 def test_a_run_is_compiled_for_a_slice_that_is_not_here(monkeypatch):
     reports, analysis = [], jax.stages.Compiled.memory_analysis
-    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda one: reports.append(analysis(one)) or reports[-1])
+    monkeypatch.setattr(
+        jax.stages.Compiled, "memory_analysis", lambda one: reports.append(analysis(one)) or reports[-1]
+    )
     trainer, instance = aot.compile_roles(run_of(), MODEL, only=("train", "publish", "decode"))
     for one, xla in zip((*trainer.programs, *instance.programs), reports, strict=True):
         held = one.argument_bytes + one.temporary_bytes + one.output_bytes

@@ -234,7 +234,7 @@ class Roofline:
         return self._cost.load_fixed_s + self.weight_bytes / self._link_bytes_per_s
 
     def kv_bytes(self, tokens: int) -> float:
-        """Of layers with a window, the KV of the tokens that it still holds."""
+        """Count what a sample takes along: of layers with a window, the KV of the tokens that it still holds."""
         model = self._model
         behind = max(tokens - model.window, 0) if model.window else 0
         return model.kv_bytes_per_token * (tokens - model.window_share * behind)
