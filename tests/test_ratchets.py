@@ -20,14 +20,14 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
     ".": 1059,
-    "aot": 368,
+    "aot": 370,
     "base": 1644,
     "bench": 2999,
     "buffer": 338,
     "cli": 473,
     "config": 840,
-    "costs": 425,
-    "models": 3568,
+    "costs": 430,
+    "models": 3573,
     "ops": 633,
     "orchestrate": 2910,
     "plan": 1323,
