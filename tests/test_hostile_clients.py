@@ -1,14 +1,16 @@
 """What the endpoint bounds: connections, headers and bodies that do not come, prompts that cannot fit, other hosts."""
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 
 import pytest
 
-from dora_jax.serving import app, server
+from dora_jax.serving import app, request, server
 from tests.fakes.endpoint import LIMITS, Letters, Rig
 
 HEADERS = {"Content-Type": "application/json"}
@@ -53,6 +55,59 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(path, monkey
         status, _, found = post(address, body, path)
     assert status == 400 and found["error"]["code"] == "context_length_exceeded" and not encoded
     assert "the prompt has at least 1" in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "many, message",
+    [({"messages": [{"role": "user", "content": ""}] * LIMITS.context}, f"the prompt has at least {LIMITS.context}"),
+     ({"tools": [{"type": "function", "function": {"name": "f"}}] * LIMITS.context}, "the prompt has at least"),
+     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * (1 << 17)]}}}},
+      "response_format: a form of 131"),
+     ({"logit_bias": {str(i): "x" for i in range(1 << 12)}}, "logit_bias: not an object of at most")],
+)  # fmt: skip
+def test_what_takes_long_to_render_or_compile_is_refused_before(many, message, monkeypatch):
+    if "logit_bias" not in many:
+        monkeypatch.setattr(Letters, "chat", None)
+    with endpoint() as address:
+        body = {"messages": [{"role": "user", "content": "a"}]} | many
+        status, _, found = post(address, body, "/v1/chat/completions")
+    assert status == 400 and message in found["error"]["message"]
+
+
+def test_large_bodies_are_read_one_at_a_time_and_small_ones_beside_them(monkeypatch):
+    made, reading, together, small = request.completion, [], [], threading.Event()
+
+    def completion(body, *rest):
+        large = len(body["prompt"]) > 1000
+        reading.extend([body] * large)
+        together.append(len(reading))
+        if large:
+            assert small.wait(20)
+            reading.pop()
+        else:
+            small.set()
+        return made(body, *rest)
+
+    monkeypatch.setattr(request, "completion", completion)
+    with endpoint() as address, concurrent.futures.ThreadPoolExecutor() as pool:
+        large = [pool.submit(post, address, {"prompt": "a" * (1 << 17)}) for _ in range(3)]
+        while not together:
+            time.sleep(0.01)
+        assert post(address, {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert [answer.result()[0] for answer in large] == [400] * 3
+    assert max(together) == 1
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_error_of_the_endpoint(caplog):
+    with endpoint() as address:
+        with socket.create_connection(address) as opened:
+            opened.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+            time.sleep(0.2)
+        assert post(address, {"prompt": "a", "max_tokens": 1})[0] == 200
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_body_is_bounded_by_what_a_request_may_hold():

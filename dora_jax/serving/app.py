@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import ipaddress
@@ -16,11 +17,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -36,9 +37,12 @@ from dora_jax.serving.reply import ChatReply, CompletionReply, GenerateReply, Re
 from dora_jax.serving.request import Form, GenerateRequest, Refused, ServedLimits
 
 MAX_BODY_BYTES = 64 << 20
+LARGE_BODY_BYTES = 1 << 16  # one at a time is read, because what is computed of it holds the interpreter
+MAX_GRAMMAR_CHARS = 1 << 17  # which is compiled in a tenth of a second; ten times as much takes a second and 100 MB
 BODY_S = 60.0  # from a request's headers to the end of its body
 SESSION, RETRY_KEY, VERSION, API_KEY = "x-session-id", "idempotency-key", "x-weight-version", "x-api-key"
 TASK, GROUP = "x-task-id", "x-group-id"
+T = TypeVar("T")
 BeginAnswer = Callable[[], Awaitable[Reader]]
 KEEP_ALIVE = b": the answer is being sampled\n\n"
 
@@ -56,6 +60,7 @@ class Endpoint:
     pulse_s: float
     health: Callable[[], tuple[int, dict[str, Any]]]  # what /healthz answers
     sessions: LiveSessions | None = None  # that a run trains on
+    large: asyncio.Semaphore = dataclasses.field(default_factory=functools.partial(asyncio.Semaphore, 1))
 
     def app(self, lifespan: Any = None) -> Starlette:
         guarded: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
@@ -113,32 +118,41 @@ class Endpoint:
         return Response(self.counters.text(), media_type=prometheus.MEDIA_TYPE)
 
     async def _completion(self, asked: Request) -> Response:
-        body = await self._json(asked)
-        found = await asyncio.to_thread(request.completion, body, self.limits, self._encode)
-        return self._answer(asked, body, *found, CompletionReply)
+        body, wanted, form = await self._read(
+            asked, lambda body: (body, *request.completion(body, self.limits, self._encode))
+        )
+        return self._answer(asked, body, wanted, form, CompletionReply)
 
     async def _chat(self, asked: Request) -> Response:
-        return await self._talk(asked, await self._json(asked), ChatReply)
+        return self._answer(asked, *await self._read(asked, functools.partial(self._talk, reply=ChatReply)))
 
     async def _translated(
         self, dialect: type[Responses | Messages], reply: type[ChatReply], asked: Request
     ) -> Response:
         """A request of another dialect, as a chat completion."""
         try:
-            return await self._talk(asked, dialect.read(await self._json(asked)), reply)
+            return self._answer(
+                asked, *await self._read(asked, lambda body: self._talk(dialect.read(body), reply=reply))
+            )
         except Refused as error:
             raise renamed(error, dialect) from error
 
-    async def _talk(self, asked: Request, body: dict[str, Any], reply: type[ChatReply]) -> Response:
+    def _talk(
+        self, body: dict[str, Any], reply: type[ChatReply]
+    ) -> tuple[dict[str, Any], GenerateRequest, Form, type[ChatReply], chat.TemplateInput]:
+        """A chat completion, as `_answer` takes it. Refuse first what has more messages and tools than fit."""
+        if (
+            least := sum(len(body[name]) for name in ("messages", "tools") if isinstance(body.get(name), list))
+        ) >= self.limits.context:
+            raise self.limits.exceeded(f"at least {least}")
         talk = chat.read(body)
-        prompt = await asyncio.to_thread(self._render, talk)
         tools = talk.variables.get("tools", ())
-        wanted, form = request.chat(body, self.limits, prompt, tools=tools, grammar=talk.grammar)
-        return self._answer(asked, body, wanted, form, reply, talk)
+        wanted, form = request.chat(body, self.limits, self._render(talk), tools=tools, grammar=talk.grammar)
+        return body, wanted, form, reply, talk
 
     async def _generate(self, asked: Request) -> Response:
-        body = await self._json(asked)
-        return self._answer(asked, body, *request.generate(body, self.limits), GenerateReply)
+        body, wanted, form = await self._read(asked, lambda body: (body, *request.generate(body, self.limits)))
+        return self._answer(asked, body, wanted, form, GenerateReply)
 
     async def _end_session(self, asked: Request) -> Response:
         session = asked.path_params["session"]
@@ -147,7 +161,7 @@ class Endpoint:
         return JSONResponse({"id": session, "object": "session", "deleted": True})
 
     async def _reward(self, asked: Request) -> Response:
-        session, rewards = asked.path_params["session"], request.rewards(await self._json(asked))
+        session, rewards = asked.path_params["session"], await self._read(asked, request.rewards)
         if self.sessions is None:
             raise Refused(404, "no session is trained on here")
         if fault := await asyncio.to_thread(self.sessions.reward, session, rewards):
@@ -167,6 +181,9 @@ class Endpoint:
         return await route(asked)
 
     def _render(self, talk: chat.TemplateInput) -> list[int]:
+        if len(talk.grammar) > MAX_GRAMMAR_CHARS:
+            message = f"{talk.held_by}: a form of {len(talk.grammar)} characters is over {MAX_GRAMMAR_CHARS}"
+            raise Refused(400, message, param=talk.held_by)
         try:
             text = self.tokenizer.chat(talk.messages, **talk.variables)
             if "tools" in talk.variables:
@@ -191,8 +208,10 @@ class Endpoint:
             raise self.limits.exceeded(f"at least {least}")
         return self.tokenizer.encode(text)
 
-    async def _json(self, asked: Request) -> dict[str, Any]:
-        """The body. A type that no form of a web page can send: with it browsers ask first, and get no answer."""
+    async def _read(self, asked: Request, make: Callable[[dict[str, Any]], T]) -> T:
+        """What `make` computes of the body, in a thread.
+
+        Its type is one that no form of a web page can send: with it browsers ask first, and get no answer."""
         if asked.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the Content-Type header is not application/json")
         body = bytearray()
@@ -205,6 +224,12 @@ class Endpoint:
                         raise Refused(413, f"the body is longer than {most} bytes")
         except TimeoutError as error:
             raise Refused(408, f"the body did not come within {BODY_S:.0f} s") from error
+        except ClientDisconnect as error:  # which nobody reads
+            raise Refused(400, "the body has no end") from error
+        async with self.large if len(body) > LARGE_BODY_BYTES else contextlib.nullcontext():
+            return await asyncio.to_thread(lambda: make(self._json(body)))
+
+    def _json(self, body: bytearray) -> dict[str, Any]:
         try:
             found = json.loads(body)
             if b"\\u" in body:  # half of a surrogate pair is JSON, and no text

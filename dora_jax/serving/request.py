@@ -331,11 +331,11 @@ def _sampling(body: Json, limits: ServedLimits, max_tokens: int, top_logprobs: i
         own["min_tokens"] = least
     biases = body.get("logit_bias") or {}
     try:
-        pairs = sorted((int(id), float(bias)) for id, bias in biases.items())
-        inside = all(0 <= id < limits.vocab and -100 <= bias <= 100 for id, bias in pairs)
+        pairs = sorted((int(id), float(bias)) for id, bias in biases.items() if len(biases) <= MAX_BIASES)
+        inside = len(biases) <= MAX_BIASES and all(0 <= id < limits.vocab and -100 <= bias <= 100 for id, bias in pairs)
     except (AttributeError, TypeError, ValueError):
         inside, pairs = False, []
-    if not inside or len(pairs) > MAX_BIASES:
+    if not inside:
         raise Refused(
             400,
             f"logit_bias: not an object of at most {MAX_BIASES} token ids, each with a number between -100 and 100",

@@ -149,7 +149,7 @@ class Clients:
             thread.start()
 
     def _work(self, i: int) -> None:
-        body = json.dumps({"prompt": "1 + 2", "max_tokens": 8, "ignore_eos": True})
+        body = json.dumps({"prompt": "1 + 2", "max_tokens": 8})
         while not self._over.is_set():
             began_s = self._open[i] = time.monotonic()
             connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
