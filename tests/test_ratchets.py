@@ -34,7 +34,7 @@ CODE = {
     "report": 1165,
     "rollout": 3180,
     "runtime": 12176,
-    "serving": 2814,
+    "serving": 2833,
     "sim": 2039,
     "tasks": 4157,
     "trainer": 2277,
