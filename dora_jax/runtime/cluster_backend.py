@@ -38,7 +38,7 @@ from dora_jax.runtime.common.worker import Worker
 from dora_jax.runtime.journal import recovery, workdir_mirror
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journal_audit import reading
-from dora_jax.runtime.journal.object_storage import JOURNAL, WANTED, Objects, StoreError
+from dora_jax.runtime.journal.object_storage import JOURNAL, WANTED, Lease, Objects, StoreError
 from dora_jax.runtime.journal.payload_state import Step
 from dora_jax.runtime.local_backend import RunContext
 from dora_jax.runtime.transfer.weight_distribution import STORAGE, WIRE
@@ -53,17 +53,18 @@ LOOK_S = 1.0  # how often the file of the wanted instances is read
 class ClusterBackend:
     """`Backend` of a run whose stages compute in gangs. The controller opens it, and computes nothing itself."""
 
-    def __init__(self, parts: RunContext, notify: Callable[[str], None]):
+    def __init__(self, parts: RunContext, notify: Callable[[str], None], lease: Lease | None = None):
+        """lease: where the workdir is in a bucket."""
         self._parts, self._notify = parts, notify
         config, workdir = parts.config, parts.workdir
         self._place = workdir_mirror.url_of(workdir) or os.path.abspath(workdir)
         self._tree = gang_config(config)
         try:
             self._registry = RunRegistry(
-                self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify
+                self._place, build_of([self._tree, dataclasses.asdict(config.cluster)]), notify, lease
             )
             self._past = bool(self._registry.left) and self._registry.fits
-            self._steps, stored = steps_at(self._place, notify), StoredWeights(self._place)
+            self._steps, stored = steps_at(self._place, notify, lease), StoredWeights(self._place, lease)
             (stored.look if self._past else stored.clear)()
         except StoreError as error:
             raise ConfigError(f"workdir: {error}") from error

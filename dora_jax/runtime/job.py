@@ -246,7 +246,7 @@ def _train(
     if config.cluster.launcher:
         from dora_jax.runtime.cluster_backend import ClusterBackend  # a run in one process needs none of it
 
-        backend = ClusterBackend(parts, writer.note)
+        backend = ClusterBackend(parts, writer.note, mirror.lease if mirror else None)
     else:
         backend = LocalBackend(parts, writer.note)
     try:

@@ -25,7 +25,7 @@ import jax
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal import object_storage, workdir_mirror
-from dora_jax.runtime.journal.object_storage import STEPS, Objects, StoredSteps, StoreError
+from dora_jax.runtime.journal.object_storage import STEPS, Lease, Objects, StoredSteps, StoreError
 from dora_jax.runtime.transfer.weight_storage import name_of, read_arrays
 from dora_jax.trainer import checkpoint, manifest
 from dora_jax.trainer.manifest import Files
@@ -82,8 +82,8 @@ class StepFolder:
 class StepBucket:
     """Like StepFolder, in a bucket. A step that is moved aside is deleted."""
 
-    def __init__(self, url: str):
-        self._store = Objects(url)
+    def __init__(self, url: str, lease: Lease | None = None):
+        self._store = Objects(url, lease)
         self._stored = StoredSteps(self._store)
         self._stored.look()
         self.tidy = self._stored.sweep
@@ -137,12 +137,12 @@ class StepBucket:
 StepStore = StepFolder | StepBucket
 
 
-def steps_at(place: str, notify: Callable[[str], None]) -> StepStore:
+def steps_at(place: str, notify: Callable[[str], None], lease: Lease | None = None) -> StepStore:
     """`place`: a workdir, which may be a URL."""
     if "://" not in place:
         return StepFolder(Path(place) / STEPS, notify)
     try:
-        return StepBucket(place)
+        return StepBucket(place, lease)
     except OSError as error:
         raise ConfigError(f"workdir: {place} cannot be used: {error}") from error
 

@@ -23,7 +23,7 @@ from dora_jax.base import state_files
 from dora_jax.config import ConfigError
 from dora_jax.runtime.cluster.launch_process import run_of_token
 from dora_jax.runtime.common.credentials import CONTROLLER, Authority, Credential
-from dora_jax.runtime.journal.object_storage import ROSTER, Objects
+from dora_jax.runtime.journal.object_storage import ROSTER, Lease, Objects
 
 FORMAT = 3  # of controller.json; 2: with a token in the place of an authority, and no gang is taken over from it
 PRIVATE = 0o600  # it holds the authority's key
@@ -39,9 +39,15 @@ class RunRegistry:
     """`place`: a workdir, which may be a URL; None: nobody will look for it. `build`: what gangs are begun with; those
     of another are of no use."""
 
-    def __init__(self, place: str | None = None, build: str = "", notify: Callable[[str], None] = print):
+    def __init__(
+        self,
+        place: str | None = None,
+        build: str = "",
+        notify: Callable[[str], None] = print,
+        lease: Lease | None = None,
+    ):
         self._place, self._build, self._notify = place, build, notify
-        self._store = Objects(place) if place is not None and "://" in place else None
+        self._store = Objects(place, lease) if place is not None and "://" in place else None
         try:
             data = None if place is None else _read(place)
             record = {} if data is None else state_files.decode(data, f"{place}/{ROSTER}", FORMAT)

@@ -1,12 +1,14 @@
 """Whole objects under a URL (gs://, s3://, file://) or in a local folder, and the steps that a store holds.
 
-Produces and consumes bytes by name. Law: a step without its manifest is none, and its manifest is put last.
+Produces and consumes bytes by name. Laws: a step without its manifest is none, and its manifest is put last; what is
+written under a lease is written by the last controller that took it, whatever an earlier one still has on its way.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 import math
 import os
 import re
@@ -20,14 +22,16 @@ import tensorstore
 
 from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
-from dora_jax.runtime.journal.log_stores import ANSWER_S
+from dora_jax.runtime.journal.log_stores import ABSENT, ANSWER_S
 from dora_jax.trainer.manifest import MANIFEST, Files
 
 STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
+LEASE = "lease"  # {"number", "owner"} of the controller that may write
 STEP = re.compile(rf"{STEPS}/(\d+)/.+")  # a name of something else under it is no step's
 BLOCK_BYTES = 1 << 20  # the most of a file that grows in its own object; the rest is in blocks of as many
 BLOCKS = ".blocks"  # the folder of them, behind the file's name; each is named by where it begins
 STREAMS = 8  # whole objects at a time
+TRIES = 5  # of a conditional write that meets another one
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # short: a thread with other work waits
 
 
@@ -35,12 +39,48 @@ class StoreError(OSError, Stop):
     """The store did not do it: an alarm where the run can go on without it, else the end of the run for now."""
 
 
-class Objects:
-    """What is under a URL, or in a local folder: whole objects by name. All of it may raise StoreError."""
+class LeaseLost(StoreError):
+    """Another controller has taken the lease: nothing of this one is to be written any more."""
+
+
+class Lease:
+    """The right of one controller to write what a run has under a URL: journal, steps, weights and rosters share its
+    number, which only rises. Taking it ends that of every earlier controller, a paused one too. StoreError: it was not
+    to be had."""
 
     def __init__(self, url: str):
+        objects = Objects(url)
+        for _ in range(TRIES):
+            held, generation = objects.stamped(LEASE)
+            try:
+                self.number = 1 + (int(json.loads(held)["number"]) if held is not None else 0)
+            except (ValueError, KeyError, TypeError) as error:
+                raise StoreError(
+                    f"{url}/{LEASE} is not what a controller writes: delete it if no run is left"
+                ) from error
+            self._mine = json.dumps({"number": self.number, "owner": os.urandom(8).hex()}).encode()
+            if objects.replace(LEASE, self._mine, generation):
+                self._objects = objects
+                return
+        raise StoreError(f"{url}/{LEASE} is taken by others again and again")
+
+    def check(self) -> None:
+        """LeaseLost: another controller has it."""
+        if self._objects.get(LEASE) != self._mine:
+            raise LeaseLost(f"{self._objects.url} has another controller: this one was taken for dead and is over")
+
+
+class Objects:
+    """What is under a URL, or in a local folder: whole objects by name. All of it may raise StoreError.
+
+    With a lease nothing is written over that another controller has written since it was taken: what an object was is
+    read, then the lease, and the object is replaced where it still is that."""
+
+    def __init__(self, url: str, lease: Lease | None = None):
         self.url = url.rstrip("/")
         self._store = opened(url)
+        self._lease = lease
+        self._written: dict[str, bytes] = {}  # under the lease: the generation of what was put last
 
     def spec(self, folder: str) -> dict[str, Any]:
         """The tensorstore spec of a folder."""
@@ -67,13 +107,40 @@ class Objects:
         found = self._done(self._store.read(key))
         return bytes(found.value) if found.state == "value" else None
 
-    def put(self, key: str, data: bytes) -> None:
-        self._done(self._store.write(key, data))
+    def stamped(self, key: str) -> tuple[bytes | None, bytes]:
+        """(an object, its generation): for `replace`."""
+        held = self._done(self._store.read(key))
+        return (bytes(held.value), held.stamp.generation) if held.state == "value" else (None, ABSENT)
+
+    def replace(self, key: str, data: bytes | None, generation: bytes) -> bytes:
+        """Writes where the object is still of this generation, and returns its new one; empty: it was not. None
+        deletes."""
+        return self._done(self._store.write(key, data, if_equal=generation)).generation
+
+    def put(self, key: str, data: bytes | None) -> None:
+        if self._lease is None:
+            self._done(self._store.write(key, data))
+            return
+        generation = self._written.pop(key, ABSENT if data is not None else b"")
+        for _ in range(TRIES):
+            if generation:
+                self._lease.check()
+                if written := self.replace(key, data, generation):
+                    if data is not None:
+                        self._written[key] = written
+                    return
+            held, generation = self.stamped(key)
+            if held == data:  # perhaps only the answer was lost
+                self._lease.check()
+                return
+        raise StoreError(f"{self.url}/{key} is written by others again and again")
 
     def drop(self, key: str) -> None:
-        self._done(self._store.write(key, None))
+        self.put(key, None)
 
     def drop_folder(self, folder: str) -> None:
+        if self._lease is not None:
+            self._lease.check()
         self._done(self._store.delete_range(_within(folder)))
         if "://" not in self.url:  # tensorstore leaves the folder itself, empty
             shutil.rmtree(Path(self.url) / folder, ignore_errors=True)

@@ -4,6 +4,7 @@
     URL/checkpoints/STEP/...       each completed step, its manifest put last
     URL/config.json, metrics.jsonl, ...     copies of the scratch folder's files, every now and then; of a file that
                                    grows beyond BLOCK_BYTES, the rest in metrics.jsonl.blocks/
+    URL/lease                      of the controller that may write the others (object_storage.py)
     URL/weights/, wanted_instances  of a cluster, whose processes share nothing else (cluster/checkpoint_shards.py)
 
 Consumes a scratch folder that Checkpoints and the writers of logs fill as in a local run; produces its mirror. Laws:
@@ -32,14 +33,18 @@ from pathlib import Path
 
 from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
+from dora_jax.runtime.journal.log_stores import JournalError
 from dora_jax.runtime.journal.object_storage import (
     BLOCK_BYTES,
     BLOCKS,
     JOURNAL,
+    LEASE,
     ROSTER,
     STEPS,
     WANTED,
     WEIGHTS,
+    Lease,
+    LeaseLost,
     Objects,
     StoredSteps,
     StoreError,
@@ -148,11 +153,12 @@ class Mirror:
     def __init__(self, url: str, workdir: Path, notify: Callable[[str], None], steps: bool = True):
         self.copies_steps = steps
         self._url, self._notify = url, notify
-        self._copy = _Copy(Objects(url), workdir, steps)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mirror")
         self._under_way: concurrent.futures.Future | None = None
         self._failing = False
         try:
+            self.lease = Lease(url)
+            self._copy = _Copy(Objects(url, self.lease), workdir, steps)
             if steps:
                 self._copy.pull_steps()
                 self._copy.steps.sweep()
@@ -165,7 +171,7 @@ class Mirror:
         return sorted(self._copy.steps.whole)
 
     def poll(self) -> None:
-        """Cheap; call it every step."""
+        """Cheap; call it every step. JournalError: another controller has taken over."""
         if self._under_way is None or self._under_way.done():
             self._last_fault()
             self._under_way = self._pool.submit(self._copy.push)
@@ -193,6 +199,8 @@ class Mirror:
         """The fault of the last copy. It is reported when copies begin to fail, and when they succeed again."""
         error = self._under_way.exception() if self._under_way else None
         self._under_way = None
+        if isinstance(error, LeaseLost):
+            raise JournalError(str(error)) from error
         if error is not None and not isinstance(error, OSError):
             raise error
         if error is not None and not self._failing:
@@ -243,7 +251,7 @@ class _Copy:
         in_blocks = {key.partition(BLOCKS)[0] for key in keys if BLOCKS in key}
         for key in keys:
             path = self._dir / key
-            if key.split("/")[0] in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, *CONFIG) or BLOCKS in key:
+            if key.split("/")[0] in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, LEASE, *CONFIG) or BLOCKS in key:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = self._store.log(key) or b""

@@ -25,7 +25,7 @@ import numpy as np
 import tensorstore as ts
 
 from dora_jax.publish import Tree
-from dora_jax.runtime.journal.object_storage import RETRIES, WEIGHTS, Objects, StoreError, one_line, side_by_side
+from dora_jax.runtime.journal.object_storage import RETRIES, WEIGHTS, Lease, Objects, StoreError, one_line, side_by_side
 from dora_jax.runtime.transfer import slices
 from dora_jax.runtime.transfer.transfer_manifest import Shard, refused
 from dora_jax.types import Version
@@ -43,8 +43,9 @@ class StoredWeights:
     are whole. The controller waits for the storage in `clear` and `look` alone: `put` and `get` are for the gangs. All
     of it may raise StoreError: the storage did not do it."""
 
-    def __init__(self, place: str | Path):
-        self._store = Objects(str(place))
+    def __init__(self, place: str | Path, lease: Lease | None = None):
+        """lease: the controller's, where it seals and drops versions in a bucket."""
+        self._store = Objects(str(place), lease)
         self._sealed: set[Version] = set()
         self._later: queue.SimpleQueue[Callable[[], None]] | None = None
         if "://" in self._store.url:
