@@ -239,6 +239,12 @@ def test_processes_of_an_instance_measure_no_cost_of_calls(field, cost, given):
     assert not any(cost in problem for problem in problems(**asked))
 
 
+def test_processes_of_an_instance_measure_no_ladder():
+    cluster = {"cluster__launcher": "process", "cluster__hosts_per_instance": 2, "rollout__instances": 1}
+    found = [problems(rollout__ladder=ladder, **cluster) for ladder in ("auto", "on")]
+    assert [any("rollout.ladder" in problem for problem in each) for each in found] == [False, True]
+
+
 def test_purpose_decides_what_must_be_named():
     c = configs.defaults()
     c.task.name = "reasoning_gym:chain_sum"

@@ -1,6 +1,7 @@
-"""The narrow decode call: few rows take it where it is quicker, with the same tokens."""
+"""Narrower decode calls: few rows take the quickest that holds them, with the same tokens."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,14 +17,37 @@ BOTH = dataclasses.replace(SECTION, narrow_rows=2, narrow_cost=0.5, drafts=3, dr
 
 def test_few_rows_take_the_narrow_call_where_it_is_quicker():
     costs = CallCosts(shapes_of(BOTH))
-    assert [costs.is_narrow(rows, 1) for rows in (1, 2, 3)] == [True, True, False]
+    assert [costs.rows(samples, 1) for samples in (1, 2, 3)] == [2, 2, 4]
     assert [costs.of_draft(rows, 1) for rows in (2, 3)] == [0.6 / 0.5, 0.6]
     costs.verify[2] = 0.01
     assert costs.of_draft(2, 2) == 1 / SECTION.decode_steps and costs.of_draft(3, 2) == 0.01
-    costs.narrow[1] = PAYS + 0.01
-    assert not costs.is_narrow(1, 1) and costs.of_draft(1, 1) == 0.6 and costs.is_narrow(1, 2)
-    assert not CallCosts(shapes_of(dataclasses.replace(BOTH, narrow_cost=0.0))).is_narrow(1, 1)  # not measured yet
-    assert not CallCosts(shapes_of(SECTION)).is_narrow(1, 1)
+    costs.narrow[2, 1] = PAYS + 0.01
+    assert costs.rows(1, 1) == 4 and costs.of_draft(1, 1) == 0.6 and costs.rows(1, 2) == 2
+    assert CallCosts(shapes_of(dataclasses.replace(BOTH, narrow_cost=0.0))).rows(1, 1) == 4  # not measured yet
+    assert CallCosts(shapes_of(SECTION)).rows(1, 1) == 4
+
+
+def test_narrower_calls_have_four_times_the_rows_of_the_one_before_and_the_quickest_is_taken():
+    wide = dataclasses.replace(SECTION, slots=32, pages=256, narrow_rows=2, narrow_cost=0.2)
+    costs = CallCosts(shapes_of(wide))
+    assert [costs.rows(samples, 1) for samples in (1, 2, 3, 8, 9, 32)] == [2, 2, 8, 8, 32, 32]
+    costs.narrow[2, 1] = costs.narrow[8, 1] + 0.01
+    assert costs.rows(1, 1) == 8
+    assert shapes_of(dataclasses.replace(wide, narrow_rows=0, ladder="on")).rungs == (1, 4, 16)
+
+
+def test_a_ladder_compiles_a_narrower_call_once_the_wider_ones_have_cost_as_much():
+    costs = CallCosts(shapes_of(dataclasses.replace(SECTION, ladder="on")))
+    costs.decode_s, costs.compile_s = {1: 2.0, 2: 3.0}, {1: 5.0, 2: 5.0}
+    assert [costs.use(samples, 1) for samples in (1, 1, 2, 3, 4)] == [4] * 5 and costs.next_rung() is None
+    assert costs.use(1, 2) == costs.use(1, 2) == 4
+    assert costs.next_rung() == (1, 2)
+    costs.narrow[1, 2] = 0.5
+    assert costs.next_rung() is None and costs.use(1, 2) == 1
+    assert costs.use(1, 1) == 4
+    assert costs.next_rung() == (1, 1)
+    costs.narrow[1, 1] = 2.0  # measured, and no quicker
+    assert costs.use(1, 1) == 4 and costs.next_rung() is None
 
 
 def test_the_plan_follows_the_live_rows_of_each_version():
@@ -50,7 +74,7 @@ def test_the_same_tokens_with_a_narrow_call_and_no_shape_compiled_after_warmup()
         engine.warmup()
         compiled = engine.compiled
         assert all(0 < cost for cost in engine.scheduler.decoding.costs.narrow.values())
-        engine.scheduler.decoding.costs.narrow = dict.fromkeys(engine.shapes.decode_buckets, 0.5)
+        engine.scheduler.decoding.costs.narrow = {(narrow, blocks): 0.5 for blocks in engine.shapes.decode_buckets}
         engine.load(0, weights(engine))
         for id in ids():
             submit(engine, id)
@@ -61,3 +85,31 @@ def test_the_same_tokens_with_a_narrow_call_and_no_shape_compiled_after_warmup()
     for id, sample in wide.items():
         np.testing.assert_array_equal(narrow[id].out_ids, sample.out_ids)
         np.testing.assert_allclose(narrow[id].logprobs, sample.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+def test_a_ladder_compiles_beside_what_runs_and_samples_the_same_tokens():
+    plain, engine = new_engine(), new_engine(ladder="on")
+    costs = engine.scheduler.decoding.costs
+    engine.warmup()
+    assert engine.shapes.rungs and set(costs.decode_s) == set(costs.compile_s) == set(engine.shapes.decode_buckets)
+    costs.compile_s = dict.fromkeys(costs.compile_s, 0.0)  # any call that is wider than it need be is one too many
+    wide, narrow = [], []
+    for each, done in (plain, wide), (engine, narrow):
+        each.load(0, weights(each))
+        while not done or (each is engine and not engine.calls.rungs):  # until a compilation is over
+            for id in ids():
+                submit(each, id)
+            done.append(finish(each))
+    assert set(engine.calls.rungs) == set(costs.narrow) == {(1, blocks) for _, blocks in costs.narrow}
+    costs.narrow = dict.fromkeys(costs.narrow, 0.5)
+    with mock.patch.object(engine.device, "generate", wraps=engine.device.generate) as generate:
+        for id in ids():
+            submit(engine, id)
+        narrow.append(finish(engine))
+    assert {len(call.args[1]) for call in generate.mock_calls if call.args} == {1, engine.shapes.rows}
+    for again in narrow:
+        for id, sample in wide[0].items():
+            np.testing.assert_array_equal(again[id].out_ids, sample.out_ids)
+            np.testing.assert_allclose(again[id].logprobs, sample.logprobs, rtol=0, atol=1e-4)

@@ -131,7 +131,7 @@ def mixed(engine, versions=(1, 2, 3, 4), size=2):
 
     def counted(call, kind):
         def run(params, control, blocks, *options):
-            narrow = kind == "generate" and len(control) == engine.shapes.narrow_rows
+            narrow = kind == "generate" and len(control) in engine.shapes.rungs
             rows = control[control[:, REMAINING] > 0]
             name = "narrow" if narrow else kind
             most[name] = max(most[name], len(set(rows[:, ADAPTER].tolist())))

@@ -64,6 +64,7 @@ CPU = {
     "rollout.prefill_tokens": 256,
     "rollout.prefill_call_tokens": 128,
     "rollout.late_results": "off",
+    "rollout.ladder": "on",
     "trainer.attention": "reference",
     "trainer.logits_bytes": 256 * 2**20,
 }
@@ -72,6 +73,7 @@ TPU = {
     "rollout.attention": "tpu",
     "rollout.page_size": 64,
     "rollout.late_results": "on",
+    "rollout.ladder": "off",
     "trainer.attention": "splash",
     "trainer.compiler_options": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
 }
@@ -103,6 +105,22 @@ def test_nothing_stays_open_and_resolving_again_changes_nothing():
     assert not {field for field in CPU if attrgetter(field)(done) in presets.OPEN} and done.rollout.pages
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"exact": True}},
+        {"rollout": {"narrow_rows": 4}},
+        {"rollout": {"slots": 8}},
+        {"orchestrator": {"mode": "sync"}},
+        {"cluster": {"launcher": "process", "hosts_per_instance": 2, "devices_per_host": 1}},
+    ],
+)
+def test_dispatches_of_one_shape_where_tokens_must_repeat_or_few_rows_gain_nothing(changes):
+    sections = {name: dataclasses.replace(getattr(Config(), name), **fields) for name, fields in changes.items()}
+    assert resolved(Config())[0].rollout.ladder == "on"
+    assert resolved(dataclasses.replace(Config(), **sections))[0].rollout.ladder == "off"
+
+
 def test_adapters_are_all_resident():
     config = dataclasses.replace(Config(), lora=Lora(rank=8))
     done, choices = resolved(config)
@@ -120,12 +138,13 @@ def test_what_the_user_sets_is_kept():
     )
     done, choices = resolved(asked)
     assert done.rollout == dataclasses.replace(
-        asked.rollout, residents=1, prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
+        asked.rollout, residents=1, ladder="off", prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
     )
     assert done.trainer == dataclasses.replace(
         asked.trainer, attention="splash", share_prompts="off", expert_matmul="megablox"
     )
     assert {choice.field for choice in choices} == {
+        "rollout.ladder",
         "rollout.prefill_chunk",
         "rollout.prefill_tokens",
         "trainer.attention",

@@ -86,8 +86,15 @@ class RolloutSection:
     decode_rows: int = field(0, "rows of a decode dispatch, a divisor of slots; 0: slots", ge=0, tuning=True)
     prefill_chunk: int = field(0, "tokens of a prompt in one dispatch; 0: by platform", ge=0, tuning=True)
     context_block: int = field(128, "tokens a block, in which the past is attended to", ge=1, tuning=True)
-    narrow_rows: int = field(0, "rows of a second decode dispatch, for versions with few samples; 0: none", ge=0)
-    narrow_cost: float = field(0.0, "its time over that of a decode dispatch; 0: measured at start", ge=0, tuning=True)
+    ladder: Literal["auto", "on", "off"] = field(
+        "auto", "dispatches of 1, 4, 16, ... rows for few samples, compiled while it runs, used where they are quicker"
+    )
+    narrow_rows: int = field(
+        0, "the same compiled at start: rows of the narrowest, the next ones four times wider; 0: none", ge=0
+    )
+    narrow_cost: float = field(
+        0.0, "time of the narrowest over that of a decode dispatch; 0: measured at start", ge=0, tuning=True
+    )
     late_results: Literal["auto", "on", "off"] = field(
         "auto", "on: fetch the results of dispatch i while dispatch i+1 runs", tuning=True
     )

@@ -65,9 +65,12 @@ def problems(config: Any) -> Iterator[str]:
             f"rollout.tensor: {rollout.tensor} is not what an instance has, cluster.hosts_per_instance * "
             f"cluster.devices_per_host = {devices}"
         )
+    several = cluster.hosts_per_instance > 1
     for asked, cost in (("drafts", "draft_cost"), ("narrow_rows", "narrow_cost")):
-        if cluster.hosts_per_instance > 1 and getattr(rollout, asked) and not getattr(rollout, cost):
+        if several and getattr(rollout, asked) and not getattr(rollout, cost):
             yield f"rollout.{cost}: 0 is measured by each process, and those of one instance must decide alike; set it"
+    if several and rollout.ladder == "on":
+        yield "rollout.ladder: on follows times that each process measures, and those of one instance must decide alike"
     if config.orchestrator.elastic and cluster.trainer_hosts % cluster.hosts_per_instance:
         yield (
             f"orchestrator.elastic: the trainer's {cluster.trainer_hosts} processes make up no whole number of "

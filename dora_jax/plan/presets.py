@@ -60,6 +60,7 @@ ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
 }
 NONE: tuple[dict[str, Any], str] = ({}, "")
 UNKNOWN = Machines(Machine(), Machine())
+LADDER_ROWS = 16  # of a decode dispatch, from which on narrower ones are worth a compilation
 PAGES, WINDOW_PAGES = "rollout.pages", "rollout.window_pages"
 
 Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
@@ -141,6 +142,7 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
         why = "adapters take little: all live versions are on every instance, and the next one"
         residents = {"residents": (versions, why)}
     rollout = _filled("rollout", rollout, residents, choices if config.lora.on else [])
+    rollout = _filled("rollout", rollout, _ladder(config, found.instances), choices)
     dtype = "bfloat16", "matrix units take it, and weights and KV take half the memory"
     if all(machine.platform == "cpu" for machine in found):
         dtype = "float32", "a CPU computes bfloat16 no faster"
@@ -306,6 +308,20 @@ def _filled(prefix: str, section: Section, presets: Presets, choices: list[Choic
     filled = {name: found for name, found in presets.items() if getattr(section, name) in OPEN and found[0] not in OPEN}
     choices += [Choice(f"{prefix}.{name}", value, reason) for name, (value, reason) in filled.items()]
     return dataclasses.replace(section, **{name: value for name, (value, _) in filled.items()})
+
+
+def _ladder(config: Config, machine: Machine) -> Presets:
+    """Whether few samples take narrower decode dispatches, by `auto`."""
+    rollout, on, why = config.rollout, False, "few samples take a narrower dispatch where its measured time pays"
+    if machine.platform != "cpu":
+        why = "a narrower dispatch reads the same weights"
+    elif rollout.exact or config.orchestrator.mode == "sync" or config.cluster.hosts_per_instance > 1:
+        why = "rollout.exact, mode sync and instances of several processes take every token by dispatches of one shape"
+    elif rollout.narrow_rows or (rollout.decode_rows or rollout.slots) < LADDER_ROWS:
+        why = f"rollout.narrow_rows, or fewer than {LADDER_ROWS} rows"
+    else:
+        on = True
+    return {"ladder": ("on" if on else "off", why)}
 
 
 def _rollout(section: RolloutSection, machine: Machine) -> Presets:

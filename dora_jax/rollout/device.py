@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -29,7 +31,7 @@ from dora_jax.rollout.pages import places
 from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Option, Shapes
 from dora_jax.types import Version
 
-TIMED = 8  # calls of which the quickest counts
+TIMED, TIMED_RUNG = 8, 2  # calls of which the quickest counts; of a ladder, whose samples wait meanwhile
 HEADS_AXIS = 2  # of a copy of pages: [layers, pages, K, ...]
 
 
@@ -42,6 +44,7 @@ class Device:
         self._calls = calls
         self.pool, self.state = calls.empty()
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # options and masks that say nothing, by rows
+        self._rung: tuple[tuple[int, int], Future[jax.stages.Compiled]] | None = None  # that is being compiled
 
     def free(self) -> None:
         """Frees the memory of the pool, none of whose pages is in use; the next call makes another."""
@@ -63,22 +66,21 @@ class Device:
         options: np.ndarray | None = None,
         masks: np.ndarray | None = None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """By the narrow call, where the control array has its rows. options: Shapes.decode_options; None: every row
+        """By the call that has the rows of the control array. options: Shapes.decode_options; None: every row
         samples as the run does. masks: Shapes.decode_masks; None: any token may be drawn.
 
         (i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
         [rows, steps, M, k], where they are asked for; the most likely tokens i32[rows, steps, TOP_COLUMNS], where a
         row requests them)."""
-        call = functools.partial(self._calls.decode, blocks=blocks)
-        if len(control) == self.shapes.narrow_rows:
-            call = functools.partial(self._calls.narrow, blocks=blocks)
-        elif self._calls.chooses:
-            call = self._calls.decode_chosen
         control_BxC, rows = _put(control, self._calls.replicated), len(control)
+        if (call := self._calls.rungs.get((rows, blocks))) is None:
+            wide = rows == self.shapes.rows
+            call = functools.partial(self._calls.decode if wide else self._calls.narrow, blocks=blocks)
+            if wide and self._calls.chooses:
+                call = self._calls.decode_chosen
         put = functools.partial(_put, sharding=self._calls.replicated)
         if rows not in self._nothing:
-            narrow = rows == self.shapes.narrow_rows
-            shapes = self.shapes.decode_options(narrow), self.shapes.decode_masks(self._calls.vocab, narrow)
+            shapes = self.shapes.decode_options(rows), self.shapes.decode_masks(self._calls.vocab, rows)
             self._nothing[rows] = put(np.zeros(shapes[0], np.int32)), put(np.zeros(shapes[1], np.int32))
         own = [none if x is None else put(x) for x, none in zip((options, masks), self._nothing[rows], strict=True)]
         self.pool, self.state, *fetched = call(params, self._whole_pool(), self.state, control_BxC, *own)
@@ -118,44 +120,66 @@ class Device:
             self.pool = self._calls.write(self._whole_pool(), _put(ids, self._calls.replicated), *on_device)
             start += size
 
-    def warmup(self, params: Any) -> None:
-        """Compiles every call by making it once with padding rows only."""
+    def warmup(self, params: Any, costs: CallCosts) -> None:
+        """Compiles every call by making it once with padding rows only, but for those of a ladder."""
         s = self.shapes
         for blocks in s.prefill_buckets:
             self.prefill(params, np.zeros(s.prefill_control(blocks), np.int32), blocks)
         for blocks in s.decode_buckets:
-            for narrow in (False, True) if s.narrow_rows else (False,):
-                control = np.zeros(s.decode_control(blocks, narrow), np.int32)
+            for rows in (*(() if s.ladder else s.rungs), s.rows):
+                control = np.zeros(s.decode_control(blocks, rows), np.int32)
                 control[:, SLOT] = s.slots
+                began = time.perf_counter()
                 self.generate(params, control, blocks)[0].block_until_ready()
+                costs.compile_s[blocks] = time.perf_counter() - began
             if s.drafts:
                 self.verify(params, np.zeros(s.verify_control(blocks), np.int32), blocks)[0].block_until_ready()
         for size in (s.copy_pages, s.alone_pages):
             self.write_pages([0] * size, self.read_pages([0] * size))
 
     def measure(self, params: Any, costs: CallCosts) -> None:
-        """Fills in the costs that are in use and that the configuration does not give: the quickest of a few calls
-        each, whose rows take all steps and write to the dummy page."""
+        """Fills in the costs that are in use and that the configuration does not give."""
         s = self.shapes
         narrow, verify = s.narrow_rows and not s.narrow_cost, s.drafts and not s.draft_cost
-        for blocks in s.decode_buckets if narrow or verify else ():
-            calls: list[tuple[Any, tuple[int, int]]] = [(self.generate, s.decode_control(blocks))]
-            calls += [(self.generate, s.decode_control(blocks, narrow=True))] if narrow else []
-            calls += [(self.verify, s.verify_control(blocks))] if verify else []
-            quickest_s = [math.inf] * len(calls)
-            for _ in range(TIMED):
-                for i, (call, shape) in enumerate(calls):
-                    control = np.zeros(shape, np.int32)
-                    control[:, SLOT], control[:, FRESH], control[:, GROUP] = s.slots, 1, np.arange(len(control))
-                    control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
-                    began = time.perf_counter()
-                    call(params, control, blocks)[0].block_until_ready()
-                    quickest_s[i] = min(quickest_s[i], time.perf_counter() - began)
-            decode_s, *others_s = quickest_s
+        for blocks in s.decode_buckets if narrow or verify or s.ladder else ():
+            rungs = s.rungs if narrow else ()
+            times = TIMED if narrow or verify else 1  # a ladder learns from it only when to compile a narrower one
+            decode_s, *others_s = self._quickest_s(params, blocks, (s.rows, *rungs), bool(verify), times)
+            costs.decode_s[blocks] = decode_s
             if verify:
                 costs.verify[blocks] = others_s.pop() / decode_s
-            if narrow:
-                costs.narrow[blocks] = others_s.pop() / decode_s
+            for rows, narrow_s in zip(rungs, others_s, strict=True):
+                costs.narrow[rows, blocks] = narrow_s / decode_s
+
+    def climb(self, params: Any, costs: CallCosts) -> bool:
+        """Compile the narrower call that a ladder lacks most, beside what runs; measure it when it is there, which
+        takes a few calls. Returns whether it has been measured now."""
+        if self._rung is None and (at := costs.next_rung()) is not None:
+            self._rung = at, self._calls.begin_rung(*at)
+        if self._rung is None or not self._rung[1].done():
+            return False
+        (rows, blocks), compiled = self._rung
+        self._rung, self._calls.rungs[rows, blocks] = None, compiled.result()
+        decode_s, narrow_s = self._quickest_s(params, blocks, (self.shapes.rows, rows), False, TIMED_RUNG)
+        costs.narrow[rows, blocks] = narrow_s / decode_s
+        return True
+
+    def _quickest_s(self, params: Any, blocks: int, widths: Iterable[int], verify: bool, times: int) -> list[float]:
+        """The quickest of so many decode calls of each width, last of the verifying call: their rows take all steps and
+        write to the dummy page."""
+        s = self.shapes
+        calls: list[tuple[Any, tuple[int, int]]] = [(self.generate, s.decode_control(blocks, rows)) for rows in widths]
+        calls += [(self.verify, s.verify_control(blocks))] if verify else []
+        quickest_s = [math.inf] * len(calls)
+        for _ in range(times):
+            for i, (call, shape) in enumerate(calls):
+                control = np.zeros(shape, np.int32)
+                control[:, SLOT], control[:, FRESH], control[:, GROUP] = s.slots, 1, np.arange(len(control))
+                control[:, REMAINING], control[:, POSITION] = s.reach, blocks * s.block - s.reach
+                began = time.perf_counter()
+                call(params, control, blocks)[0].block_until_ready()
+                quickest_s[i] = min(quickest_s[i], time.perf_counter() - began)
+        return quickest_s
 
     def _whole_pool(self) -> Any:
         if self.pool is None:

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -65,6 +68,7 @@ class AdapterStack:
         return put, put(_zeros(self.abstract, formats), _zeros(nothing, self.one), jnp.int32(0))
 
 
+_COMPILES = threading.Lock()
 CHOOSERS = ("tpu",)  # platforms whose calls choose how the weights lie; else XLA may turn them round in every call
 
 
@@ -123,6 +127,9 @@ class Calls:
             routes=routes,
             gain=lora.gain if lora.on else 1.0,
         )
+        self.rungs: dict[
+            tuple[int, int], jax.stages.Compiled
+        ] = {}  # narrower decode calls of a ladder, by (rows, blocks)
         self._platform = mesh.devices.flat[0].platform
         self._lay_out_weights(cfg, mesh, section.weights, dtype, lora)
         self._jit(computed, kv, section.compiler_options)
@@ -169,7 +176,7 @@ class Calls:
     @functools.cached_property
     def decode_chosen(self) -> Any:
         """The compiled decode call, which has chosen how its weights lie."""
-        call, arguments, static = self._decode_program(self.shapes.decode_buckets[0])
+        call, arguments, static = self._decode_program(self.shapes.decode_buckets[0], self.shapes.rows)
         return call.trace(*arguments, **static).lower(lowering_platforms=(self._platform,)).compile()
 
     @functools.cached_property
@@ -203,14 +210,12 @@ class Calls:
             params = jax.tree.map(_placed, params, self.param_formats)
         pool = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)
-        found = {f"decode {blocks}": self._decode_program(blocks) for blocks in s.decode_buckets}
+        found = {f"decode {blocks}": self._decode_program(blocks, s.rows) for blocks in s.decode_buckets}
         for blocks in s.prefill_buckets:
             control = ints(*s.prefill_control(blocks))
             found[f"prefill {blocks}"] = self.prefill, (params, pool, control), {"blocks": blocks}
-        for blocks in s.decode_buckets if s.narrow_rows else ():
-            control, state = ints(*s.decode_control(blocks, narrow=True)), _placed(self.abstract_state, rep)
-            own = ints(*s.decode_options(narrow=True)), ints(*s.decode_masks(self.vocab, narrow=True))
-            found[f"narrow {blocks}"] = self.narrow, (params, pool, state, control, *own), {"blocks": blocks}
+        for rows, blocks in itertools.product(() if s.ladder else s.rungs, s.decode_buckets):
+            found[f"narrow {rows} {blocks}"] = self._decode_program(blocks, rows)
         for blocks in s.decode_buckets if s.drafts else ():
             control = ints(*s.verify_control(blocks))
             found[f"verify {blocks}"] = self.verify, (params, pool, control), {"blocks": blocks}
@@ -221,16 +226,36 @@ class Calls:
             found[f"write {size}"] = self.write, (pool, ids, *pages), {}
         return found
 
-    def _decode_program(self, blocks: int) -> tuple[Any, tuple, dict[str, int]]:
-        rep = self.replicated
+    def begin_rung(self, rows: int, blocks: int) -> Future[jax.stages.Compiled]:
+        """The decode call of so many rows, which a thread compiles: one at a time in this process. It is no daemon: a
+        compilation that loses its interpreter aborts the process."""
+        call, arguments, static = self._decode_program(blocks, rows)
+        program = Future[jax.stages.Compiled]()
+
+        def compile() -> None:
+            try:
+                with _COMPILES:
+                    traced = call.trace(*arguments, **static)
+                    program.set_result(traced.lower(lowering_platforms=(self._platform,)).compile())
+            except BaseException as error:  # raised where the result is taken
+                program.set_exception(error)
+
+        threading.Thread(target=compile, name="ladder").start()
+        return program
+
+    def _decode_program(self, blocks: int, rows: int) -> tuple[Any, tuple, dict[str, int]]:
+        """The widest call may choose how its weights lie; a narrower one takes them as they lie."""
+        s, rep, wide = self.shapes, self.replicated, rows == self.shapes.rows
         pool, state = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding), _placed(self.abstract_state, rep)
-        s = self.shapes
+        params = self.abstract_params
+        if self.chooses and not wide:
+            params = jax.tree.map(_placed, params, self.param_formats)
         ints = [
             jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)
-            for shape in (s.decode_control(blocks), s.decode_options(), s.decode_masks(self.vocab))
+            for shape in (s.decode_control(blocks, rows), s.decode_options(rows), s.decode_masks(self.vocab, rows))
         ]
-        arguments = self.abstract_params, pool, state, *ints
-        return self.decode, arguments, {} if self.chooses else {"blocks": blocks}
+        arguments = params, pool, state, *ints
+        return self.decode if wide else self.narrow, arguments, {} if wide and self.chooses else {"blocks": blocks}
 
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""

@@ -7,18 +7,20 @@ draws up to the first that differs, so the tokens are those of decoding step by 
 shapes), and no version but the sample's own decides. Suffixes of siblings: Seer (OSDI 26) and DAS draft from them; the
 rule that keeps a draw is exact here because rollout/sample.py keys every draw by its position.
 
-Stage 2, pure: which call decodes the rows of a version: the decode call, the narrow one, or one that verifies drafts.
+Stage 2, pure: which call decodes the rows of a version: the decode call, a narrower one, or one that verifies drafts.
 
 Consumes the rows that decode, and what the calls cost: times that `Device.measure` takes when calls are compiled, or
-the configuration's; produces the decode calls of a tick. Few rows take the narrow call (rollout.narrow_rows) where it
-is quicker; drafts (drafts.py) are verified where they draw more tokens a second than the call that the rows would else
-take.
+the configuration's; produces the decode calls of a tick. Few rows take the quickest narrower call that holds them. Of a
+ladder (rollout.ladder) a narrower call is compiled once the wider ones have taken as long as a compilation, so that
+what is spent on one that never pays is no more than what not having it has cost. Drafts are verified where they draw
+more tokens a second than the call that the rows would else take.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -195,28 +197,56 @@ class Drafter:
         return drawn > decoded * cost
 
 
-PAYS = 0.95  # a narrow call that takes more of a decode call's time than this is not used
+PAYS = 0.95  # a narrower call that takes more of a decode call's time than this is not used
 
 
 class CallCosts:
-    """Times over that of a decode call whose rows all take all steps, by blocks of context. Before they are measured,
-    no call is cheaper than another."""
+    """Times over that of a decode call whose rows all take all steps, by blocks of context. A narrower call without a
+    measured time is not used."""
 
     def __init__(self, shapes: Shapes):
-        self.narrow = dict.fromkeys(shapes.decode_buckets, shapes.narrow_cost or 1.0)
+        self.narrow: dict[tuple[int, int], float] = {}  # by (rows, blocks)
         self.verify = dict.fromkeys(shapes.decode_buckets, shapes.draft_cost or 1.0)
-        self._narrow_rows, self._step = shapes.narrow_rows, 1 / shapes.steps
+        self.decode_s: dict[int, float] = {}  # of the decode call,
+        self.compile_s: dict[int, float] = {}  # and what its compilation took
+        self._rungs, self._rows, self._step = shapes.rungs, shapes.rows, 1 / shapes.steps
+        self._ladder, self._lost_s = shapes.ladder, collections.defaultdict[tuple[int, int], float](float)
+        for rows in self._rungs if shapes.narrow_cost else ():
+            share = (rows - self._rungs[0]) / (self._rows - self._rungs[0])
+            cost = shapes.narrow_cost + (1 - shapes.narrow_cost) * share
+            self.narrow |= {(rows, blocks): cost for blocks in shapes.decode_buckets}
 
-    def is_narrow(self, rows: int, blocks: int) -> bool:
-        """Whether a decode call of so many rows is the narrow one."""
-        return rows <= self._narrow_rows and self.narrow[blocks] <= PAYS
+    def rows(self, samples: int, blocks: int) -> int:
+        """Rows of the quickest decode call that takes so many samples."""
+        fit = [
+            (cost, rows)
+            for rows in self._rungs
+            if rows >= samples and (cost := self.narrow.get((rows, blocks), math.inf)) <= PAYS
+        ]
+        return min(fit)[1] if fit else self._rows
 
-    def of_draft(self, rows: int, blocks: int) -> float:
-        """A verifying call's time over that of the decode call that so many rows would take. It is no less than a step
-        of the narrow call, whatever was measured."""
-        if not self.is_narrow(rows, blocks):
+    def of_draft(self, samples: int, blocks: int) -> float:
+        """A verifying call's time over that of the decode call that so many samples would take. It is no less than a
+        step of that one, whatever was measured."""
+        rows = self.rows(samples, blocks)
+        if rows == self._rows:
             return self.verify[blocks]
-        return max(self._step, self.verify[blocks] / self.narrow[blocks])
+        return max(self._step, self.verify[blocks] / self.narrow[rows, blocks])
+
+    def use(self, samples: int, blocks: int) -> int:
+        """`rows` of a call that is made now: its time counts for the narrowest call that would have taken them."""
+        rows = self.rows(samples, blocks)
+        if self._ladder and samples <= self._rungs[-1]:
+            at = next(rung for rung in self._rungs if rung >= samples), blocks
+            if at not in self.narrow:
+                self._lost_s[at] += self.decode_s.get(blocks, 0.0) * self.narrow.get((rows, blocks), 1.0)
+        return rows
+
+    def next_rung(self) -> tuple[int, int] | None:
+        """(rows, blocks) of the narrower call to compile now; None: none has been missed for long enough."""
+        lost = self._lost_s.items()
+        late = [at for at, lost_s in lost if at not in self.narrow and lost_s > self.compile_s[at[1]]]
+        return max(late, key=self._lost_s.__getitem__, default=None)
 
 
 class Decoding:
@@ -229,16 +259,16 @@ class Decoding:
 
     def calls(self, here: Collection[Seq]) -> list[DecodeCall]:
         """One for each version and row batch. here: every sample of the engine."""
-        found = []
+        calls = []
         for version, slots in self._rows.batches():
             drafts, blocks = None, self._rows.blocks(slots)
             if self.drafter is not None:
                 cost = self.costs.of_draft(len(slots), blocks)
                 drafts = self.drafter.decide(self._rows.on(slots), cost, here)
-            narrow = self.costs.is_narrow(len(slots), blocks)
-            options = self._rows.options(slots, narrow)
-            found.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, narrow), drafts, options))
-        return found
+            width = self.costs.use(len(slots), blocks)
+            options = self._rows.options(slots, width)
+            calls.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, width), drafts, options))
+        return calls
 
     @property
     def needs_tokens(self) -> bool:

@@ -108,7 +108,7 @@ class Engine:
         if self.scheduler.seqs:
             raise RuntimeError("warmup before the first sample: it writes to the KV pool's dummy page")
         params = self.residents.any()
-        self.device.warmup(params)
+        self.device.warmup(params, self.scheduler.decoding.costs)
         self.device.measure(params, self.scheduler.decoding.costs)
 
     @property
@@ -279,11 +279,12 @@ class Engine:
         flights = [self._run_prefill(call) for call in plan.prefills]
         for call in plan.decodes:
             params = self.residents.of(call.version)
+            if self.shapes.ladder and self.device.climb(params, self.scheduler.decoding.costs):
+                self._emit.decodes_only = False  # no tick that is timed
             if call.drafts is None:
                 masks = None
                 if call.options is not None and any(seq.matcher for seq, _ in call.rows):
-                    narrow = len(call.control) == self.shapes.narrow_rows
-                    masks = np.zeros(self.shapes.decode_masks(self.calls.vocab, narrow), np.int32)
+                    masks = np.zeros(self.shapes.decode_masks(self.calls.vocab, len(call.control)), np.int32)
                     for row, (seq, _) in enumerate(call.rows):
                         if seq.matcher:
                             masks[row] = seq.matcher.mask(masks.shape[1])

@@ -2,7 +2,7 @@
 
 Consumes submitted or imported samples and, after each call, the sampled tokens; produces a TickPlan: samples to move
 to host memory, pages to upload, prefill calls, one decode call a version and row batch; where versions are
-adapters, rows of all of them share a call. No device, no clock, no randomness: several hosts of one instance make the
+adapters, rows of all of them share a call. No device, no clock, no randomness: the processes of an instance make the
 same plan from the same inbox.
 Laws:
   the order of arrival decides; the oldest sample is never preempted, so every sample finishes (no starvation);

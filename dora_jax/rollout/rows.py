@@ -118,11 +118,10 @@ class Rows:
         return self._seqs[slots].tolist()
 
     def call(
-        self, slots: np.ndarray, blocks: int, drafts: np.ndarray | None, narrow: bool
+        self, slots: np.ndarray, blocks: int, drafts: np.ndarray | None, width: int
     ) -> tuple[np.ndarray, tuple[tuple[Seq, int], ...]]:
-        """(control array, (sample, steps it may take) by row) of a decode call, whose steps are in flight now; of
-        the narrow one, where that is asked for; of a verifying call, where drafts i32[rows, shapes.drafts] are
-        given."""
+        """(control array, (sample, steps it may take) by row) of a decode call of `width` rows, whose steps are in
+        flight now; of a verifying call, where drafts i32[rows, shapes.drafts] are given."""
         s, seqs = self.shapes, self.on(slots)
         held = np.flatnonzero(self._masked[slots])
         for row in range(len(seqs)) if drafts is not None else held.tolist():
@@ -133,14 +132,14 @@ class Rows:
         steps[held] = np.minimum(steps[held], 1)  # the mask of the next one follows from its token
         read, wide = blocks * s.block_pages, s.window if drafts is None else s.verify_window
         window = HEADER + s.groups * read
-        shape = s.decode_control(blocks, narrow) if drafts is None else s.verify_control(blocks)
+        shape = s.decode_control(blocks, width) if drafts is None else s.verify_control(blocks)
         control = np.full(shape, DUMMY, np.int32)
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]
         used[held, REMAINING] = steps[held]
-        width = min(self._width, read)
-        past = np.arange(width) < s.pages_for(position)[:, None]
+        reads = min(self._width, read)
+        past = np.arange(reads) < s.pages_for(position)[:, None]
         at = position[:, None] // s.page_size + np.arange(wide)
         written = at < s.pages_for(position + steps)[:, None]
         new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
@@ -148,9 +147,9 @@ class Rows:
             if (shared := seqs[row].tail_page) is not None:
                 table[row, seqs[row].first_private] = shared  # `rows` is this call's
                 seqs[row].tail_page = None
-        tables = zip(places(table[:, :width], s.groups), places(new, s.groups), strict=True)
+        tables = zip(places(table[:, :reads], s.groups), places(new, s.groups), strict=True)
         for group, (read_here, written_here) in enumerate(tables):
-            np.copyto(used[:, HEADER + group * read :][:, :width], read_here, where=past)
+            np.copyto(used[:, HEADER + group * read :][:, :reads], read_here, where=past)
             np.copyto(used[:, window + group * wide :][:, :wide], written_here, where=written)
         behind = window + s.groups * wide
         if drafts is not None:
@@ -165,11 +164,11 @@ class Rows:
             seq.fresh = False
         return control, tuple(zip(seqs, steps.tolist(), strict=True))
 
-    def options(self, slots: np.ndarray, narrow: bool) -> np.ndarray | None:
-        """The options array of a decode call of these slots; None: all of them sample as the run does."""
+    def options(self, slots: np.ndarray, width: int) -> np.ndarray | None:
+        """The options of a decode call of `width` rows for these slots; None: all of them sample as the run does."""
         if not self._own[slots].any():
             return None
-        options = np.zeros(self.shapes.decode_options(narrow), np.int32)
+        options = np.zeros(self.shapes.decode_options(width), np.int32)
         options[:, BIASED:] = -1
         numbers = options.view(np.float32)
         numbers[:, [Option.TEMPERATURE, Option.TOP_P, Option.REPETITION]] = 1.0

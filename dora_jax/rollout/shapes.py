@@ -1,8 +1,8 @@
 """Stage 2, pure: the static shapes of one engine, derived once from its configuration. No JAX.
 
 Every compiled call has one of these shapes. Results on one device depend on a call's row count, so rows are fixed:
-`rows` for decoding, `prefill_rows` x `chunk` for prefill; a narrow decode call and the verifying call of drafts, both
-off by default, are shapes of their own. Results do not depend on the number of context blocks
+`rows` for decoding, `prefill_rows` x `chunk` for prefill; narrower decode calls (`rungs`) and the verifying call of
+drafts are shapes of their own. Results do not depend on the number of context blocks
 (ops/attention.py), so that one may follow the longest sample of the call.
 
 Stage 2, pure: what one position leaves in the KV cache, by the kind of attention. No JAX.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import TYPE_CHECKING, TypeVar
 
 from dora_jax.config import RolloutSection
@@ -90,6 +91,7 @@ SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, ADAPTER, 
 # of a prefill call's: the chunk's start, its length, how many of its first positions have KV, adapter
 PREFILL_HEADER = 4
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
+WIDER = 4  # of the rows of a narrow decode call, how many the next one has
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
 SMEM_BYTES = 2**20  # a TPU core's scalar memory: the kernels prefetch a call's whole page table into it
@@ -128,7 +130,8 @@ Positions = TypeVar("Positions", int, "np.ndarray")  # of one sample, or of seve
 class Shapes:
     slots: int  # samples that hold pages and decode
     rows: int  # of one decode call
-    narrow_rows: int  # of the decode call that few samples take; 0: there is none
+    ladder: bool  # narrower decode calls are compiled when they would have paid
+    narrow_rows: int  # of the narrowest decode call that is compiled at start; 0: there is none
     narrow_cost: float  # its time over that of a decode call; 0: measured
     steps: int  # decode steps a call
     chunk: int  # positions a prefill call gives one prompt; prefixes are shared in such chunks
@@ -209,24 +212,32 @@ class Shapes:
         """Past lengths that prefill calls are compiled for: most prompts have none, which a kernel sees by itself."""
         return self.decode_buckets if self.paged else (0, self.decode_buckets[-1])
 
+    @functools.cached_property
+    def rungs(self) -> tuple[int, ...]:
+        """Rows of the narrower decode calls, ascending: each has four times those of the one before."""
+        rungs = [self.narrow_rows or 1] if self.narrow_rows or self.ladder else []
+        while rungs and WIDER * rungs[-1] < self.rows:
+            rungs.append(WIDER * rungs[-1])
+        return tuple(rungs)
+
     @property
     def result(self) -> int:
         """Columns of a decode call's result: tokens, log-prob bits, how many of them count, keep sets."""
         return (2 + self.kept) * self.steps + 1
 
-    def decode_control(self, blocks: int, narrow: bool = False) -> tuple[int, int]:
+    def decode_control(self, blocks: int, rows: int = 0) -> tuple[int, int]:
         """Shape of a decode call's control array: header, pages to read, pages to write; of an exact engine the tokens
         to draw behind them, -1 where the call is to draw."""
         columns = HEADER + self.groups * (blocks * self.block_pages + self.window) + self.exact * self.steps
-        return self.narrow_rows if narrow else self.rows, columns
+        return rows or self.rows, columns
 
-    def decode_options(self, narrow: bool = False) -> tuple[int, int]:
+    def decode_options(self, rows: int = 0) -> tuple[int, int]:
         """Shape of a decode call's options array."""
-        return self.narrow_rows if narrow else self.rows, HISTORY + self.max_context + self.steps
+        return rows or self.rows, HISTORY + self.max_context + self.steps
 
-    def decode_masks(self, vocab: int, narrow: bool = False) -> tuple[int, int]:
+    def decode_masks(self, vocab: int, rows: int = 0) -> tuple[int, int]:
         """Shape of a decode call's masks: a bit a token of the vocabulary."""
-        return self.narrow_rows if narrow else self.rows, -(-vocab // 32)
+        return rows or self.rows, -(-vocab // 32)
 
     def verify_control(self, blocks: int) -> tuple[int, int]:
         """Shape of a verifying call's: as a decode call's, and the drafts behind it."""
@@ -283,6 +294,7 @@ def shapes_of(section: RolloutSection, adapters: bool = False, window: int = 0) 
     shapes = Shapes(
         **{name: getattr(section, name) for name in OF_SECTION},
         rows=rows,
+        ladder=section.ladder == "on" and not section.narrow_rows,
         steps=section.decode_steps,
         chunk=chunk,
         prefill_rows=prefill_rows,
@@ -330,10 +342,10 @@ def _check(section: RolloutSection, rows: int) -> None:
             f"rollout.min_new_tokens {section.min_new_tokens} is not between 0 and rollout.max_new_tokens "
             f"{section.max_new_tokens}"
         )
-    if section.exact and (section.drafts or section.narrow_rows):
+    if section.exact and (section.drafts or section.narrow_rows or section.ladder == "on"):
         raise ValueError(
             "rollout.exact takes every token by calls of one shape: rollout.drafts and rollout.narrow_rows must be 0 "
-            "with it"
+            "with it, and rollout.ladder off"
         )
     if section.keep_set and section.top_k < 1:
         raise ValueError("rollout.keep_set sends the kept ids along, so rollout.top_k must bound their number")

@@ -105,7 +105,7 @@ class FakeDevice:
     def decode(self, call, length):
         s = self.s
         n_read = call.blocks * s.block_pages
-        assert len(call.rows) <= len(call.control) and len(call.control) in (s.rows, s.narrow_rows)
+        assert len(call.rows) <= len(call.control) and len(call.control) in (s.rows, *s.rungs)
         for (seq, steps), row in zip(call.rows, call.control, strict=False):
             position, version = row[columns.POSITION], self.version(call, row[columns.ADAPTER])
             past, window = row[columns.HEADER : columns.HEADER + n_read], row[columns.HEADER + n_read :]
