@@ -1,0 +1,86 @@
+"""Environments of OpenEnv over their websocket: the server's wire is tests/data/clients/openenv_server.py."""
+
+import subprocess
+
+import pytest
+
+from dora_jax.config import ConfigError, EnvironmentSection
+from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments.bridge import Bridge
+from dora_jax.types import EpisodeEnded, SampleId
+from tests.fakes.episode_player import Letters, Player, prompt_of
+from tests.fakes.pinned_environment import ROOT, python_of
+
+NAME = "dora_jax.tasks.environments.openenv.OpenEnv"
+
+
+@pytest.fixture(scope="module")
+def python():
+    return str(python_of("openenv"))
+
+
+@pytest.fixture(scope="module")
+def url(python):
+    server = subprocess.Popen(
+        [python, ROOT / "tests/data/clients/openenv_server.py"], stdout=subprocess.PIPE, text=True
+    )
+    yield f"ws://127.0.0.1:{server.stdout.readline().strip()}/ws"
+    server.kill()
+    server.communicate()
+
+
+def open_pool(python, **params):
+    section = EnvironmentSection(name=NAME, params=params, python=python, observation="<{content}>", retries=0)
+    return EnvironmentPool(section, Bridge(Letters(), section.observation), seed=0)
+
+
+def begun(pool, index):
+    player = Player(pool, SampleId(0, index))
+    pool.open(player.id, prompt_of())
+    return player
+
+
+def test_an_episode_is_a_connection_and_its_reward_the_sum(python, url):
+    pool = open_pool(python, url=url, observation="echoed_message", more={"mark": "!"})
+    try:
+        assert pool.wait_ready() == ("reward",)
+        one = begun(pool, 0)
+        assert one.observed(one.answer()) == "<seed True>"
+        other = begun(pool, 1)
+        assert other.observed(other.answer()) == "<seed True>"
+        assert one.observed(one.ask("a")) == "<a!>" and other.observed(other.ask("b")) == "<b!>"
+        assert one.ask("end") == EpisodeEnded(id=one.id, terms={"reward": 1.5})
+        assert "CAPACITY_REACHED: no room" in other.ask("full").reason
+        last = begun(pool, 2)
+        last.observed(last.answer())
+        assert "ConnectionClosed" in last.ask("leave").reason
+    finally:
+        pool.close()
+
+
+def test_what_is_no_action_is_observed_and_a_server_that_is_not_there_is_no_reward(python, url):
+    pool = open_pool(python, url=url, action="", opening=False)
+    try:
+        pool.wait_ready()
+        player = begun(pool, 0)
+        assert player.observed(player.answer()) == ""
+        assert player.observed(player.ask("up")) == "<the action is no JSON object>"
+        assert player.observed(player.ask("{}")) == "<Invalid message: ['message']>"
+        assert player.observed(player.ask('{"message": "a"}')) == '<{"echoed_message": "a", "message_length": 1}>'
+    finally:
+        pool.close()
+    pool = open_pool(python, url="ws://127.0.0.1:9/ws")
+    try:
+        pool.wait_ready()
+        assert "ws://127.0.0.1:9/ws: " in begun(pool, 0).answer().reason
+    finally:
+        pool.close()
+
+
+def test_without_the_package_a_sentence_names_what_is_missing(url):
+    pool = open_pool("", url=url)
+    try:
+        with pytest.raises(ConfigError, match="environment.name: .*OpenEnv: No module named 'websockets'"):
+            pool.wait_ready()
+    finally:
+        pool.close()
