@@ -189,7 +189,7 @@ class Host:
         )
         sampling = self._vf.SamplingConfig(**self._sampling)
         self._context = self._vf.ModelContext(model=NAME, client=client, sampling=sampling)
-        self._tasks, self._more = list[Any](), iter(self._env.taskset)
+        self._tasks, self._more = list[object](), iter(self._env.taskset)
         self._serving = self._env.serving()  # held as long as the process
         await self._serving.__aenter__()
 

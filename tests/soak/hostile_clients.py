@@ -191,12 +191,14 @@ def hostile_clients(
 ) -> Iterator[str]:  # fmt: skip
     workdir = workdir.resolve()
     workdir.mkdir(parents=True, exist_ok=True)
+    base, tree, own = base.resolve(), tree.resolve(), Path(__file__).parents[2]
     os.environ["PYTHONPATH"] = str(tree)
-    command = ["dora_jax.serve", f"--model={base.resolve()}", "--port={port}", *ENGINE]
+    os.chdir(tree)  # what is imported first
+    command = ["dora_jax.serve", f"--model={base}", "--port={port}", *ENGINE]
     if train:
         options = argparse.Namespace(workdir=workdir, envs=Path(), steps=steps, warm_steps=0)
         run = Run(options, "run", 0)
-        config = run.config.read_text().replace(str(run.base.resolve()), str(base.resolve()))
+        config = run.config.read_text().replace(str(run.base.resolve()), str(base))
         run.config.write_text(config)
         command = ["dora_jax.train", f"--config={run.config}", f"--workdir={run.workdir}", *TRAIN]
     with contextlib.ExitStack() as opened:
@@ -228,8 +230,8 @@ def hostile_clients(
                 f"--hostile={hostile}",
                 f"--at_once={at_once}",
             ]
-            env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-            attacker = subprocess.Popen([sys.executable, *asking], stdout=out, env=env)
+            env = os.environ | {"PYTHONPATH": str(own)}
+            attacker = subprocess.Popen([sys.executable, *asking], stdout=out, env=env, cwd=own)
         opened.callback(attacker.kill)
         pass_by(3 * seconds, lambda: attacker.poll() is not None)
         over_s, ended = time.monotonic(), attacker.poll() is not None

@@ -36,11 +36,11 @@ class OpenEnv:
         self,
         url: str,
         action: str = "message",
-        more: dict[str, Any] | None = None,
+        more: Message | None = None,
         observation: str = "",
         role: str = "user",
         opening: bool = True,
-        reset: dict[str, Any] | None = None,
+        reset: Message | None = None,
     ):
         from websockets.asyncio.client import connect
 
@@ -74,7 +74,7 @@ class OpenEnv:
         if self._socket is not None:
             await self._socket.close()
 
-    async def _ask(self, kind: str, data: dict[str, Any]) -> tuple[list[Message], bool, float]:
+    async def _ask(self, kind: str, data: Message) -> tuple[list[Message], bool, float]:
         """(what is observed, whether the episode is over, its reward)."""
         try:
             await self._socket.send(json.dumps({"type": kind, "data": data}))
