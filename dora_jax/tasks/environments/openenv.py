@@ -30,7 +30,7 @@ class OpenEnv:
     of it as JSON. opening: whether it sees that of `reset`, too. reset: more fields of that question."""
 
     terms = ("reward",)
-    replays = False  # nothing says which of them do
+    replays = False  # no server promises it
 
     def __init__(
         self,
