@@ -1,5 +1,6 @@
 """Environments of OpenEnv over their websocket: the server's wire is tests/data/clients/openenv_server.py."""
 
+import importlib.util
 import subprocess
 
 import pytest
@@ -77,6 +78,7 @@ def test_what_is_no_action_is_observed_and_a_server_that_is_not_there_is_no_rewa
         pool.close()
 
 
+@pytest.mark.skipif(bool(importlib.util.find_spec("websockets")), reason="websockets is installed")
 def test_without_the_package_a_sentence_names_what_is_missing(url):
     pool = open_pool("", url=url)
     try:
