@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def tried(*names, **section):
+def tried(*names, alone=False, **section):
     section = TaskSection(rewards=tuple(f"mine.{name}" for name in names), reward_retries=0, **section)
     prompt = Prompt(
         group_id=0,
@@ -81,7 +81,7 @@ def tried(*names, **section):
     )
     pool = ScorerPool(section, lambda ids: "".join(map(chr, ids)))
     try:
-        return try_rewards(pool, prompt, lambda text: list(map(ord, text)))
+        return try_rewards(pool, prompt, lambda text: list(map(ord, text)), alone)
     finally:
         pool.close()
 
@@ -113,6 +113,12 @@ def test_a_reward_that_scores_its_row_tells_the_terms(folder):
 def test_a_reward_that_cannot_score_its_row_is_refused_with_the_row(folder, name, reason):
     with pytest.raises(ConfigError, match=f"^task.rewards: {reason}"):
         tried(name)
+
+
+def test_a_reward_of_groups_is_refused_where_samples_are_scored_alone(folder):
+    assert tried("terse", "later", alone=True) == ("right", "short", "later red")
+    with pytest.raises(ConfigError, match="task.rewards: fewer takes responses, .* with serving.train each session"):
+        tried("terse", "fewer", alone=True)
 
 
 def test_a_reward_that_hangs_is_refused_after_its_deadline(folder):

@@ -22,7 +22,7 @@ ADVICE = {  # what the busier role waits for -> which role is the bottleneck, an
         "The longest answers are the bottleneck: a higher orchestrator.max_versions lets the trainer go on without "
         "them."
     ),
-    "rewards": "Rewards are the bottleneck: raise task.reward_workers, or make the reward faster.",
+    "rewards": "Rewards are the bottleneck: raise task.reward_workers, or .reward_concurrency; or make them faster.",
     "weights": (
         "Publication is the bottleneck: instances wait for weights, so a faster transfer of them shortens the step."
     ),

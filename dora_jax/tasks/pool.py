@@ -111,7 +111,7 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
     def __init__(self, section: TaskSection, decode: Callable[[Sequence[int] | np.ndarray], str]):
         super().__init__("reward")
         self._section, self.decode = section, decode
-        self._kinds: dict[str, tuple[bool, bool]] = {}  # of each reward: is it awaited, does it see a group
+        self.kinds: dict[str, tuple[bool, bool]] = {}  # of each reward: is it awaited, does it see a group
         self._early: list[_Scoring] = []  # submitted before these were known
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
@@ -142,7 +142,7 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
             if failed := next((sample for sample in samples if sample.finish == "error"), None):
                 reason = f"sample {tuple(failed.id)} ended in an error"
                 self._fail(group, reason, "a sample ended in an error")
-            elif self._kinds:
+            elif self.kinds:
                 self._put(group)
             else:
                 self._early.append(group)
@@ -168,9 +168,9 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
             awaited = all(each for each, _ in kinds.values())
             if awaited and worker.questions is self._plain:
                 worker.questions, worker.window, worker.fresh = self._awaited, self._section.reward_concurrency, False
-            if self._kinds or self._closed:
+            if self.kinds or self._closed:
                 return
-            self._kinds = kinds
+            self.kinds = kinds
             if not awaited and any(each for each, _ in kinds.values()):
                 self._add_worker(asynchronous=True)
             for group in self._early:
@@ -226,8 +226,8 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
         self._workers.append(worker)
 
     def _put(self, group: _Scoring) -> None:
-        plain_ones = tuple(name for name, kind in self._kinds.items() if not any(kind))
-        asked = [((name,), kind) for name, kind in self._kinds.items() if any(kind)]
+        plain_ones = tuple(name for name, kind in self.kinds.items() if not any(kind))
+        asked = [((name,), kind) for name, kind in self.kinds.items() if any(kind)]
         for names, (awaited, of_group) in [*([(plain_ones, (False, False))] if plain_ones else []), *asked]:
             name = "reward " + ", ".join(names)
             if self._section.answer_pattern:  # runs right before them, and takes as long as it likes
@@ -246,7 +246,7 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
     def _finish(self, group: _Scoring) -> None:
         weights = self._section.reward_weights
         try:
-            sums = [summed({name: scored[name] for name in self._kinds}, weights) for scored in group.scores]
+            sums = [summed({name: scored[name] for name in self.kinds}, weights) for scored in group.scores]
         except RewardError as error:
             return self._fail(group, str(error), error.kind)
         first, terms = sums[0][0], [of_sample for of_sample, _ in sums]
@@ -277,13 +277,21 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
         )
 
 
-def try_rewards(pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[str, ...]:
+def try_rewards(
+    pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]], alone: bool = False
+) -> tuple[str, ...]:
     """Scores one real row before anything is compiled, so that a broken reward is refused in seconds. Returns the terms
     of the reward, in the order of task.rewards; ConfigError says which response of which row has no score.
 
     The row is tried with two responses, its own answer and the empty text, because a policy writes anything; both are
-    scored as samples are: decoded, in a worker process, with its deadline and its retries."""
+    scored as samples are: decoded, in a worker process, with its deadline and its retries. alone: the run submits
+    samples one by one, so that no reward can see a group."""
     pool.wait_ready()
+    if alone and (together := [name for name, (_, of_group) in pool.kinds.items() if of_group]):
+        raise ConfigError(
+            f"task.rewards: {together[0]} takes responses, all of a prompt together, and with serving.train each "
+            "session is scored alone"
+        )
     answer, samples = "" if prompt.answer is None else str(plain(prompt.answer)), []
     for index, text in enumerate((answer, "")):
         ids = np.asarray(encode(text), np.int32)
