@@ -207,7 +207,12 @@ def run_through(history: History, place: str, fault: str, draw: random.Random, f
     brains: list[Any] = []
     happened = 0
     arm, bucket = history.arm, tensorstore.KvStore.open("memory://journal/").result()
-    history.arm = lambda body, *rest: (brains.append(body.brain), arm(body, *rest))  # type: ignore[method-assign]
+
+    def armed(body: Any, *rest: Any) -> None:
+        brains.append(body.brain)
+        arm(body, *rest)
+
+    history.arm = armed
     faults_to_come, paused, halt = draw.randint(1, 5), None, None
     while halt is None:
         at = draw.randint(1, 5) if fault == "torn" else draw.randint(BEGUN, WRITES)
