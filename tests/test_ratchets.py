@@ -36,7 +36,7 @@ CODE = {
     "runtime": 12176,
     "serving": 2833,
     "sim": 2039,
-    "tasks": 4218,
+    "tasks": 4225,
     "trainer": 2277,
 }
 PIECES = {"functions": 86.2, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
