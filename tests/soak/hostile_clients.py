@@ -196,7 +196,7 @@ def hostile_clients(
     os.chdir(tree)  # what is imported first
     command = ["dora_jax.serve", f"--model={base}", "--port={port}", *ENGINE]
     if train:
-        options = argparse.Namespace(workdir=workdir, envs=Path(), steps=steps, warm_steps=0)
+        options = argparse.Namespace(workdir=workdir, envs=Path(), steps=steps, warm_steps=1)
         run = Run(options, "run", 0)
         config = run.config.read_text().replace(str(run.base.resolve()), str(base))
         run.config.write_text(config)
