@@ -3,6 +3,8 @@
     python -m tests.soak.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
                                     [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
     ... --kinds=node-kill,node-freeze [--hosts=2] [--spare=1]    on a local Ray cluster of fake TPU slices
+    RAY_ADDRESS=HOST:PORT ... -- --config.cluster.launcher=ray --config.cluster.devices_per_host=1
+                                                on a Ray cluster that is there, and outlives the controller
 
 A kind names whose process it is and what happens to it: a kill is SIGKILL, a freeze SIGSTOP, a notice SIGTERM, upon
 which a gang hands over and leaves; `resize` asks for one instance less, then for all again; `controller-kill` ends the
