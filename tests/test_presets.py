@@ -61,7 +61,7 @@ CPU = {
     "rollout.attention": "reference",
     "rollout.page_size": 16,
     "rollout.prefill_chunk": 64,
-    "rollout.prefill_tokens": 256,
+    "rollout.prefill_tokens": 2048,
     "rollout.prefill_call_tokens": 128,
     "rollout.late_results": "off",
     "rollout.ladder": "on",

@@ -32,7 +32,7 @@ CODE = {
     "orchestrate": 2910,
     "plan": 1336,
     "report": 1165,
-    "rollout": 3254,
+    "rollout": 3255,
     "runtime": 12176,
     "serving": 2833,
     "sim": 2039,

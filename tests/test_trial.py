@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def tried(*names, alone=False, **section):
+def tried(*names, alone="", **section):
     section = TaskSection(rewards=tuple(f"mine.{name}" for name in names), reward_retries=0, **section)
     prompt = Prompt(
         group_id=0,
@@ -116,9 +116,9 @@ def test_a_reward_that_cannot_score_its_row_is_refused_with_the_row(folder, name
 
 
 def test_a_reward_of_groups_is_refused_where_samples_are_scored_alone(folder):
-    assert tried("terse", "later", alone=True) == ("right", "short", "later red")
+    assert tried("terse", "later", alone="serving.train") == ("right", "short", "later red")
     with pytest.raises(ConfigError, match="task.rewards: fewer takes responses, .* with serving.train each session"):
-        tried("terse", "fewer", alone=True)
+        tried("terse", "fewer", alone="serving.train")
 
 
 def test_a_reward_that_hangs_is_refused_after_its_deadline(folder):

@@ -333,7 +333,7 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
             "expert_matmul": ("blocks", BLOCKS),
             "page_size": (16, "small pages waste little"),
             "prefill_chunk": (64, "prompts share their prefixes in chunks of it"),
-            "prefill_tokens": (256, "so many keep running samples waiting only a moment"),
+            "prefill_tokens": (2048, "a dispatch costs the same with few samples: slots are filled before they decode"),
             "prefill_call_tokens": (
                 128 if kernel == "reference" else section.prefill_tokens or 256,
                 "products of so many run at speed; more is padding when few prompts wait",

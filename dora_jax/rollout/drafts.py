@@ -11,8 +11,8 @@ Stage 2, pure: which call decodes the rows of a version: the decode call, a narr
 
 Consumes the rows that decode, and what the calls cost: times that `Device.measure` takes when calls are compiled, or
 the configuration's; produces the decode calls of a tick. Few rows take the quickest narrower call that holds them. Of a
-ladder (rollout.ladder) a narrower call is compiled once the wider ones have taken as long as a compilation, so that
-what is spent on one that never pays is no more than what not having it has cost. Drafts are verified where they draw
+ladder (rollout.ladder) a narrower call is compiled once the wider ones have taken a few times as long as a compilation:
+what is spent on one that never pays is little beside what was spent anyway. Drafts are verified where they draw
 more tokens a second than the call that the rows would else take.
 """
 
@@ -197,6 +197,7 @@ class Drafter:
         return drawn > decoded * cost
 
 
+PATIENCE = 4  # compilations that a missed call of a ladder costs before it is compiled, beside what runs
 PAYS = 0.95  # a narrower call that takes more of a decode call's time than this is not used
 
 
@@ -245,7 +246,7 @@ class CallCosts:
     def next_rung(self) -> tuple[int, int] | None:
         """(rows, blocks) of the narrower call to compile now; None: none has been missed for long enough."""
         lost = self._lost_s.items()
-        late = [at for at, lost_s in lost if at not in self.narrow and lost_s > self.compile_s[at[1]]]
+        late = [at for at, lost_s in lost if at not in self.narrow and lost_s > PATIENCE * self.compile_s[at[1]]]
         return max(late, key=self._lost_s.__getitem__, default=None)
 
 

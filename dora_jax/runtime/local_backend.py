@@ -95,7 +95,8 @@ class RunContext:
             for name in config.task.template_kwargs:
                 if not re.search(rf"\b{re.escape(name)}\b", self.tokenizer.template):
                     self.remarks.append(f"task.template_kwargs: the chat template of the model has no variable {name}")
-            terms = try_rewards(pool, prompt, self.tokenizer.encode, config.serving.train) if pool else ()
+            alone = "serving.train" if config.serving.train else ""
+            terms = try_rewards(pool, prompt, self.tokenizer.encode, alone) if pool else ()
             self.sessions = self._sessions(pool) if config.serving.train else None
             if config.serving.reward_s:
                 if POSTED in terms:

@@ -278,18 +278,18 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
 
 
 def try_rewards(
-    pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]], alone: bool = False
+    pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]], alone: str = ""
 ) -> tuple[str, ...]:
     """Scores one real row before anything is compiled, so that a broken reward is refused in seconds. Returns the terms
     of the reward, in the order of task.rewards; ConfigError says which response of which row has no score.
 
     The row is tried with two responses, its own answer and the empty text, because a policy writes anything; both are
-    scored as samples are: decoded, in a worker process, with its deadline and its retries. alone: the run submits
-    samples one by one, so that no reward can see a group."""
+    scored as samples are: decoded, in a worker process, with its deadline and its retries. alone: the field that makes
+    the run submit samples one by one, so that no reward can see a group."""
     pool.wait_ready()
     if alone and (together := [name for name, (_, of_group) in pool.kinds.items() if of_group]):
         raise ConfigError(
-            f"task.rewards: {together[0]} takes responses, all of a prompt together, and with serving.train each "
+            f"task.rewards: {together[0]} takes responses, all of a prompt together, and with {alone} each "
             "session is scored alone"
         )
     answer, samples = "" if prompt.answer is None else str(plain(prompt.answer)), []
