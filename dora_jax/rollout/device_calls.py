@@ -240,7 +240,7 @@ class Calls:
             except BaseException as error:  # raised where the result is taken
                 program.set_exception(error)
 
-        threading.Thread(target=compile, name="ladder").start()
+        threading.Thread(target=compile, name="ladder", daemon=False).start()
         return program
 
     def _decode_program(self, blocks: int, rows: int) -> tuple[Any, tuple, dict[str, int]]:
