@@ -38,6 +38,7 @@ def test_narrower_calls_have_four_times_the_rows_of_the_one_before_and_the_quick
 
 def test_a_ladder_compiles_a_narrower_call_once_the_wider_ones_have_cost_as_much():
     costs = CallCosts(shapes_of(dataclasses.replace(SECTION, ladder="on")))
+    assert costs.use(1, 1) == 4 and costs.next_rung() is None  # of an engine without a warm-up
     costs.decode_s, costs.compile_s = {1: 2.0, 2: 3.0}, {1: 5.0 / PATIENCE, 2: 5.0 / PATIENCE}
     assert [costs.use(samples, 1) for samples in (1, 1, 2, 3, 4)] == [4] * 5 and costs.next_rung() is None
     assert costs.use(1, 2) == costs.use(1, 2) == 4

@@ -235,12 +235,13 @@ class CallCosts:
         return max(self._step, self.verify[blocks] / self.narrow[rows, blocks])
 
     def use(self, samples: int, blocks: int) -> int:
-        """`rows` of a call that is made now: its time counts for the narrowest call that would have taken them."""
+        """`rows` of a call that is made now: its time counts for the narrowest call that would have taken them, once a
+        warm-up has measured it."""
         rows = self.rows(samples, blocks)
-        if self._ladder and samples <= self._rungs[-1]:
+        if self._ladder and blocks in self.decode_s and samples <= self._rungs[-1]:
             at = next(rung for rung in self._rungs if rung >= samples), blocks
             if at not in self.narrow:
-                self._lost_s[at] += self.decode_s.get(blocks, 0.0) * self.narrow.get((rows, blocks), 1.0)
+                self._lost_s[at] += self.decode_s[blocks] * self.narrow.get((rows, blocks), 1.0)
         return rows
 
     def next_rung(self) -> tuple[int, int] | None:
