@@ -306,7 +306,7 @@ def test_only_an_elastic_gang_waits_for_room_without_an_end(elastic, monkeypatch
     limits = dataclasses.replace(LIMITS, start_s=0.4, elastic=elastic)
     with Kept(launcher, limits=limits) as kept:
         eventually(lambda: launcher.started)
-        launcher.started[0].needs, launcher.started[0].placed = "it needs a seat", False
+        launcher.started[0].needs, launcher.started[0].placed = lambda: "it needs a seat", False
         if not elastic:
             eventually(lambda: kept.events)
             assert kept.notes == ["rollout 0 waits for a place: it needs a seat"]

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from dora_jax.serving import app, request, server
+from dora_jax.types import MAX_BIASES
 from tests.fakes.endpoint import LIMITS, Letters, Rig
 
 HEADERS = {"Content-Type": "application/json"}
@@ -63,16 +64,23 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(path, monkey
     [({"messages": [{"role": "user", "content": ""}] * LIMITS.context}, f"the prompt has at least {LIMITS.context}"),
      ({"tools": [{"type": "function", "function": {"name": "f"}}] * LIMITS.context}, "the prompt has at least"),
      ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * (1 << 17)]}}}},
-      "response_format: a form of 131"),
-     ({"logit_bias": {str(i): "x" for i in range(1 << 12)}}, "logit_bias: not an object of at most")],
+      "response_format: a form of 131")],
 )  # fmt: skip
 def test_what_takes_long_to_render_or_compile_is_refused_before(many, message, monkeypatch):
-    if "logit_bias" not in many:
-        monkeypatch.setattr(Letters, "chat", None)
+    monkeypatch.setattr(Letters, "chat", None)
     with endpoint() as address:
         body = {"messages": [{"role": "user", "content": "a"}]} | many
         status, _, found = post(address, body, "/v1/chat/completions")
     assert status == 400 and message in found["error"]["message"]
+
+
+def test_a_logit_bias_of_too_many_tokens_is_refused_before_they_are_read():
+    class Many(dict):
+        items = None
+
+    body = {"prompt": "a", "logit_bias": Many(dict.fromkeys(map(str, range(MAX_BIASES + 1)), 0.0))}
+    with pytest.raises(request.Refused, match="logit_bias: not an object of at most"):
+        request.completion(body, LIMITS, Letters().encode)
 
 
 def test_large_bodies_are_read_one_at_a_time_and_small_ones_beside_them(monkeypatch):

@@ -62,7 +62,7 @@ def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch):
 def test_a_gang_without_a_place_says_what_it_waits_for(monkeypatch):
     monkeypatch.setattr(ray, "available_resources", dict)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    waiting = [RayGang(FreeSlices(), "run/trainer/1", 1, of, (mock.Mock(), False)).needs for of in ("", "v4-8")]
+    waiting = [RayGang(FreeSlices(), "run/trainer/1", 1, of, (mock.Mock(), False)).needs() for of in ("", "v4-8")]
     assert waiting[0].startswith("each of its processes needs a CPU of Ray, and 0 of 2 are free; ")
     assert waiting[1].startswith("Ray has no free slice v4-8 whose nodes are all up; ")
     assert all(each.endswith("fewer rollout.instances, makes room") for each in waiting)

@@ -34,7 +34,7 @@ CODE = {
     "report": 1165,
     "rollout": 3255,
     "runtime": 12176,
-    "serving": 2833,
+    "serving": 2834,
     "sim": 2039,
     "tasks": 4225,
     "trainer": 2277,

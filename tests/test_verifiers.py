@@ -1,5 +1,6 @@
 """Tasksets of verifiers, installed apart: its own training client plays, and a run trains what it scores."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -71,6 +72,23 @@ def model(tmp_path_factory):
     return tokenizer_folder.folder(path, vocab=VOCAB, settings=settings, unknown="e")
 
 
+@contextlib.contextmanager
+def playing(model, text, answer, task="", **section):
+    """A player whose first episode is open."""
+    section, tokenizer = EnvironmentSection(**section), Tokenizer.load(model)
+    rollout = dataclasses.asdict(RolloutSection())
+    policy = PolicyFacts(path=str(model), context=32, vocab=7, turn_tokens=6, stop_ids=(0,), rollout=rollout)
+    pool = EnvironmentPool(section, Bridge(tokenizer, section.observation), 0, policy)
+    try:
+        pool.wait_ready()
+        prompt = prompt_of(text=text, answer=answer, encode=tokenizer.encode)
+        prompt = dataclasses.replace(prompt, task=task or prompt.task)
+        pool.open(FIRST, prompt)
+        yield Player(pool, tokenizer=tokenizer, prompt=prompt)
+    finally:
+        pool.close()
+
+
 def test_without_the_package_a_sentence_says_what_is_missing():
     section = EnvironmentSection(name=NAME, params=params_of("null"))
     pool = EnvironmentPool(section, Bridge(Letters(), section.observation), seed=0)
@@ -87,25 +105,14 @@ def test_a_program_of_the_library_plays_an_episode(python, model, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(python).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(TASKSETS))
     monkeypatch.setenv("UV_SYSTEM_CERTS", "true")
-    section = EnvironmentSection(
-        name=NAME, params=params_of("null"), python=python, env=("UV_SYSTEM_CERTS", "SSL_CERT_FILE")
-    )
-    tokenizer, rollout = Tokenizer.load(model), dataclasses.asdict(RolloutSection())
-    policy = PolicyFacts(path=str(model), context=32, vocab=7, turn_tokens=6, stop_ids=(0,), rollout=rollout)
-    pool = EnvironmentPool(section, Bridge(tokenizer, section.observation), 0, policy)
-    try:
-        pool.wait_ready()
-        prompt = prompt_of(text="bbb\n", answer=0, encode=tokenizer.encode)
-        pool.open(FIRST, prompt)
-        player = Player(pool, tokenizer=tokenizer, prompt=prompt)
+    env = ("UV_SYSTEM_CERTS", "SSL_CERT_FILE")
+    with playing(model, "bbb\n", 0, name=NAME, params=params_of("null"), python=python, env=env) as player:
         opening = player.answer()
         if getattr(opening, "reason", "").find("failed to prepare uv script") > 0:
             pytest.skip(opening.reason)
         assert player.observed(opening) == "", "the prompt of the run is the client's own"
         assert player.observed(player.ask("ab<eos>")) == "d\n"
         assert player.ask("aaaaaa") == EpisodeEnded(id=FIRST, terms={"reward": 7 / 8})
-    finally:
-        pool.close()
 
 
 @pytest.mark.slow
@@ -122,23 +129,11 @@ def test_of_a_taskset_without_an_end_tasks_are_made_as_they_are_asked_for(python
     assert refused.returncode == 2 and "Endless has no end of tasks: give" in refused.stderr and not refused.stdout
 
     entry = {"name": NAME, "params": params | {"sampling": {"max_tokens": 3}}}
-    section = EnvironmentSection(
-        name="dora_jax.tasks.environments.by_task.ByTask", params={"endless": entry}, python=python
-    )
-    tokenizer, rollout = Tokenizer.load(model), dataclasses.asdict(RolloutSection())
-    policy = PolicyFacts(path=str(model), context=32, vocab=7, turn_tokens=6, stop_ids=(0,), rollout=rollout)
-    pool = EnvironmentPool(section, Bridge(tokenizer, section.observation), 0, policy)
-    try:
-        pool.wait_ready()
-        prompt = prompt_of(text="d\n", answer=4_002, encode=tokenizer.encode)
-        prompt = dataclasses.replace(prompt, task="endless")
-        pool.open(FIRST, prompt)
-        player = Player(pool, tokenizer=tokenizer, prompt=prompt)
+    name = "dora_jax.tasks.environments.by_task.ByTask"
+    with playing(model, "d\n", 4_002, "endless", name=name, params={"endless": entry}, python=python) as player:
         opening = player.answer()
         assert opening.turn_tokens == 3 and player.observed(opening) == ""
         assert player.ask("ab<eos>") == EpisodeEnded(id=FIRST, terms={"reward": 2.0})
-    finally:
-        pool.close()
 
 
 @pytest.mark.slow

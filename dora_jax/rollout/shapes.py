@@ -91,12 +91,12 @@ SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, ADAPTER, 
 # of a prefill call's: the chunk's start, its length, how many of its first positions have KV, adapter
 PREFILL_HEADER = 4
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
-WIDER = 4  # of the rows of a narrow decode call, how many the next one has
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
 SMEM_BYTES = 2**20  # a TPU core's scalar memory: the kernels prefetch a call's whole page table into it
 SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
 SMEM_LANES = 128  # a table's rows are padded to it
+WIDER = 4  # times the rows of a narrow decode call are those of the next one
 
 
 class Option(enum.IntEnum):

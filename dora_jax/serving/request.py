@@ -331,8 +331,9 @@ def _sampling(body: Json, limits: ServedLimits, max_tokens: int, top_logprobs: i
         own["min_tokens"] = least
     biases = body.get("logit_bias") or {}
     try:
-        pairs = sorted((int(id), float(bias)) for id, bias in biases.items() if len(biases) <= MAX_BIASES)
-        inside = len(biases) <= MAX_BIASES and all(0 <= id < limits.vocab and -100 <= bias <= 100 for id, bias in pairs)
+        few = biases.items() if len(biases) <= MAX_BIASES else ()
+        pairs = sorted((int(id), float(bias)) for id, bias in few)
+        inside = len(pairs) == len(biases) and all(0 <= id < limits.vocab and -100 <= bias <= 100 for id, bias in pairs)
     except (AttributeError, TypeError, ValueError):
         inside, pairs = False, []
     if not inside:

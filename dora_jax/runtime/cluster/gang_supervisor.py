@@ -188,7 +188,7 @@ class GangSupervisor:
                     gang.began_s = now  # the limit on its start begins when it has a place
                 if not warned and now - began_s > ROOM_S:
                     warned = True
-                    needs = f": {started.needs}" if started.needs else "; the others go on"
+                    needs = f": {needs}" if (needs := started.needs()) else "; the others go on"
                     self._notify(f"{self.name} waits for a place{needs}")
             if not self._wanted.is_set() and not self._on_demand:
                 gang.leave("it is not wanted any more")

@@ -37,7 +37,6 @@ class StartedGang(Protocol):
     """By default nothing tells of a machine that goes, and there is nothing to kill."""
 
     placed: bool = True  # False: there is no room for them yet
-    needs: str = ""  # what they wait for then, and which field makes room
     pids: tuple[int, ...] = ()  # by which `find` knows the processes; empty: it needs none
 
     def ended(self) -> str | None:
@@ -46,6 +45,10 @@ class StartedGang(Protocol):
     def notice(self) -> str | None:
         """Says in a few words that a machine of theirs is about to be taken away; None: no machine is."""
         return None
+
+    def needs(self) -> str:
+        """Names what they wait for without a place, and the field that makes room."""
+        return ""
 
     def kill(self) -> None:
         """Ends all of them at once, whatever they are doing; returns when they are gone."""

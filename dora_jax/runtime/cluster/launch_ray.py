@@ -176,8 +176,7 @@ class RayGang(StartedGang):
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return "an actor returned"
 
-    @property
-    def needs(self) -> str:  # type: ignore[override]  # looked up when it is needed
+    def needs(self) -> str:
         if self._slice_type:
             return (
                 f"Ray has no free slice {self._slice_type} whose nodes are all up; another slice, or fewer "
