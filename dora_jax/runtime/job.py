@@ -364,10 +364,11 @@ def _ending(
         stopped = True
         raise
     finally:
-        if durable:
-            durable.close()
-        if stopped:
-            backend.close()  # a gang that is gone lets go of the threads that wait for its answers
-        world.close(guard.patience_s if stopped else STAGE_END_S)
-        for plugin in plugins:
-            plugin.close()
+        with contextlib.ExitStack() as ends:  # the last first; each of them, even where one before it raises
+            for plugin in reversed(plugins):
+                ends.callback(plugin.close)
+            ends.callback(world.close, guard.patience_s if stopped else STAGE_END_S)
+            if stopped:
+                ends.callback(backend.close)  # a gang that is gone lets go of the threads that wait for its answers
+            if durable:
+                ends.callback(durable.close)

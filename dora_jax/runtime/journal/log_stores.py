@@ -25,7 +25,7 @@ from typing import IO, Any
 import tensorstore
 
 from dora_jax.base.state_files import set_aside
-from dora_jax.config import UnknownFormat
+from dora_jax.config import RunError, UnknownFormat
 from dora_jax.trainer.manifest import sync_folder
 
 MANIFEST = "MANIFEST"
@@ -34,7 +34,7 @@ ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
 ANSWER_S = 60.0  # a store that has not answered by then has failed
 
 
-class JournalError(RuntimeError):
+class JournalError(RunError):
     """The journal can no longer keep its promise."""
 
 
