@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dora_jax.tasks.sandbox import bubblewrap, programs
+from dora_jax.tasks.sandbox.program_server import memory_group
 from tests.fakes.sandbox import FORMS, SECRET, descendants, needs_sandbox, server
 
 
@@ -137,7 +138,7 @@ print(os.getppid())
 """
     )
     seen, parent = ran.stdout.splitlines()
-    assert seen in ("[1, 2] 65534 [65534]", "[1, 2] 65534 []") and parent == "1"
+    assert seen in ("[1, 2, 3] 65534 [65534]", "[1, 2, 3] 65534 []") and parent == "2"
 
 
 @needs_sandbox
@@ -334,8 +335,31 @@ def test_time_without_a_core_is_not_the_program_s(run):
 
 @needs_sandbox
 def test_exit_codes_and_ignored_limits_are_named(run):
-    assert [run(f"exit({code})").exit_code for code in (128, 200, 255)] == [128, 200, 255]
-    assert run("os.kill(os.getpid(), 11)").exit_code == -signal.SIGSEGV
+    """A program's own exit code and the signal that ended it are reported apart, but for three of which no shell speaks."""
+    codes = (128, 129, 134, 137, 139, 152, 192, 200, 255)
+    assert [run(f"exit({code})").exit_code for code in codes] == [*codes]
+    for number in (signal.SIGHUP, signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGXCPU, signal.SIGRTMAX):
+        assert run(f"os.kill(os.getpid(), {int(number)})").exit_code == -number
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM):
+        assert run(f"exit({128 + number})").exit_code == -number
+    ran = run("os.kill(os.getppid(), 9); time.sleep(60)")  # of what waits for it
+    assert (ran.exit_code, ran.ended_by) == (-signal.SIGKILL, "")
+
+
+def test_a_group_of_memory_is_made_beside_our_own_where_that_is_possible(tmp_path):
+    """The rest needs a kernel whose memory controller is on cgroup v2."""
+    above, own = tmp_path / "a", tmp_path / "own"
+    (above / "b").mkdir(parents=True)
+    own.write_text("4:memory:/other\n0::/a/b\n")
+    assert not memory_group(99, str(tmp_path), str(own))  # there is no controller
+    (above / "cgroup.subtree_control").write_text("cpu\n")
+    assert not memory_group(99, str(tmp_path), str(own))
+    (above / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    group = Path(memory_group(99, str(tmp_path), str(own)))
+    assert group.parent == above and (group / "memory.max").read_text() == "99"
+    assert (group / "memory.oom.group").read_text() == "1" and (group / "memory.swap.max").read_text() == "0"
+    own.write_text("4:memory:/other\n")
+    assert not memory_group(99, str(tmp_path), str(own))
 
 
 @needs_sandbox

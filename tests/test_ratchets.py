@@ -34,13 +34,13 @@ CODE = {
     "report": 1165,
     "rollout": 3255,
     "runtime": 12176,
-    "serving": 2834,
+    "serving": 2960,
     "sim": 2039,
-    "tasks": 4225,
+    "tasks": 4590,
     "trainer": 2277,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
-LOOSE = {"Any": 871, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
+LOOSE = {"Any": 876, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 READING_ORDER = 3300  # lines until one step is explained: the files that dora_jax/README.md names in order
 

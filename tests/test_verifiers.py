@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +22,22 @@ from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.types import EpisodeEnded
-from tests.fakes import hf_folder, tokenizer_folder
-from tests.fakes.episode_player import FIRST, Letters, Player, prompt_of
+from tests.fakes import hf_folder, remote_sandboxes, tokenizer_folder
+from tests.fakes.episode_player import FIRST, Letters, Player, answers, prompt_of
 from tests.fakes.pinned_environment import ROOT, python_of
 
 STEPS = 16
 TASKSETS = ROOT / "tests/data/verifiers"
 VOCAB = ["<eos>", *"abcde\n"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+SIZES = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32)
+SETTINGS = {"eos_token": "<eos>", "pad_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}
+AGENT_VOCAB = ["<eos>", "<tool_call>", "</tool_call>", *string.printable[:97]]
+AGENT = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>{% endfor %}'
+    "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+)
 NAME = "dora_jax.serving.verifiers.Verifiers"
 LONELY = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]  # no network but loopback
 CONFIG = """
@@ -65,26 +74,25 @@ def python():
 def model(tmp_path_factory):
     """A random policy of five letters, with a chat template."""
     path = tmp_path_factory.mktemp("model") / "model"
-    sizes = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32)
-    hf_folder.folder(path, decoder.new_config("qwen3", vocab_size=len(VOCAB), **sizes))
-    settings = {"eos_token": "<eos>", "pad_token": "<eos>", "chat_template": TEMPLATE}
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    return tokenizer_folder.folder(path, vocab=VOCAB, settings=settings, unknown="e")
+    hf_folder.folder(path, decoder.new_config("qwen3", vocab_size=len(VOCAB), **SIZES))
+    return tokenizer_folder.folder(path, vocab=VOCAB, settings=SETTINGS | {"chat_template": TEMPLATE}, unknown="e")
 
 
 @contextlib.contextmanager
-def playing(model, text, answer, task="", **section):
+def playing(model, text, answer, task="", context=32, turn_tokens=6, **section):
     """A player whose first episode is open."""
     section, tokenizer = EnvironmentSection(**section), Tokenizer.load(model)
-    rollout = dataclasses.asdict(RolloutSection())
-    policy = PolicyFacts(path=str(model), context=32, vocab=7, turn_tokens=6, stop_ids=(0,), rollout=rollout)
+    policy = PolicyFacts(
+        path=str(model), context=context, vocab=tokenizer.vocab_size, turn_tokens=turn_tokens, stop_ids=(0,),
+        rollout=dataclasses.asdict(RolloutSection()),
+    )  # fmt: skip
     pool = EnvironmentPool(section, Bridge(tokenizer, section.observation), 0, policy)
     try:
         pool.wait_ready()
         prompt = prompt_of(text=text, answer=answer, encode=tokenizer.encode)
         prompt = dataclasses.replace(prompt, task=task or prompt.task)
         pool.open(FIRST, prompt)
-        yield Player(pool, tokenizer=tokenizer, prompt=prompt)
+        yield Player(pool, room=context, tokenizer=tokenizer, prompt=prompt)
     finally:
         pool.close()
 
@@ -113,6 +121,41 @@ def test_a_program_of_the_library_plays_an_episode(python, model, monkeypatch):
         assert player.observed(opening) == "", "the prompt of the run is the client's own"
         assert player.observed(player.ask("ab<eos>")) == "d\n"
         assert player.ask("aaaaaa") == EpisodeEnded(id=FIRST, terms={"reward": 7 / 8})
+
+
+@pytest.mark.slow
+def test_mini_swe_agent_plays_an_episode_in_a_container(python, tmp_path, monkeypatch):
+    """The library's harness and the agent's own program (uv installs it at the first use); the container engine is
+    faked at its command line."""
+    monkeypatch.setenv("PYTHONPATH", str(TASKSETS))
+    monkeypatch.setenv("UV_SYSTEM_CERTS", "true")
+    state, box = tmp_path / "state", tmp_path / "box"
+    remote_sandboxes.install(tmp_path / "bin", state)
+    (state / "open").touch()
+    box.mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(python).parent}:{os.environ['PATH']}")
+    model = tmp_path / "model"
+    hf_folder.folder(model, decoder.new_config("qwen3", vocab_size=len(AGENT_VOCAB), **SIZES))
+    tokenizer_folder.folder(model, vocab=AGENT_VOCAB, settings=SETTINGS | {"chat_template": AGENT}, unknown="?")
+    agent = {"harness": {"id": "mini_swe_agent"}, "runtime": {"type": "docker", "workdir": str(box), "image": "none"}}
+    params = {"env": {"taskset": {"id": "dora_files"}, "agent": agent}}
+    params["renderer"] = {"name": "default", "tool_parser": "qwen3"}
+    how = {"context": 12_000, "turn_tokens": 500, "step_timeout_s": 300.0, "env": ("UV_SYSTEM_CERTS", "SSL_CERT_FILE")}
+    with playing(model, "w\n", 0, name=NAME, params=params, python=python, **how) as player:
+        opening = answers(player.pool, 1, timeout_s=300)[0]
+        if getattr(opening, "reason", "").find("failed to prepare uv script") > 0:
+            pytest.skip(opening.reason)
+        player.tokens, player.mask = opening.token_ids, np.zeros(len(opening.token_ids), bool)
+        assert "Please solve this issue: write bee to answer.txt" in player.tokenizer.decode(player.tokens)
+        for command in ("echo bee > answer.txt; pwd", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"):
+            call = json.dumps({"name": "bash", "arguments": {"command": command}})
+            player.say(f"<tool_call>{call}</tool_call><eos>")
+            ended = answers(player.pool, 1, timeout_s=300)[0]
+            if command.startswith("echo bee"):
+                assert str(box) in player.observed(ended)
+        assert ended == EpisodeEnded(id=FIRST, terms={"reward": 1.0})
+    calls = (state / "calls.txt").read_text()
+    assert "--exit-immediately --yolo" in calls and "docker rm --force" in calls
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import concurrent.futures
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dora_jax.tasks import sandbox
@@ -49,7 +49,11 @@ def python_tool(program: str, stdin: str = "", limits: programs.Limits = program
 
     Waits for the program: `environment.in_thread` for one of many episodes. SandboxError is the machine's fault.
     """
-    ran = programs.run(program, stdin, limits)
+    return reported(programs.run(program, stdin, limits))
+
+
+def reported(ran: programs.Ran) -> str:
+    """What a model gets of what it ran."""
     text = ran.stdout + ran.stderr
     if len(text) > REPORTED_CHARS:
         half = REPORTED_CHARS // 2
@@ -105,17 +109,26 @@ def may_run(section: str, field: str, paths: Sequence[str], asked: bool, python:
 
 
 def _outcomes(name: str, response: str, answer: Any) -> Iterator[bool]:
-    """Whether each test is passed, up to the end of the time."""
-    tests, program = _tests(name, answer), (BLOCK.findall(response) or [response])[-1]
-    left_s = float(answer.get("time_limit_s", TIME_LIMIT_S))
+    """Whether the program of a response passes each test."""
+    program = (BLOCK.findall(response) or [response])[-1]
+
+    def run(stdin: str, left_s: float) -> programs.Ran:
+        try:
+            return programs.run(program, stdin, programs.Limits(cpu_s=left_s, wall_s=left_s))
+        except programs.SandboxError as error:
+            raise RewardError(f"{name}: the sandbox did not run the program: {error}") from error
+
+    return outcomes(name, answer, run)
+
+
+def outcomes(name: str, answer: Any, run: Callable[[str, float], programs.Ran]) -> Iterator[bool]:
+    """Whether each test of the answer is passed, up to the end of the time. run: of an input and the seconds left."""
+    tests, left_s = _tests(name, answer), float(answer.get("time_limit_s", TIME_LIMIT_S))
     for test in tests:
         if left_s <= 0:
             yield False
             return
-        try:
-            ran = programs.run(program, test["stdin"], programs.Limits(cpu_s=left_s, wall_s=left_s))
-        except programs.SandboxError as error:
-            raise RewardError(f"{name}: the sandbox did not run the program: {error}") from error
+        ran = run(test["stdin"], left_s)
         left_s -= ran.spent_s
         right = _same(_lines(ran.stdout), _lines(test["stdout"]), float(answer.get("tolerance", 0.0)))
         yield not ran.ended_by and ran.exit_code == 0 and right

@@ -1,13 +1,13 @@
 """Is the verdict on a program the same each time? And how much memory does a program hold that takes what it can?
 
-    python -m tests.soak.verdicts [--number=200] [--times=20] [--load=0] [--at_once=2] [--no_attacks] [--python=PATH]
+    python -m tests.soak.verdicts [--number=200] [--times=20] [--load=0] [--at_once=2] [--no_attacks] [--attack_s=3] [--python=PATH]
 
 verdicts  programs of ten kinds (KINDS): what they print follows from the order of sets, hashes, addresses, threads,
           dates, the names around them, or they compute, or sleep, for half of the time limit. Each is run `times` times in
           the sandbox; its verdict is what it printed, how it ended, and what the reward `stdio` would say of its first
           output as the expected one. With --load=N beside N processes that compute. --python: by this interpreter
 attacks   programs that take memory in different ways (ATTACKS) at a limit of 256 MiB: how each ended, and the most that
-          its processes, and the kernel for them, held at once
+          its processes, and the kernel for them, held at once, within attack_s seconds
 
 Exits with 1 where a verdict differs or an attack held more than twice its limit, with 2 where the machine lacks a wall.
 """
@@ -93,7 +93,7 @@ def verdicts_of(server: Server, number: int, times: int, at_once: int) -> dict[i
     return found
 
 
-def held_by(server: Server, program: str) -> tuple[Ran, float]:
+def held_by(server: Server, program: str, wall_s: float = 3.0) -> tuple[Ran, float]:
     """How the program ended, and the most bytes that its processes and the kernel's unreclaimable memory and sockets
     grew by while it ran."""
 
@@ -116,14 +116,14 @@ def held_by(server: Server, program: str) -> tuple[Ran, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        ran = server.run(program, limits=Limits(memory_bytes=LIMIT, wall_s=3.0))
+        ran = server.run(program, limits=Limits(memory_bytes=LIMIT, wall_s=wall_s))
     finally:
         over.set()
         watcher.join()
     return ran, most[0]
 
 
-def verdicts(number=200, times=20, load=0, at_once=2, python="", no_attacks=False) -> Iterator[str]:
+def verdicts(number=200, times=20, load=0, at_once=2, python="", no_attacks=False, attack_s=3.0) -> Iterator[str]:
     try:
         programs.check(python)
     except NoSandbox as error:
@@ -148,7 +148,7 @@ def verdicts(number=200, times=20, load=0, at_once=2, python="", no_attacks=Fals
         for process in busy:
             process.kill()
         for name, program in () if no_attacks else ATTACKS.items():
-            ran, held = held_by(server, program)
+            ran, held = held_by(server, program, attack_s)
             ended = ran.ended_by or (ran.stderr.strip().splitlines() or [f"exit code {ran.exit_code}"])[-1]
             yield f"{name:38} held {held / MIB:5.0f} of {LIMIT / MIB:.0f} MiB; ended by: {ended}"
             wrong += [f"{name}: {held / MIB:.0f} MiB"] if held > 2 * LIMIT else []

@@ -41,7 +41,8 @@ PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 SECCOMP_FD, STATUS_FD, STARTED_FD = 3, 4, 5
-START = f'echo >&{STARTED_FD}; exec {STARTED_FD}>&-; exec "$@"'  # inside the sandbox: reports it, becomes the program
+# Inside the sandbox: tells that it is up, runs the program, tells its exit code, behind a word where it was a signal
+START = f'exec 6>&2 2>&{STARTED_FD}; echo >&2; (exec "$@" 2>&6 6>&- {STARTED_FD}>&-); echo $? >&2'
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",

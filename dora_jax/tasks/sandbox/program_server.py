@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import resource
 import select
 import signal
@@ -125,8 +126,12 @@ class _Runner:
         taken, self._feed = os.pipe()
         (out, out_end), (err, err_end), (status, status_end), (started, started_end) = (os.pipe() for _ in range(4))
         theirs = [taken, out_end, err_end, filter_fd, status_end, started_end]
+        self._group = memory_group(self._limits["memory_bytes"])
         bwrap = os.fork()
         if not bwrap:
+            if self._group:
+                with open(f"{self._group}/cgroup.procs", "w") as procs:
+                    procs.write("0")  # this process
             become_bwrap(self._program, self._limits, theirs, *self._by)
         for fd in theirs:
             os.close(fd)
@@ -173,8 +178,13 @@ class _Runner:
         for fd in list(self._sources):
             while not self._ended_by and self._read(fd):
                 pass
-        with open(status, "rb") as file:
-            return self._result(file.read(), time.monotonic() - self._started_s)
+        if self._group:
+            with open(f"{self._group}/memory.events") as group_events:
+                if re.search("^oom_kill [1-9]", group_events.read(), re.MULTILINE) and not self._ended_by:
+                    self._ended_by = "memory"
+            os.rmdir(self._group)
+        with open(status, "rb") as file, open(started, "rb") as reported:
+            return self._result(file.read(), reported.read().split(), time.monotonic() - self._started_s)
 
     def _look(self, bwrap: int, now_s: float) -> None:
         """Ends the program where it holds too much, or has had its time: that in which it waited for a core, beside
@@ -183,7 +193,7 @@ class _Runner:
         self._seen = used
         if self._started_s == math.inf:
             return
-        if used.held_bytes > self._limits["memory_bytes"]:
+        if used.held_bytes > self._limits["memory_bytes"] and not self._group:
             self._ended_by = "memory"
         # The kernel counts a wait when it ends: of what is ready to run now, all that it did not run was a wait.
         period_s, self._looked_s = now_s - max(self._looked_s, self._started_s), now_s
@@ -218,7 +228,8 @@ class _Runner:
             self._ended_by = "output"
         return bool(part)
 
-    def _result(self, status: bytes, wall_s: float) -> dict[str, Any]:
+    def _result(self, status: bytes, reported: list[bytes], wall_s: float) -> dict[str, Any]:
+        """status: of bwrap; reported: by START."""
         outcome: dict[str, Any] = {}
         for line in status.splitlines():
             outcome |= json.loads(line)
@@ -233,8 +244,12 @@ class _Runner:
             return {"error": waited if self._ended_by else (stderr.strip().splitlines() or ["bwrap ended"])[-1]}
         if self._ended_by == "machine":
             return {"error": f"a program of {self._limits['wall_s']:g} s had {self._spent_s:.1f} s in {wall_s:.0f} s"}
-        if code is not None and 128 < code <= 128 + signal.SIGRTMAX:
-            code = 128 - code  # bwrap reports signals as a shell does; what is above was an exit code
+        signalled = True  # of START itself, by its program
+        if reported and reported[-1].isdigit():
+            code = int(reported[-1])
+            signalled = len(reported) > 1 or code - 128 in (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM)
+        if code is not None and 128 < code <= 128 + signal.SIGRTMAX and signalled:
+            code = 128 - code
         cpu_s = math.ceil(self._limits["cpu_s"])
         if not self._ended_by and (
             code == -signal.SIGXCPU or code == -signal.SIGKILL and self._ran_s >= cpu_s - 2 * LOOK_PERIOD_S
@@ -251,6 +266,30 @@ class _Runner:
 
 
 # ---------------------------------------------------------------- processes
+
+
+def memory_group(limit_bytes: int, cgroups: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> str:
+    """A new group of cgroup v2 beside that of this process, which holds what is in it to so many bytes; empty where
+    none can be made."""
+    try:
+        with open(own) as groups:
+            ours = next((line[3:].strip() for line in groups if line.startswith("0::")), "")
+        above = os.path.join(cgroups, os.path.dirname(ours)[1:])
+        with open(f"{above}/cgroup.subtree_control") as control:
+            if not ours or "memory" not in control.read().split():
+                return ""
+        group = os.path.join(above, f"dora-program-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            os.rmdir(group)  # of a runner that was killed
+        os.mkdir(group)
+        for name, value in (("memory.oom.group", 1), ("memory.max", limit_bytes), ("memory.swap.max", 0)):
+            with contextlib.ExitStack() as opened:
+                if name == "memory.swap.max":
+                    opened.enter_context(contextlib.suppress(OSError))  # where there is no swap
+                opened.enter_context(open(f"{group}/{name}", "w")).write(str(value))
+        return group
+    except OSError:
+        return ""
 
 
 def _children(pid: int) -> list[int]:
