@@ -112,6 +112,8 @@ def test_multi_token_prediction_is_ignored_with_a_line(tmp_path, capsys, family,
         ("Gemma-4-E2B", 4.63e9, 4.63e9),
         ("Gemma-4-31B", 30.7e9, 30.7e9),
         ("Gemma-4-26B-A4B", 25.2e9, 3.8e9),
+        ("gpt-oss-20b", 20.91e9, 4.19e9),  # 3.6 without the embedding
+        ("gpt-oss-120b", 116.8e9, 5.71e9),
     ],
 )
 def test_known_sizes_have_the_parameters_that_their_authors_name(name, total, active):

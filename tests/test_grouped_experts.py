@@ -40,6 +40,34 @@ def test_values_and_gradients_are_those_of_one_expert_after_another(first, here,
         np.testing.assert_allclose(grad, like, atol=1e-5 * float(jnp.abs(like).max()))
 
 
+@pytest.mark.parametrize("where", ["one device", "all to all", "gathered", "tensor"])
+def test_experts_with_biases_and_a_clamp_are_those_of_one_after_another(where):
+    """Numbers of which a third are clamped; experts and their widths over a mesh."""
+    random = np.random.default_rng(5)
+    shapes = (4, TOKENS, D), (4, TOKENS, PER_TOKEN), (EXPERTS, D, F), (EXPERTS, F), (EXPERTS, D, F), (EXPERTS, F)
+    inputs = [jnp.asarray(random.normal(scale=1.5, size=shape), jnp.float32) for shape in (*shapes, (EXPERTS, F, D))]
+    ids = jnp.asarray(random.integers(0, EXPERTS, shapes[1]), jnp.int32)
+
+    def total(compute, **options):
+        def of(h, weights, gate, gate_bias, up, up_bias, down):
+            matrices = moe.Biased(gate, gate_bias), moe.Biased(up, up_bias), down
+            y = compute(h, weights, ids, *matrices, gate="clamped", **options)
+            return jnp.mean(jnp.square(y)), y
+
+        return jax.jit(jax.value_and_grad(of, argnums=tuple(range(7)), has_aux=True))(*inputs)
+
+    (_, expected), expected_grads = total(moe.scan)
+    shape = {"tensor": 4} if where == "tensor" else {"tensor": 1, "expert": 4}
+    mesh = sharding.make_mesh(jax.devices()[:4], 1, 1, **shape)
+    dispatch = "all_to_all" if where == "all to all" else "gather"
+    one = where == "one device"
+    compute = moe.megablox if one else expert_parallel.compute("megablox", mesh, dispatch)
+    (_, found), grads = total(compute, **({"interpret": True} if one else {}))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+    for grad, like in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, like, atol=2e-5 * float(jnp.abs(like).max()))
+
+
 @pytest.mark.parametrize("crowded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts_over_a_mesh_get_their_tokens_by_all_to_all(crowded):
     """Four devices of two experts each; crowded: most tokens choose one device's, which takes them block after block.

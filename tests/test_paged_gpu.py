@@ -31,12 +31,13 @@ def case(length, lens, group, dim, size, dtype, kv=2, table=256):
     return jnp.asarray(q, dtype), jnp.asarray(pool, dtype), jnp.asarray(lens), jnp.asarray(tables)
 
 
-def expected(q, pool, lens, tables, window=0):
+def expected(q, pool, lens, tables, window=0, sinks=()):
     """In f32, from the same values."""
     tables = jnp.where(tables < len(pool), tables, 0)
     pool = jnp.nan_to_num(pool.astype(jnp.float32))
     attend = functools.partial(attention.paged_reference, scores=Scores(q.shape[-1] ** -0.5, window))
-    return jax.jit(attend)(q.astype(jnp.float32), pool, lens, tables)
+    more = {"sinks_H": sinks[0]} if sinks else {}
+    return jax.jit(attend)(q.astype(jnp.float32), pool, lens, tables, **more)
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -57,6 +58,20 @@ def test_a_chunk_equals_the_reference(length, group, size, dtype, atol, window):
     inputs = case(length, (length, length + 1, 64, 200), group, 64, size, dtype)
     got = interpreted(*inputs, Scores(64**-0.5, window), block=32)
     np.testing.assert_allclose(got.astype(jnp.float32), expected(*inputs, window), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("length,lens", [(1, EDGES), (8, (8, 9, 64, 200))], ids=["decode", "chunk"])
+def test_sinks_take_their_share_of_the_weights(length, lens):
+    """A sink far below the scores changes nothing, one far above takes all; a single span is not combined."""
+    inputs = case(length, lens, 2, 64, 16, jnp.float32)
+    sinks = jnp.asarray([-1e9, -1.0, 0.5, 30.0], jnp.float32)
+    scores = Scores(64**-0.5, 40)
+    plain = expected(*inputs, 40)
+    for span in (64, 256):
+        got = interpreted(*inputs, scores, sinks, span=span, block=32)
+        np.testing.assert_allclose(got, expected(*inputs, 40, (sinks,)), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(got[:, :, 0], plain[:, :, 0], atol=2e-6)
+    assert float(jnp.abs(got[:, :, 3]).max()) < 1e-9 and float(jnp.abs(got - plain)[:, :, 2].max()) > 0.1
 
 
 def test_no_bit_depends_on_the_table_s_width_or_on_other_rows():

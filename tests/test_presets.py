@@ -243,6 +243,10 @@ def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
             "trainer.micro_batches: an update needs",
         ),
         (on("v6e-8", trainer={"fsdp": 4, "micro_batches": 32}, size="Qwen3-32B"), "trainer.fsdp: an update needs"),
+        (
+            on("v5p-128", size="gpt-oss-20b"),
+            "rollout.attention: the kernel 'tpu' computes no attention sinks, which this gpt_oss has; reference does",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_its_field(asked, problem):

@@ -38,15 +38,16 @@ def heads(dtype, n_heads, n_kv, dim):
     return [jnp.asarray(rng.normal(size=(2, L, n, dim)), dtype) for n in (n_heads, n_kv, n_kv)]
 
 
-def with_gradients(attend, inside, qkv, window=0):
+def with_gradients(attend, inside, qkv, window=0, sinks=()):
     """Values inside the segments, and the gradients of a loss that reads those alone."""
     scores = Scores(qkv[0].shape[-1] ** -0.5, window)
 
     def loss(*qkv):
-        o = jnp.where(inside[:, :, None, None], attend(None, *qkv, scores).astype(jnp.float32), 0)
+        o = jnp.where(inside[:, :, None, None], attend(None, *qkv[:3], scores, *qkv[3:]).astype(jnp.float32), 0)
         return jnp.sum(jnp.sin(o)), o
 
-    grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*qkv)
+    inputs = *qkv, *sinks
+    grads, o = jax.jit(jax.grad(loss, argnums=tuple(range(len(inputs))), has_aux=True))(*inputs)
     return o, *grads
 
 
@@ -102,6 +103,39 @@ def test_splash_gives_the_values_and_gradients_of_the_reference(
     tolerance = 2e-5 if dtype == jnp.float32 else 6e-2
     for a, b in zip(found, reference(dtype, *shape, window=window), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
+
+
+def plain(segments, positions, window):
+    """The attention of one softmax over all keys and the sink, which autodiff goes through."""
+    same = segments[:, :, None] == segments[:, None, :]
+    behind = positions[:, :, None] - positions[:, None, :]
+    seen = jnp.asarray(same & (behind >= 0) & (behind < window))
+
+    def attend(layer, q, k, v, scores, sinks_H):
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        found = jnp.where(seen[:, None], jnp.einsum("blhd,bmhd->bhlm", q, k) * scores.scale, -jnp.inf)
+        sinks = jnp.broadcast_to(sinks_H[None, :, None, None], (*found.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([found, sinks], axis=-1), axis=-1)[..., :-1]
+        return jnp.einsum("bhlm,bmhd->blhd", weights, v)
+
+    return attend
+
+
+@pytest.mark.parametrize("kind", ["reference", "long rows", "context", "splash"])
+def test_sinks_have_the_values_and_gradients_of_one_softmax(monkeypatch, kind):
+    """A sink far below the scores, among them, and far above."""
+    segments, positions, inside = packed()
+    qkv, sinks = heads(jnp.float32, 4, 2, 64), (jnp.asarray([-50.0, -1.0, 1.5, 8.0]),)
+    expected = with_gradients(plain(segments, positions, 150), inside, qkv, 150, sinks)
+    mesh = sharding.make_mesh(jax.devices()[:8], 1, 2, 2, 2)
+    if kind == "long rows":
+        monkeypatch.setattr(ops, "LONG_ROW", L)
+    attend = ops.splash_attention(segments, positions, mesh, interpret=True)
+    if kind != "splash":
+        one = sharding.make_mesh(jax.devices()[:1], 1, 1, 1)
+        attend = ops.packed_attention("reference", segments, positions, mesh if kind == "context" else one)
+    for a, b in zip(with_gradients(attend, inside, qkv, 150, sinks), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_cudnn_is_lowered_to_its_own_call(monkeypatch):

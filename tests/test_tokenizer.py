@@ -127,6 +127,19 @@ def test_what_templates_count_on(template, expected, tmp_path):
     assert tok.chat([{"role": "user", "content": "<é>"}], extra=7) == expected
 
 
+def test_a_template_that_asks_for_the_day_is_given_one(tmp_path):
+    """gpt-oss' template writes the date into every prompt; a prompt does not depend on when it is made."""
+    template = "{{ strftime_now('%Y-%m-%d, %d %b') }}"
+    tok = Tokenizer.load(folder(tmp_path, settings={"eos_token": "<eos>", "chat_template": template}))
+    assert tok.chat(MESSAGES, strftime_now="2025-08-05") == "2025-08-05, 05 Aug"
+    with pytest.raises(
+        ValueError, match="it sees no clock: give it the day, strftime_now=2026-01-31 of the template's v"
+    ):
+        tok.chat(MESSAGES)
+    with pytest.raises(ValueError, match="refused the messages: ValueError: Invalid isoformat string: 'today'"):
+        tok.chat(MESSAGES, strftime_now="today")
+
+
 @pytest.mark.parametrize(
     "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[0].clear() }}"]
 )

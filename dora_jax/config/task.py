@@ -66,7 +66,9 @@ class TaskSection:
     )
     heldout: int = field(256, "distinct held-out prompts; in a mix an equal part of each task's", ge=1, change=HELD_OUT)
     template: str = field("{prompt}", 'text around {prompt}; "chat" applies the tokenizer\'s chat template')
-    template_kwargs: dict[str, Any] = field({}, "chat: variables of the template, such as enable_thinking of Qwen3")
+    template_kwargs: dict[str, Any] = field(
+        {}, "chat: variables of the template: enable_thinking of Qwen3, the day of gpt-oss (strftime_now)"
+    )
     system: str = field("", "chat: system message in front of prompts that have none")
     extract: str = field("", "regex; its first group in the question replaces the question")
     rewards: tuple[str, ...] = field(("dora_jax.tasks.rewards.exact",), "import paths; values add up", change=LEARNS)

@@ -14,6 +14,8 @@ ops.segment_attention's. What `attend(layer, q, k, v, scores) -> o` is given:
             holds them; elsewhere they are that layer's
   scores    families.config.Scores: q is not scaled, for a narrow type would round scale and product alike; `attend`
             multiplies the products with keys, in f32
+  sinks     f32[H], given where the model has them: a score of each head that stands beside those of its keys, and whose
+            weight goes to no value
 Law: norms and rotary angles are computed in f32, the angles' frequencies as float64 constants.
 
 What a layer's backward pass keeps, and what it computes again.
@@ -29,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax.models.families.config import SMALL, Kind, Linear, ModelConfig, Proportional, RopeScaling, Scores, Yarn
+from dora_jax.models.families.config import SMALL, Kind, Linear, ModelConfig, Proportional, RopeScaling, Yarn
 
 REMAT = ("none", "full", "dots")
 KEPT = "attention"  # what an attention kernel names of its results: they are kept where they are small
@@ -49,7 +51,7 @@ def rematerialized(body: Callable, remat: str, cfg: ModelConfig) -> Callable:
     raise ValueError(f"remat {remat!r} is unknown; known: {', '.join(REMAT)}")
 
 
-Attend = Callable[[Any, jax.Array, "jax.Array | None", "jax.Array | None", Scores], jax.Array]
+Attend = Callable[..., jax.Array]  # (layer, q, k, v, scores), and sinks
 KV = tuple["jax.Array | None", "jax.Array | None"]  # keys and values of one layer
 NO_KV: KV = (None, None)
 Weights = dict[str, Any]  # of one layer, by name
@@ -120,6 +122,10 @@ def specs(cfg: ModelConfig, kind: Kind, residual: float) -> dict[str, Spec]:
     d, q, kv, m = cfg.d_model, cfg.q_width(kind), cfg.kv_width(kind), cfg.latent
     v = cfg.n_heads * m.v_dim if m else q
     found = {"o_proj": Spec((v, d), ("heads", "embed"), residual * v**-0.5)}
+    if cfg.o_bias:
+        found["o_bias"] = Spec((d,), ("norm",), 0.0)
+    if cfg.sinks:
+        found["sinks"] = Spec((cfg.n_heads,), ("heads",), 0.0)
     if m is None or not m.q_rank:
         found["q_proj"] = Spec((d, q), ("embed", "heads"), d**-0.5)
     if m is None:
@@ -163,12 +169,14 @@ def run(
     if cfg.latent is None:
         q, *own = _heads(cfg, kind, weights, h_BxLxD, rotary, products)
         kv = kv if kind.kv == "read" else (own[0], own[1])
-        o_BxLxHxD = attend(cfg.source(kind) if kind.kv == "read" else layer, q, *kv, cfg.scores(kind))
+        sinks = [weights["sinks"].astype(jnp.float32)] if cfg.sinks else []
+        o_BxLxHxD = attend(cfg.source(kind) if kind.kv == "read" else layer, q, *kv, cfg.scores(kind), *sinks)
     else:
         inner = _mla_absorbed if products.absorbed else _mla
         o_BxLxHxD = inner(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products)
     shared = kv if kind.kv == "shared" and not products.absorbed else NO_KV
-    return products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj"), shared
+    y_BxLxD = products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj")
+    return y_BxLxD + last(weights["o_bias"].astype(y_BxLxD.dtype), y_BxLxD) if cfg.o_bias else y_BxLxD, shared
 
 
 def rotary(cfg: ModelConfig, kind: Kind, positions_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -207,9 +207,9 @@ class Ends(nnx.Module):
 
 
 def kept_type(name: str, dtype) -> np.dtype:
-    """The type of this parameter in a model of `dtype`: f32 for gains of norms, routers and their biases, which f32 is
-    computed with."""
-    wide = name.startswith("router") or name.removesuffix("_0").removesuffix("_1").endswith("_norm")
+    """The type of this parameter in a model of `dtype`: f32 for gains of norms, sinks, routers and their biases, which
+    f32 is computed with."""
+    wide = name.startswith(("router", "sinks")) or name.removesuffix("_0").removesuffix("_1").endswith("_norm")
     return np.dtype(np.float32 if wide else dtype)
 
 
@@ -350,8 +350,9 @@ class _Pass(NamedTuple):
                     y_BxLxD, routed = self._mixture(weights, h_BxLxD, given.forced, x_BxLxD)
                 x_BxLxD = x_BxLxD + self._normed(weights, "mlp_post_norm", y_BxLxD)
                 if self.cfg.per_layer:
-                    gate_BxLxP = moe.GATES[self.cfg.activation](self.products(weights, x_BxLxD, "per_layer_in"))
-                    y_BxLxD = self.products(weights, gate_BxLxP * given.own, "per_layer_out")
+                    inner_BxLxP = self.products(weights, x_BxLxD, "per_layer_in")
+                    inner_BxLxP = moe.gated(self.cfg.activation, inner_BxLxP, given.own)
+                    y_BxLxD = self.products(weights, inner_BxLxP, "per_layer_out")
                     x_BxLxD = x_BxLxD + self._normed(weights, "per_layer_norm", y_BxLxD)
                 if self.cfg.layer_scale:
                     scale = jax.lax.stop_gradient(weights["layer_scale"]).astype(x_BxLxD.dtype)

@@ -21,6 +21,7 @@ number a row is sent.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -57,6 +58,7 @@ def experts(
     up_ExDxF: jax.Array,
     down_ExFxD: jax.Array,
     *,
+    biases: Sequence[jax.Array] = (),
     axis: str,
     devices: int,
     mesh_axes: tuple[str, ...],
@@ -65,7 +67,7 @@ def experts(
 ) -> jax.Array:
     """[T, D]: for each of this device's tokens, the weighted sum of its experts, E of which each device has.
 
-    interpret: without the TPU's kernel and collective, for tests.
+    biases: of gate and up. interpret: without the TPU's kernel and collective, for tests.
     """
     (tokens, k), count = ids_Txk.shape, gate_ExDxF.shape[0]
     plan = plan_of(tokens * devices, k, count, devices, interpret)._replace(gate=gate)
@@ -73,16 +75,16 @@ def experts(
     place_N, counts_E = places_of(ids_N, count * devices + 1)
     sent = _Sent(order_of(ids_N), place_N, jax.lax.all_gather(counts_E[:-1], axis))
     over = _Exchange(plan, axis, devices, mesh_axes)
-    return _mixed(over, h_TxD, weights_Txk.reshape(-1), sent, gate_ExDxF, up_ExDxF, down_ExFxD).astype(h_TxD.dtype)
+    matrices = gate_ExDxF, up_ExDxF, down_ExFxD, *biases
+    return _mixed(over, h_TxD, weights_Txk.reshape(-1), sent, *matrices).astype(h_TxD.dtype)
 
 
 # ---------------------------------------------------------------- the product and its gradients
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(over: _Exchange, h_TxD, weights_N, sent: _Sent, gate_ExDxF, up_ExDxF, down_ExFxD) -> jax.Array:
+def _mixed(over: _Exchange, h_TxD, weights_N, sent: _Sent, *matrices) -> jax.Array:
     """f32[T, D]."""
-    matrices = (gate_ExDxF, up_ExDxF, down_ExFxD)
     x_NxD = h_TxD[sent.choice_N // over.plan.per_token]
     weights_SxN = jax.lax.all_gather(weights_N[sent.choice_N], over.axis)
 
@@ -208,20 +210,21 @@ def compute(kind: str, mesh: Mesh, dispatch: str = "gather") -> moe.Compute:
         return jax.lax.all_gather(x, axis, axis=at, tiled=True) if mesh.shape[axis] > 1 else x
 
     def one_device(activation, h, weights, ids, gate, up, down):
+        (gate, up), biases = moe.unbiased(gate, up)
         gate, up, down = whole(gate, embed, 1), whole(up, embed, 1), whole(down, embed, 2)
         if dispatch == "all_to_all" and mesh.shape[expert] > 1:
             inputs = (*(x.reshape(-1, x.shape[-1]) for x in (h, weights, ids)), gate, up, down)
             options = {"axis": expert, "devices": mesh.shape[expert], "mesh_axes": mesh.axis_names}
-            y = experts(*inputs, interpret=_interpreted(mesh), gate=activation, **options)
+            y = experts(*inputs, biases=biases, interpret=_interpreted(mesh), gate=activation, **options)
             return jax.lax.psum(y.reshape(h.shape), mlp)
         h, weights, ids = (whole(x, expert, 0) for x in (h, weights, ids))
-        y = local(h, weights, ids, gate, up, down, jax.lax.axis_index(expert) * gate.shape[0], gate=activation)
+        gate, up = map(moe.Biased, (gate, up), biases) if biases else (gate, up)
+        y = local(h, weights, ids, gate, up, down, jax.lax.axis_index(expert) * down.shape[0], gate=activation)
         y = jax.lax.psum(y, mlp)
         return jax.lax.psum_scatter(y, expert, scatter_dimension=0, tiled=True) if mesh.shape[expert] > 1 else y
 
-    specs = (tokens, tokens, tokens, wide, wide, back)
-
     def run(*inputs, gate: str = "silu"):
+        specs = (tokens, tokens, tokens, *_placed(inputs[3:], (wide, wide, back)))
         each = functools.partial(one_device, gate)
         return jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)(*inputs)
 
@@ -239,16 +242,22 @@ def serving(kind: str, mesh: Mesh, *, whole: bool) -> moe.Compute:
     devices = table["heads"]
 
     def one_device(activation, h, weights, ids, gate, up, down):
-        first = jax.lax.axis_index(devices) * gate.shape[0] if whole else 0
+        first = jax.lax.axis_index(devices) * down.shape[0] if whole else 0
         return jax.lax.psum(local(h, weights, ids, gate, up, down, first, gate=activation), devices)
 
-    specs = (*(PartitionSpec(),) * 3, wide, wide, back)
-
     def run(*inputs, gate: str = "silu"):
+        specs = (*(PartitionSpec(),) * 3, *_placed(inputs[3:], (wide, wide, back)))
         each = functools.partial(one_device, gate)
         return jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(*inputs)
 
     return run
+
+
+def _placed(matrices: Sequence[jax.Array | moe.Biased], specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+    """The specs of matrices [E, in, out], and of those with a bias."""
+    return [
+        moe.Biased(s, PartitionSpec(s[0], s[2])) if isinstance(x, moe.Biased) else s for x, s in zip(matrices, specs)
+    ]
 
 
 def _local(kind: str, mesh: Mesh, parts: int) -> moe.Compute:

@@ -26,7 +26,16 @@ EVEN_LOAD = "once_under_even_load"  # names the loop over blocks, whose count de
 
 
 GATES = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}  # by cfg.activation
-Matrices = Sequence[jax.Array]  # gate, up, down of every expert
+CLAMP, CLAMPED_GAIN = 7.0, 1.702  # of the activation "clamped"
+Matrices = Sequence[jax.Array]  # gate, up, down of every expert; then the biases of gate and up, of experts with them
+
+
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What stands between the products of a feed-forward, by ModelConfig.activation."""
+    if activation != "clamped":
+        return GATES[activation](gate) * up
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return (up + 1) * gate * jax.nn.sigmoid(CLAMPED_GAIN * gate)
 
 
 class BlockPlan(NamedTuple):
@@ -57,13 +66,15 @@ def experts(
     down_ExFxD: jax.Array,
     first: int | jax.Array = 0,
     *,
+    biases: Sequence[jax.Array] = (),
     parts: int = 1,
     interpret: bool = False,
     gate: str = "silu",
 ) -> jax.Array:
     """[T, D]: for each token, the weighted sum of its experts among `first` and those behind it.
 
-    parts: devices that share out the experts. interpret: on any device, for tests. gate: of GATES.
+    biases: of gate and up. parts: devices that share out the experts. interpret: on any device, for tests. gate: the
+    activation.
     """
     count = gate_ExDxF.shape[0]
     tokens, k = ids_Txk.shape
@@ -73,7 +84,7 @@ def experts(
     place_N, sizes_E = places_of(local_N, count + 1)
     choice_N = jnp.pad(order_of(local_N), (0, plan.blocks * plan.rows - local_N.shape[0]))
     rows_of = Sorted(choice_N, place_N if plan.blocks == 1 else None, jnp.cumsum(sizes_E[:-1]))
-    y_TxD = _mixed(plan, h_TxD, weights_Txk.reshape(-1), rows_of, gate_ExDxF, up_ExDxF, down_ExFxD)
+    y_TxD = _mixed(plan, h_TxD, weights_Txk.reshape(-1), rows_of, gate_ExDxF, up_ExDxF, down_ExFxD, *biases)
     return y_TxD.astype(h_TxD.dtype)
 
 
@@ -104,12 +115,11 @@ def places_of(ids_N: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(plan: BlockPlan, h_TxD, weights_N, rows_of: Sorted, gate_ExDxF, up_ExDxF, down_ExFxD) -> jax.Array:
+def _mixed(plan: BlockPlan, h_TxD, weights_N, rows_of: Sorted, *matrices) -> jax.Array:
     """f32[T, D]."""
 
     def add(start, y_TxD):
         block = _Block(plan, rows_of, start, h_TxD.shape[0])
-        matrices = (gate_ExDxF, up_ExDxF, down_ExFxD)
         y_RxD = block.grouped.forward(block.of_tokens(h_TxD), weights_N[block.choice_R], matrices)
         return block.added(y_TxD, y_RxD)
 
@@ -198,17 +208,15 @@ class Grouped:
 
     def forward(self, x_RxD: jax.Array, weights_R: jax.Array, matrices: Matrices) -> jax.Array:
         """Each row's part of the result; undefined behind the last row."""
-        gate_ExDxF, up_ExDxF, down_ExFxD = matrices
-        inner_RxF = self._gated(self._product(x_RxD, gate_ExDxF), self._product(x_RxD, up_ExDxF))
-        return self._product((weights_R[:, None] * inner_RxF).astype(inner_RxF.dtype), down_ExFxD)
+        inner_RxF = gated(self._plan.gate, *self._inner(x_RxD, matrices))
+        return self._product((weights_R[:, None] * inner_RxF).astype(inner_RxF.dtype), matrices[2])
 
     def backward(
         self, x_RxD: jax.Array, weights_R: jax.Array, dy_RxD: jax.Array, matrices: Matrices, sums: Matrices
     ) -> tuple[jax.Array, jax.Array, Matrices]:
         """(gradients of the rows, of their weights, the sums with those of the matrices) for that of `forward`."""
-        gate_ExDxF, up_ExDxF, down_ExFxD = matrices
-        gate_RxF, up_RxF = self._product(x_RxD, gate_ExDxF), self._product(x_RxD, up_ExDxF)
-        inner_RxF, back = jax.vjp(self._gated, gate_RxF, up_RxF)
+        gate_ExDxF, up_ExDxF, down_ExFxD = matrices[:3]
+        inner_RxF, back = jax.vjp(functools.partial(gated, self._plan.gate), *self._inner(x_RxD, matrices))
         dinner_RxF = self._product(dy_RxD, down_ExFxD, transposed=True).astype(jnp.float32)
         dweights_R = jnp.sum(inner_RxF.astype(jnp.float32) * dinner_RxF, axis=-1)
         dgate_RxF, dup_RxF = back((weights_R[:, None] * dinner_RxF).astype(inner_RxF.dtype))
@@ -216,6 +224,12 @@ class Grouped:
         dx_RxD = dx_RxD + self._product(dup_RxF, up_ExDxF, transposed=True).astype(jnp.float32)
         weighted_RxF = (weights_R[:, None] * inner_RxF).astype(inner_RxF.dtype)
         pairs = (x_RxD, dgate_RxF), (x_RxD, dup_RxF), (weighted_RxF, dy_RxD)
+        of_biases = []
+        for sum_of, d_RxF in zip(sums[3:], (dgate_RxF, dup_RxF)):  # sums of each expert's rows
+            of_expert_RxE = self._of_expert_RxE
+            d_RxF = jnp.where(of_expert_RxE.any(1, keepdims=True), d_RxF, 0)  # behind the last row it is undefined
+            rows = of_expert_RxE.astype(d_RxF.dtype)
+            of_biases += [sum_of + jnp.einsum("re,rf->ef", rows, d_RxF, preferred_element_type=sum_of.dtype)]
         sums = tuple(  # and of each expert's rows x^T dy
             tgmm(
                 x.T,
@@ -226,12 +240,23 @@ class Grouped:
                 existing_out=sum_of if self._plan.blocks > 1 else None,
                 interpret=self._plan.interpret,
             )
-            for (x, dy), sum_of in zip(pairs, sums, strict=True)
+            for (x, dy), sum_of in zip(pairs, sums[:3], strict=True)
         )
-        return dx_RxD.astype(x_RxD.dtype), dweights_R, sums
+        return dx_RxD.astype(x_RxD.dtype), dweights_R, (*sums, *of_biases)
 
-    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return GATES[self._plan.gate](gate) * up
+    @property
+    def _of_expert_RxE(self) -> jax.Array:
+        """Whether a row is of an expert."""
+        ends_E, row_Rx1 = jnp.cumsum(self._sizes_E)[None], jnp.arange(self._plan.rows)[:, None]
+        return (row_Rx1 < ends_E) & (row_Rx1 >= ends_E - self._sizes_E[None])
+
+    def _inner(self, x_RxD: jax.Array, matrices: Matrices) -> list[jax.Array]:
+        """The rows' products with gate and up, and their biases."""
+        inner = [self._product(x_RxD, w_ExDxF) for w_ExDxF in matrices[:2]]
+        if len(matrices) == 3:
+            return inner
+        of_expert_RxE = self._of_expert_RxE.astype(x_RxD.dtype)
+        return [x + of_expert_RxE @ bias_ExF for x, bias_ExF in zip(inner, matrices[3:], strict=True)]
 
     def _product(self, x_RxD: jax.Array, w_ExDxF: jax.Array, transposed: bool = False) -> jax.Array:
         """Each row with its expert's matrix."""

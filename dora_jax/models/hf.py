@@ -18,7 +18,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +25,12 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from dora_jax.models import decoder, sharding
+from dora_jax.models import decoder, packed, sharding
 from dora_jax.models.families import TEXT, family
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Tensor
 from dora_jax.models.hf_config import config_json, read_config, read_json
+from dora_jax.models.packed import Tensors
 from dora_jax.models.tokenizer import TOKENIZER_FILES, Tokenizer
 
 __all__ = ["check", "check_vacant", "load", "load_scorer", "read_config", "save"]
@@ -53,7 +53,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
 MOST_NAMED = 3  # parameters, in a sentence
 
-Tensors = dict[str, tuple[Any, Path, str]]  # name in a folder of text alone -> (open file, its path, name there)
 Bounds = tuple[tuple[int, int], ...]  # half-open, one a dimension
 
 
@@ -241,7 +240,7 @@ def _open(path: Path) -> Iterator[Tensors]:
                 text = TEXT_PREFIX.match(name)
                 ours = f"{'model.' if text[1] else ''}{name[text.end() :]}" if text else name
                 tensors[ours] = handle, file, name
-        yield tensors
+        yield packed.unpacked(tensors)
 
 
 def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[str, tuple[int, ...]]) -> None:
@@ -316,6 +315,9 @@ def read_slice(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) ->
     name = prefix + tensor.name
     handle, _, stored = tensors[name]
     whole = handle.get_slice(stored)
+    if tensor.alternating:  # both halves are read, for a slice has no step
+        bounds = (*bounds[:-1], (2 * bounds[-1][0], 2 * bounds[-1][1]))
+        return whole[tuple(slice(*bound) for bound in bounds)][..., tensor.half :: 2]
     if tensor.transposed:
         *leading, inner, (start, stop) = bounds
         first = tensor.half * whole.get_shape()[-2] // 2 if tensor.half else 0
@@ -357,6 +359,8 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool)
     for name, tensor, stack, leaves in _layer_parameters(cfg, params):
         for layer, *pieces in zip(stack.layers, *map(np.asarray, leaves), strict=True):
             value = np.concatenate(pieces, axis=-1) if pieces[1:] else pieces[0]
+            if tensor.alternating:
+                value = np.stack(pieces, axis=-1).reshape(value.shape)
             each = list(enumerate(value)) if tensor.per_expert else [(0, value)]
             if padded and cfg.experts and name in ("experts_gate", "experts_up"):
                 each += [(e, np.zeros_like(value[0])) for e in range(cfg.experts.count, cfg.experts.choices)]

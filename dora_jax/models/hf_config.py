@@ -25,12 +25,13 @@ FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
 }
 YARN_NUMBERS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 SCORER = "ForSequenceClassification"  # ends the class name of a model whose head is a score, not a vocabulary
 MAX_TEXT_BYTES = 128 << 20  # of a JSON file, a tokenizer, a template; the largest tokenizer.json in use has 33 MB
 
+QUANTIZED = "quantization_config"
+PACKED = ({"quant_method": "mxfp4"}, {"quant_method": "fp8", "weight_block_size": [128, 128]})  # what packed.py reads
 ADAPTER = "adapter_config.json"  # of a PEFT folder
 
 
@@ -74,7 +75,7 @@ def text_fields(raw: Json, file: Path) -> Json:
     text = Fields(raw, file).value("text_config", dict)
     if text is None:
         raise ValueError(f"{file} has model_type={raw['model_type']!r} and no text_config")
-    above = {name: raw[name] for name in ("quantization_config", "tie_word_embeddings") if name in raw}
+    above = {name: raw[name] for name in (QUANTIZED, "tie_word_embeddings") if name in raw}
     return {**above, **text, "model_type": TEXT[raw["model_type"]], "architectures": None}
 
 
@@ -113,6 +114,12 @@ def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
         unused = name == "sliding_window" and raw.get("use_sliding_window") is False
         if raw.get(name, value) not in (value, None) and not unused:
             raise ValueError(f"{file} has {name}={raw[name]!r:.60}; the decoder computes {name}={value!r} only")
+    quantized = fields.value(QUANTIZED, dict)
+    if quantized is not None and not any(packing.items() <= quantized.items() for packing in PACKED):
+        raise ValueError(
+            f"{file} has quantization_config={quantized!r:.120}; weights in mxfp4, and in fp8 with a scale for each "
+            "square of 128, are read"
+        )
     if "layer_types" not in known.reads and set(fields.value("layer_types", list) or ()) - {"full_attention"}:
         raise ValueError(f"{file} has layer_types other than full_attention; the decoder attends in full only")
     # Base and scaling of the rotary angles; where both spellings stand in one file they have to agree
@@ -151,7 +158,8 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     known, scaling = family(cfg.family), None
     if TEXT.get(base.get("model_type", "")) == cfg.family:  # of a folder with a tower, which stays as it is
         text = config_json(cfg, dtype, base["text_config"])
-        return {**base, "text_config": {**text, "architectures": None}, "torch_dtype": dtype, "dtype": dtype}
+        whole = {**base, "text_config": {**text, "architectures": None}, "torch_dtype": dtype, "dtype": dtype}
+        return {name: value for name, value in whole.items() if name != QUANTIZED}
     if cfg.rope_scaling is not None:
         known_kinds = {RopeScaling: "llama3", Linear: "linear", Yarn: "yarn", Proportional: "proportional"}
         kind = known_kinds[type(cfg.rope_scaling)]
@@ -167,7 +175,8 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
     full = {"rope_type": "default", **(scaling or {}), "rope_theta": cfg.rope_theta}
     full |= {"partial_rotary_factor": cfg.rope_part} if cfg.rope_part != 1.0 else {}
     local = max(kind.theta for kind in cfg.kinds)  # base of the layers that have one of their own
-    respelled = ("num_local_experts",) if cfg.experts else ()  # of transformers 5, beside the hub's own
+    # of transformers 5, beside the hub's own; and how the source packed its weights
+    respelled = (*(("num_local_experts",) if cfg.experts else ()), QUANTIZED)
     usual: Json = {
         "architectures": [known.architecture],
         "model_type": cfg.family,

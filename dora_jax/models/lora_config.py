@@ -40,7 +40,7 @@ class Lora:
     def adapts(self, name: str) -> bool:
         """Whether the parameter of this name has an adapter: of matrices alone, and never the router."""
         name = name[:-2] if name.endswith(("_0", "_1")) else name  # of a layer with two sublayers
-        if name.startswith("experts_"):
+        if name in ("experts_gate", "experts_up", "experts_down"):
             return "experts" in self.targets
         if name.startswith("shared_") or name in ("gate_proj", "up_proj", "down_proj"):
             return "mlp" in self.targets

@@ -9,8 +9,8 @@ scores, so that its gradient flows where the choice is replayed. COMPUTES multip
   ragged_dot  tokens sorted by expert, one grouped product (jax.lax.ragged_dot): what GPUs and engines on TPUs take
   megablox    the same in blocks, with gradients of their own (grouped_experts.py): what trainers on TPUs take
 expert_parallel.py runs each over a mesh.
-Laws: a correction bias selects and never weighs; router and weights are computed in f32; ids follow from the hidden
-states alone, whatever computes the experts.
+Laws: a correction bias selects and never weighs, a bias of the logits does both; router and weights are computed in
+f32; ids follow from the hidden states alone, whatever computes the experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from dora_jax.models import grouped_experts
 from dora_jax.models.attention import ADAPTERS, Products, Spec, Weights, adapter_of, rms_norm
 from dora_jax.models.families.config import Experts, ModelConfig
-from dora_jax.models.grouped_experts import GATES
+from dora_jax.models.grouped_experts import gated
 
 WIDE, BACK = ("expert", "expert_embed", "expert_mlp"), ("expert", "expert_mlp", "expert_embed")  # axes of the matrices
 MISSING = -1  # as a forced id: the router chooses
@@ -54,6 +54,10 @@ def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
     }
     if e.corrected:
         found["router_bias"] = Spec((e.choices,), ("router",), 0.0)
+    if e.biased:
+        found |= {f"experts_{x}_bias": Spec((e.count, e.width), WIDE[::2], 0.0) for x in ("gate", "up")}
+        found["experts_down_bias"] = Spec((e.count, d), ("router", "norm"), 0.0)
+        found["router_logit_bias"] = Spec((e.choices,), ("router",), 0.0)
     if e.shared:
         found |= dense_specs(d, e.shared * e.width, residual, "shared_{}")
     if e.beside:
@@ -73,8 +77,8 @@ def dense_specs(d: int, f: int, residual: float, name: str) -> dict[str, Spec]:
 
 def dense(weights: Weights, h_BxLxD: jax.Array, products: Products, name: str, gate: str = "silu") -> jax.Array:
     """SwiGLU, or the same with another activation."""
-    gate_BxLxF = GATES[gate](products(weights, h_BxLxD, name.format("gate")))
-    return products(weights, gate_BxLxF * products(weights, h_BxLxD, name.format("up")), name.format("down"))
+    inner = (products(weights, h_BxLxD, name.format(x)) for x in ("gate", "up"))
+    return products(weights, gated(gate, *inner), name.format("down"))
 
 
 def run(
@@ -96,9 +100,10 @@ def run(
             gain = weights["router_scale"].astype(jnp.float32) * cfg.d_model**-0.5
             routed_BxLxD = rms_norm(x_BxLxD.astype(jnp.float32), gain, cfg.norm_eps)
         of_router = weights["router"], weights.get("router_bias"), forced_BxLxk, counted_BxL
-        weights_BxLxk, routed = route(e, routed_BxLxD, *of_router, weights.get("router_gain"))
+        offset_E = weights.get("router_logit_bias")
+        weights_BxLxk, routed = route(e, routed_BxLxD, *of_router, weights.get("router_gain"), offset_E)
     with jax.named_scope("experts"):
-        matrices: list[jax.Array | Several] = []  # [E, in, out]
+        matrices: list[jax.Array | Several | Biased] = []  # [E, in, out]
         for name in ("experts_gate", "experts_up", "experts_down"):
             matrix, adapter = weights[name].astype(h_BxLxD.dtype), adapter_of(weights, name, h_BxLxD.dtype)
             if adapter is not None:
@@ -111,8 +116,17 @@ def run(
                     matrix = Several(matrix, a.swapaxes(0, 1), b.swapaxes(0, 1))
             matrices.append(matrix)
         own = {"rows_B": products.rows} if any(isinstance(matrix, Several) for matrix in matrices) else {}
+        if e.biased:
+            biases = (weights[f"experts_{x}_bias"].astype(h_BxLxD.dtype) for x in ("gate", "up"))
+            matrices[:2] = map(Biased, matrices[:2], biases)
         gate = {"gate": cfg.activation} if cfg.activation != "silu" else {}
         y_BxLxD = compute(h_BxLxD, weights_BxLxk, routed.ids, *matrices, **own, **gate)
+        if e.biased:  # of the second product, once for all devices that share out an expert
+            hits_BxLxkxE = routed.ids[..., None] == jnp.arange(e.count)[None, None, None]
+            shares_BxLxE = jnp.sum(jnp.where(hits_BxLxkxE, weights_BxLxk[..., None], 0.0), axis=2)
+            of_down = shares_BxLxE, weights["experts_down_bias"].astype(jnp.float32)
+            added_BxLxD = jnp.einsum("ble,ed->bld", *of_down, precision=jax.lax.Precision.HIGHEST)
+            y_BxLxD = y_BxLxD + added_BxLxD.astype(y_BxLxD.dtype)
         if e.zero:
             kept_BxL = jnp.sum(jnp.where(routed.ids >= e.count, weights_BxLxk, 0.0), axis=-1)
             y_BxLxD = y_BxLxD + (kept_BxL[..., None] * h_BxLxD.astype(jnp.float32)).astype(h_BxLxD.dtype)
@@ -130,16 +144,31 @@ class Several(NamedTuple):
     b: jax.Array  # [E, A, rank, out]
 
 
-def times(x_NxI: jax.Array, matrix: jax.Array | Several, rows_N: jax.Array | None) -> jax.Array:
+class Biased(NamedTuple):
+    """Matrices of experts, and what is added to their products."""
+
+    matrix: jax.Array | Several
+    bias: jax.Array  # [E, out]
+
+
+def times(x_NxI: jax.Array, matrix: jax.Array | Several | Biased, rows_N: jax.Array | None) -> jax.Array:
     """Tokens with one expert's matrix [in, out], and each with its own adapter, of number rows_N, of that matrix."""
+    if isinstance(matrix, Biased):
+        return times(x_NxI, matrix.matrix, rows_N) + matrix.bias[None]
     if not isinstance(matrix, Several):
         return x_NxI @ matrix
     beside = {"expert": matrix.matrix, ADAPTERS: {"expert": {"a": matrix.a, "b": matrix.b}}}
     return Products(True, rows=rows_N)(beside, x_NxI[:, None], "expert")[:, 0]
 
 
-def grouped_times(x_NxI: jax.Array, matrices: jax.Array | Several, sizes_E, rows_N: jax.Array | None) -> jax.Array:
+def grouped_times(
+    x_NxI: jax.Array, matrices: jax.Array | Several | Biased, sizes_E, rows_N: jax.Array | None
+) -> jax.Array:
     """`times` of tokens sorted by their expert, so many of each."""
+    if isinstance(matrices, Biased):
+        expert_N = jnp.sum(jnp.arange(len(x_NxI))[:, None] >= jnp.cumsum(sizes_E)[None], axis=1)
+        bias_NxO = matrices.bias[jnp.minimum(expert_N, len(sizes_E) - 1)]
+        return grouped_times(x_NxI, matrices.matrix, sizes_E, rows_N) + bias_NxO
     if not isinstance(matrices, Several):
         return jax.lax.ragged_dot(x_NxI, matrices, sizes_E)
     assert rows_N is not None
@@ -165,14 +194,17 @@ def route(
     forced_BxLxk: jax.Array | None = None,
     counted_BxL: jax.Array | None = None,
     gain_E: jax.Array | None = None,
+    offset_E: jax.Array | None = None,
 ) -> tuple[jax.Array, Routed]:
     """(weights f32[B, L, k], what was chosen). A row of `forced` that is MISSING is chosen here, the rest is taken.
 
-    gain_E: what each expert's weight is multiplied by. counted_BxL: the tokens that load and scores are sums over;
-    None: all.
+    gain_E: what each expert's weight is multiplied by. offset_E: what is added to the logits. counted_BxL: the tokens
+    that load and scores are sums over; None: all.
     """
     wide = (x.astype(jnp.float32) for x in (h_BxLxD, router_DxE))
     logits_BxLxE = jnp.einsum("bld,de->ble", *wide, precision=jax.lax.Precision.HIGHEST)
+    if offset_E is not None:
+        logits_BxLxE = logits_BxLxE + offset_E.astype(jnp.float32)[None, None]
     scores_BxLxE = jax.nn.softmax(logits_BxLxE) if e.router == "softmax" else jax.nn.sigmoid(logits_BxLxE)
     ranks_BxLxE = jax.lax.stop_gradient(scores_BxLxE)
     if bias_E is not None:
@@ -221,7 +253,7 @@ def scan(
     gate: str = "silu",
 ):
     """`first`: the id of the first expert that is here; what goes to others adds nothing. rows_B: of matrices that are
-    Several, the adapter of each row. gate: of GATES."""
+    Several, the adapter of each row. gate: the activation."""
     rows_T = None if rows_B is None else jnp.repeat(rows_B, h_BxLxD.shape[1])
     h_TxD = h_BxLxD.reshape(-1, h_BxLxD.shape[-1])
     weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (weights_BxLxk, ids_BxLxk))
@@ -230,7 +262,7 @@ def scan(
     def add(y_TxD, expert):
         e, gate_DxF, up_DxF, down_FxD = expert
         weight_T = jnp.sum(jnp.where(ids_Txk == first + e, weights_Txk, 0.0), axis=-1)
-        inner_TxF = GATES[gate](times(h_TxD, gate_DxF, rows_T)) * times(h_TxD, up_DxF, rows_T)
+        inner_TxF = gated(gate, times(h_TxD, gate_DxF, rows_T), times(h_TxD, up_DxF, rows_T))
         out_TxD = times(inner_TxF, down_FxD, rows_T)
         return y_TxD + weight_T[:, None] * out_TxD.astype(jnp.float32), None
 
@@ -264,7 +296,7 @@ def blocks(
         x_CxD = jax.lax.dynamic_slice_in_dim(x_NxD, start, BLOCK)
         rows_C = None if rows_N is None else jax.lax.dynamic_slice_in_dim(rows_N, start, BLOCK)
         gate_DxF, up_DxF, down_FxD = jax.tree.map(lambda w: w[e], (gate_ExDxF, up_ExDxF, down_ExFxD))
-        inner_CxF = GATES[gate](times(x_CxD, gate_DxF, rows_C)) * times(x_CxD, up_DxF, rows_C)
+        inner_CxF = gated(gate, times(x_CxD, gate_DxF, rows_C), times(x_CxD, up_DxF, rows_C))
         y_CxD = times(inner_CxF, down_FxD, rows_C)
         return jax.lax.dynamic_update_slice_in_dim(out_NxD, y_CxD, start, 0)
 
@@ -289,7 +321,7 @@ def ragged_dot(
     rows_N = None if rows_B is None else rows_B[order_N // k // h_BxLxD.shape[1]]
     x_NxD = jnp.where(here_N[:, None], h_TxD[order_N // k], 0)
     gate_NxF, up_NxF = (grouped_times(x_NxD, w, sizes_E, rows_N) for w in (gate_ExDxF, up_ExDxF))
-    out_NxD = grouped_times(GATES[gate](gate_NxF) * up_NxF, down_ExFxD, sizes_E, rows_N)
+    out_NxD = grouped_times(gated(gate, gate_NxF, up_NxF), down_ExFxD, sizes_E, rows_N)
     return _added(h_BxLxD, weights_BxLxk, order_N, jnp.where(here_N[:, None], out_NxD, 0))
 
 
@@ -298,8 +330,15 @@ def megablox(
 ):
     """Like `scan`, on a TPU. options: of grouped_experts.experts."""
     h_TxD, weights_Txk, ids_Txk = (x.reshape(-1, x.shape[-1]) for x in (h_BxLxD, weights_BxLxk, ids_BxLxk))
+    (gate_ExDxF, up_ExDxF), options["biases"] = unbiased(gate_ExDxF, up_ExDxF)
     y_TxD = grouped_experts.experts(h_TxD, weights_Txk, ids_Txk, gate_ExDxF, up_ExDxF, down_ExFxD, first, **options)
     return y_TxD.reshape(h_BxLxD.shape)
+
+
+def unbiased(*matrices: jax.Array | Biased) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(the matrices alone, their biases where they have any)."""
+    biases = [x.bias for x in matrices if isinstance(x, Biased)]
+    return [x.matrix if isinstance(x, Biased) else x for x in matrices], biases
 
 
 COMPUTES: dict[str, Compute] = {"scan": scan, "blocks": blocks, "ragged_dot": ragged_dot, "megablox": megablox}

@@ -38,10 +38,11 @@ def chunk_attention(
     v_new_BxKxMxD,
     at_L,
     scores: Scores,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """o[B, L, H, D of v]. `past`: (k [B,K,D,S], v [B,K,S,D]) blocks, of which the first past_len positions count; V
     must be zero beyond. at_L: i32[L], which of the M new positions each query is, which sees itself and what is before
-    it, as far as its window reaches."""
+    it, as far as its window reaches. sinks_H: see models/attention.py."""
     b, length, heads, d = q_BxLxHxD.shape
     kv = k_new_BxKxDxM.shape[1]
     group = heads // kv
@@ -69,6 +70,10 @@ def chunk_attention(
     for s, _ in parts[:-1]:
         peak = jnp.maximum(peak, s.max(-1, keepdims=True))
     total, out = jnp.float32(0), jnp.float32(0)
+    if sinks_H is not None:
+        sinks = jnp.repeat(sinks_H.reshape(kv, group), length, axis=1)[None, :, :, None]
+        peak = jnp.maximum(peak, sinks)
+        total = jnp.exp(sinks - peak)
     for s, v in [parts[-1], *parts[:-1]]:
         weights = jnp.exp(s - peak)
         total += weights.sum(-1, keepdims=True)
@@ -86,10 +91,17 @@ BLOCK_QUERIES = 32  # of a prompt's chunk; a sequence with a single query has a 
 # computed once for each of its neighbours
 PLATFORMS = {"tpu": "tpu", "tokamax": "tpu", "gpu": "gpu"}  # where a kernel runs
 LATENT = ("reference", "tpu")  # what reads latent pages
+SINKS = (
+    "reference",
+    "gpu",
+)  # what has a place for sinks: jax's kernel returns no sum of the weights that one could add to
 
 
-def check_platform(impl: str, platform: str, latent: bool = False) -> None:
-    """Raises ValueError where this kernel cannot run, or cannot read the cache of latent attention."""
+def check_platform(impl: str, platform: str, latent: bool = False, sinks: bool = False) -> None:
+    """Raises ValueError where this kernel cannot run, or cannot read the cache of latent attention, or computes no
+    sinks."""
+    if sinks and impl not in SINKS:
+        raise ValueError(f"rollout.attention {impl} computes no attention sinks; {' and '.join(SINKS)} do")
     needed = PLATFORMS.get(impl, platform)
     if latent and impl not in LATENT:
         raise ValueError(f"rollout.attention {impl} reads no latent pages (MLA); {' and '.join(LATENT)} do")
@@ -116,7 +128,7 @@ def paged_kernel(impl: str, rank: int = 0) -> Callable[..., jax.Array]:
 
 
 def paged_step(
-    q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scores: Scores, impl: str, rank: int = 0
+    q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scores: Scores, impl: str, rank: int = 0, sinks_H=None
 ) -> tuple[jax.Array, jax.Array]:
     """(o[S, L, H, D], the pages with the new KV): the L queries of a sequence are its last L positions, whose KV is
     `new`, in the pages' type; each query sees itself and what is before it.
@@ -132,8 +144,8 @@ def paged_step(
     at_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
     page_SxL = jnp.take_along_axis(tables_SxM, at_SxL // size, axis=1)
     pages = pages.at[page_SxL, at_SxL % size].set(new)
-    how = scores.scale if rank else scores  # latent layers have no windows
-    return paged_kernel(impl, rank)(q_SxLxHxD, pages, kv_lens_S, tables_SxM, how), pages
+    how = (scores.scale,) if rank else (scores,) if sinks_H is None else (scores, sinks_H)  # of latents the scale alone
+    return paged_kernel(impl, rank)(q_SxLxHxD, pages, kv_lens_S, tables_SxM, *how), pages
 
 
 def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores) -> jax.Array:
@@ -199,7 +211,7 @@ def tokamax_step(
     return o_TxHxD.reshape(q_SxLxHxD.shape), kv_pages_NxPxCxD
 
 
-def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores) -> jax.Array:
+def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores, sinks_H=None) -> jax.Array:
     """The same in plain XLA: every sequence's pages side by side, one softmax."""
     check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, _heads, d = q_SxLxHxD.shape
@@ -212,5 +224,9 @@ def paged_reference(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: 
     last_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
     seen_SxLxT = at_T[None, None] <= last_SxL[:, :, None]
     seen_SxLxT &= at_T[None, None] > last_SxL[:, :, None] - (scores.window or len(at_T))
-    weights = jax.nn.softmax(jnp.where(seen_SxLxT[:, None, None], found, MASKED), axis=-1).astype(kv.dtype)
+    each = jnp.where(seen_SxLxT[:, None, None], found, MASKED)
+    if sinks_H is not None:
+        sinks = jnp.broadcast_to(sinks_H.reshape(1, *each.shape[1:3], 1, 1), (*each.shape[:-1], 1))
+        each = jnp.concatenate([sinks, each], axis=-1)
+    weights = jax.nn.softmax(each, axis=-1)[..., -len(at_T) :].astype(kv.dtype)
     return jnp.einsum("skglt,stkd->slkgd", weights, v_SxTxKxD).reshape(q_SxLxHxD.shape).astype(q_SxLxHxD.dtype)

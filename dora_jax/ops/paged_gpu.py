@@ -42,6 +42,7 @@ def paged_attention(
     kv_lens_S,
     tables_SxM,
     scores: Scores,
+    sinks_H: jax.Array | None = None,
     *,
     span: int = SPAN,
     block: int = BLOCK,
@@ -49,7 +50,8 @@ def paged_attention(
     warps: int = WARPS,
     interpret: bool = False,
 ) -> jax.Array:
-    """o[S, L, H, D] as attention.paged_reference gives it; zeros for a row of length 0.
+    """o[S, L, H, D] as attention.paged_reference gives it; zeros for a row of length 0. A sink's weight joins the sum
+    at the end, in the kernel that divides by it.
 
     span, block: positions, powers of two, a span a multiple of a block. interpret: in Python on any device, for tests.
     Raises ValueError where the head size is no power of two (see kv_pages.lanes), where more query heads share a KV
@@ -87,7 +89,9 @@ def paged_attention(
         page_size=page_size,
         span=span if splits > 1 else None,
         splits=splits,
+        sinks=sinks_H is not None and splits == 1,
     )
+    sinks = [] if sinks_H is None else [sinks_H.astype(jnp.float32) * LOG2E]
     out = pl.pallas_call(
         kernel,
         out_shape=outs,
@@ -95,17 +99,17 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-    )(q_SxLxHxD, kv_pages_NxPxCxD.reshape(n * page_size, kv, d), kv_lens_S, tables_SxM)
+    )(q_SxLxHxD, kv_pages_NxPxCxD.reshape(n * page_size, kv, d), kv_lens_S, tables_SxM, *(sinks if splits == 1 else []))
     if splits == 1:
         return out[0]
     return pl.pallas_call(
-        functools.partial(_combine, span=span),
+        functools.partial(_combine, span=span, sinks=sinks_H is not None),
         grid=(heads, s),
         interpret=interpret,
         name="combine_partials",
         out_shape=jax.ShapeDtypeStruct(q_SxLxHxD.shape, q_SxLxHxD.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
-    )(*out, kv_lens_S)
+    )(*out, kv_lens_S, *sinks)
 
 
 def _attend(
@@ -113,8 +117,7 @@ def _attend(
     pool_ref,
     lens_ref,
     tables_ref,
-    o_ref,
-    *lse_ref,
+    *refs,
     scale: float,
     window: int,
     group: int,
@@ -123,12 +126,14 @@ def _attend(
     page_size: int,
     span: int | None,
     splits: int,
+    sinks: bool,
 ):
     """One KV head of one row: a block of its queries against a span of its positions.
 
-    Refs: q [S, L, H, D], pool [positions, 2K, D], lens [S], tables [S, M]; o [S, L, H, D], or partials
-    [S, L, H, splits, D] with the logarithm to base 2 of their sums [S, L, H, splits].
+    Refs: q [S, L, H, D], pool [positions, 2K, D], lens [S], tables [S, M], with `sinks` theirs [H], to base 2; o [S, L,
+    H, D], or partials [S, L, H, splits, D] with the logarithm to base 2 of their sums [S, L, H, splits].
     """
+    sinks_ref, (o_ref, *lse_ref) = (refs[0], refs[1:]) if sinks else (None, refs)
     head, s, j = (pl.program_id(axis) for axis in range(3))
     length, d = q_ref.shape[1], q_ref.shape[3]
     lane_1xD = jnp.arange(d, dtype=jnp.int32)[None]
@@ -173,6 +178,11 @@ def _attend(
     carry = jnp.zeros((rows, d), jnp.float32), jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
     steps = jax.lax.div(jnp.maximum(stop - start, 0) + block - 1, block)
     o_RxD, peak_R, total_R = jax.lax.fori_loop(0, steps, step, carry)
+    if sinks_ref is not None:
+        sink_R = plgpu.load(sinks_ref.at[head_R], mask=real_R, other=MASKED)
+        new_peak_R = jnp.maximum(peak_R, sink_R)
+        o_RxD *= jnp.exp2(peak_R - new_peak_R)[:, None]
+        total_R = total_R * jnp.exp2(peak_R - new_peak_R) + jnp.exp2(sink_R - new_peak_R)
     o_RxD = o_RxD / jnp.where(total_R > 0, total_R, 1)[:, None]
     if splits == 1:
         plgpu.store(o_ref.at[*where_Rx1, lane_1xD], o_RxD.astype(o_ref.dtype), mask=real_R[:, None])
@@ -182,8 +192,9 @@ def _attend(
         plgpu.store(lse_ref[0].at[s, query_R, head_R, split], peak_R + jnp.log2(total_R), mask=written_R)
 
 
-def _combine(o_ref, lse_ref, lens_ref, out_ref, *, span: int):
+def _combine(o_ref, lse_ref, lens_ref, *refs, span: int, sinks: bool):
     """One query head of one row: its partials, each weighed with its share of the whole sum."""
+    out_ref = refs[-1]
     head, s = pl.program_id(0), pl.program_id(1)
     lane_D = jnp.arange(o_ref.shape[4], dtype=jnp.int32)
     splits = jax.lax.div(lens_ref[s] + span - 1, span)
@@ -199,5 +210,7 @@ def _combine(o_ref, lse_ref, lens_ref, out_ref, *, span: int):
         return out_D * kept + (o_CxD * weights_C[:, None]).sum(0), new_peak, total * kept + weights_C.sum()
 
     carry = jnp.zeros(lane_D.shape, jnp.float32), jnp.float32(MASKED), jnp.float32(0)
+    if sinks:  # it has the whole of its weight, and no value
+        carry = carry[0], refs[0][head], jnp.float32(1)
     out_D, _, total = jax.lax.fori_loop(0, jax.lax.div(splits + COMBINED - 1, COMBINED), step, carry)
     out_ref[s, 0, head, :] = (out_D / jnp.where(total > 0, total, 1)).astype(out_ref.dtype)

@@ -61,7 +61,7 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
     del positions_BxL
     context = mesh.shape["context"]
 
-    def local(scale, kernel, segment_ids_BxC, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD):
+    def local(scale, kernel, segment_ids_BxC, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD, *sinks_H):
         def whole(x):
             return x if context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
@@ -69,25 +69,27 @@ def splash_attention(segment_ids_BxL, positions_BxL, mesh: Mesh, *, interpret: b
         scaled = (q_BxCxHxD.astype(jnp.float32) * scale).astype(q_BxCxHxD.dtype)
         q_BxKxGxCxD = _grouped(scaled, k_BxCxKxD.shape[2])
         k_BxKxLxD, v_BxKxLxD = (jnp.einsum("blkd->bkld", whole(x)) for x in (k_BxCxKxD, v_BxCxKxD))
+        of_heads = [x.reshape(k_BxKxLxD.shape[1], -1) for x in sinks_H]
 
         def one_row(queries, keys, q_KxGxCxD, k_KxLxD, v_KxLxD):
             segments = splash.SegmentIds(queries, keys)
-            return jax.vmap(functools.partial(kernel, segment_ids=segments))(q_KxGxCxD, k_KxLxD, v_KxLxD)
+            one_head = lambda q, k, v, *sinks: kernel(q, k, v, segments, *sinks)
+            return jax.vmap(one_head)(q_KxGxCxD, k_KxLxD, v_KxLxD, *of_heads)
 
         o_BxKxGxCxD = jax.vmap(one_row)(segment_ids_BxC, whole(segment_ids_BxC), q_BxKxGxCxD, k_BxKxLxD, v_BxKxLxD)
         return jnp.einsum("bkgld->blkgd", o_BxKxGxCxD).reshape(q_BxCxHxD.shape)
 
-    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores, *sinks_H):
         length, group = q_BxLxHxD.shape[1], q_BxLxHxD.shape[2] // k_BxLxKxD.shape[2]
         kernel = splash_kernel(group, length, context, interpret, q_BxLxHxD.shape[3], scores.window)
         shards = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "context")))
         rows, heads = spec("batch", "sequence"), spec("batch", "sequence", "heads")
         keys = spec("batch", "sequence", "kv_heads")
         scaled = functools.partial(local, scores.scale)
-        run = jax.shard_map(
-            scaled, mesh=mesh, in_specs=(shards, rows, heads, keys, keys), out_specs=heads, check_vma=False
-        )  # the kernel's outputs do not say over which axes they vary
-        return run(kernel, segment_ids_BxL, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+        specs = shards, rows, heads, keys, keys, *[spec("heads")] * len(sinks_H)
+        # the kernel's outputs do not say over which axes they vary
+        run = jax.shard_map(scaled, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+        return run(kernel, segment_ids_BxL, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *sinks_H)
 
     return attend
 
@@ -176,8 +178,9 @@ def segment_attention(segment_ids_BxL, positions_BxL, *prefix_ids) -> Attend:
     """
     where_BxL = (segment_ids_BxL, positions_BxL, *prefix_ids)
 
-    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
-        return _attend_blocks(scores, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, where_BxL, where_BxL, triangular=True)
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores, sinks_H=None):
+        heads = scores, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, sinks_H
+        return _attend_blocks(*heads, where_BxL, where_BxL, triangular=True)
 
     return attend
 
@@ -189,21 +192,22 @@ def context_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -
     so that none waits for another; the half that `segment_attention` leaves out is the price.
     """
 
-    def local(scores: Scores, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD, *mine):
+    def local(scores: Scores, q_BxCxHxD, k_BxCxKxD, v_BxCxKxD, sinks_H, *mine):
         def whole(x):
             return jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
-        return _attend_blocks(
-            scores, q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), mine, tuple(map(whole, mine)), triangular=False
-        )
+        if sinks_H is not None:  # its gradient is a sum over the axes on which it is whole
+            sinks_H = jax.lax.pcast(sinks_H, tuple(x for x in mesh.axis_names if x not in spec("heads")), to="varying")
+        heads = scores, q_BxCxHxD, whole(k_BxCxKxD), whole(v_BxCxKxD), sinks_H
+        return _attend_blocks(*heads, mine, tuple(map(whole, mine)), triangular=False)
 
     rows, (heads, keys) = spec("batch", "sequence"), (spec("batch", "sequence", x) for x in ("heads", "kv_heads"))
     where = (segment_ids_BxL, positions_BxL, *prefix_ids)
-    specs = dict(in_specs=(heads, keys, keys, *[rows] * len(where)), out_specs=heads)
+    specs = dict(in_specs=(heads, keys, keys, spec("heads"), *[rows] * len(where)), out_specs=heads)
 
-    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores):
+    def attend(layer, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, scores: Scores, sinks_H=None):
         sharded = jax.shard_map(functools.partial(local, scores), mesh=mesh, **specs)
-        return sharded(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *where)
+        return sharded(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, sinks_H, *where)
 
     return attend
 
@@ -217,10 +221,11 @@ def _may_see(q_where, k_where, window: int):
     return same & (behind >= 0) & (behind < window) if window else same & (behind >= 0)
 
 
-def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_where, *, triangular: bool):
+def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, sinks_H, q_where, k_where, *, triangular: bool):
     """`where` of queries and of keys: see `_may_see`. triangular: no query sees a key that stands after it."""
     q_BxKxGxLxD = _grouped(q_BxLxHxD, k_BxMxKxD.shape[2])
     k_BxKxDxM, v_BxKxMxD = jnp.einsum("blkd->bkdl", k_BxMxKxD), jnp.einsum("blkd->bkld", v_BxMxKxD)
+    sinks_KxG = None if sinks_H is None else sinks_H.reshape(q_BxKxGxLxD.shape[1:3])
 
     length = q_BxLxHxD.shape[1]
     if k_BxKxDxM.shape[-1] >= LONG_ROW:  # over blocks of queries, each computed again for the gradient
@@ -229,7 +234,7 @@ def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_w
         def attend(part):
             q, *where = part
             mask_Bx1x1xCxM = _may_see(where, k_where, scores.window)[:, None, None]
-            return attend_block(scores.scale, q, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xCxM)
+            return attend_block(scores.scale, q, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xCxM, sinks_KxG)
 
         parts = tuple(
             jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :]), axis, 0)
@@ -250,6 +255,7 @@ def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_w
                     k_BxKxDxM[..., :end],
                     v_BxKxMxD[:, :, :end],
                     mask_Bx1x1xLxM[..., start:stop, :end],
+                    sinks_KxG,
                 )
                 for (start, stop), end in zip(bounds, ends)
             ],
@@ -259,29 +265,35 @@ def _attend_blocks(scores: Scores, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, q_where, k_w
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_block(scale: float, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
+def attend_block(scale: float, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM, sinks_KxG=None):
     """Softmax attention; the G query heads of a KV head are folded into rows, so that each is one large matmul.
 
     Passes over the scores are what it costs, so they are divided by their sums after the second matmul, and the
     gradient takes sum(probs * d probs) of a row as sum(o * d o) (FlashAttention, arXiv 2205.14135, appendix B.4).
     """
-    return _attend_block_forward(scale, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM)[0]
+    return _attend_block_forward(scale, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM, sinks_KxG)[0]
 
 
-def _attend_block_forward(scale, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM):
+def _attend_block_forward(scale, q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, mask_Bx1x1xLxM, sinks_KxG):
     scores = jnp.matmul(_folded(q_BxKxGxLxD), k_BxKxDxM, preferred_element_type=jnp.float32)
     scores = scale * scores.reshape(*q_BxKxGxLxD.shape[:4], -1)
     scores = jnp.where(mask_Bx1x1xLxM, scores, -jnp.inf)
-    weights_BxKxGxLxM = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    peak, of_sinks = jnp.max(scores, axis=-1, keepdims=True), None
+    if sinks_KxG is not None:
+        sinks = sinks_KxG[None, :, :, None, None]
+        peak = jnp.maximum(peak, sinks)
+        of_sinks = jnp.exp(sinks - peak)
+    weights_BxKxGxLxM = jnp.exp(scores - peak)
     total = jnp.sum(weights_BxKxGxLxM, axis=-1, keepdims=True)
+    total = total if of_sinks is None else total + of_sinks
     o = jnp.matmul(_folded(weights_BxKxGxLxM).astype(v_BxKxMxD.dtype), v_BxKxMxD, preferred_element_type=jnp.float32)
     o_BxKxGxLxD = o.reshape(q_BxKxGxLxD.shape) / total  # kept in f32: the gradient takes a difference with it
-    kept = q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, o_BxKxGxLxD, weights_BxKxGxLxM, total
+    kept = q_BxKxGxLxD, k_BxKxDxM, v_BxKxMxD, o_BxKxGxLxD, weights_BxKxGxLxM, total, of_sinks
     return o_BxKxGxLxD.astype(q_BxKxGxLxD.dtype), kept
 
 
 def _attend_block_backward(scale, kept, do_BxKxGxLxD):
-    q, k_BxKxDxM, v_BxKxMxD, o, weights, total = kept
+    q, k_BxKxDxM, v_BxKxMxD, o, weights, total, of_sinks = kept
     do = (do_BxKxGxLxD / total).astype(q.dtype)  # of the weights before they are divided
     along = jnp.sum(do.astype(jnp.float32) * o, axis=-1, keepdims=True)
     do, rows = _folded(do), _folded(q)
@@ -289,7 +301,8 @@ def _attend_block_backward(scale, kept, do_BxKxGxLxD):
     dweights = jnp.matmul(do, v_BxKxMxD.swapaxes(-1, -2), preferred_element_type=jnp.float32).reshape(weights.shape)
     dscores = _folded(weights * (dweights - along) * scale).astype(q.dtype)
     dq = jnp.matmul(dscores, k_BxKxDxM.swapaxes(-1, -2)).reshape(q.shape)
-    return dq, jnp.matmul(rows.swapaxes(-1, -2), dscores), dv, None
+    dsinks = None if of_sinks is None else -jnp.sum(of_sinks * along, axis=(0, 3, 4))
+    return dq, jnp.matmul(rows.swapaxes(-1, -2), dscores), dv, None, dsinks
 
 
 attend_block.defvjp(_attend_block_forward, _attend_block_backward)

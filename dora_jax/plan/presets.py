@@ -45,6 +45,7 @@ LEAN = tuple(  # fields of trainers that take less and less memory, for configur
 )
 PAGE_SIZES = (64, 128, 256, 512)  # tokens, on accelerators
 # kernel -> platforms
+SINKS = ("reference", "gpu")  # kernels with a place for them, as ops/attention.py has it
 KERNELS = {"reference": ("cpu", "tpu", "gpu"), "tpu": ("tpu",), "tokamax": ("tpu",), "gpu": ("gpu",)}
 TRAINER_OPTIONS = {  # platform -> XLA's options of the update
     "tpu": (
@@ -432,6 +433,11 @@ def _refusals(planned: Plan) -> Iterator[str]:
             )
         if config.trainer.attention == "cudnn" and width > 256:
             yield f"trainer.attention: the kernel 'cudnn' takes heads of 256 numbers at most, and {width} are asked"
+    if model and model.sinks and kernel not in SINKS:
+        yield (
+            f"rollout.attention: the kernel {kernel!r} computes no attention sinks, which this {model.family} has; "
+            "reference does"
+        )
     if model and kernel == "tokamax" and model.kv_owners < model.n_layers:
         yield (
             f"rollout.attention: the kernel 'tokamax' writes the keys that it reads, and layers of this {model.family} "

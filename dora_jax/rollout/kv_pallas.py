@@ -158,11 +158,12 @@ class Paged:
         impl, kv, size = self.shapes.attention, self.kv, self.shapes.page_size
         lens_S = positions_SxL[:, -1] + 1
 
-        def run(scores, q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL):
+        def run(scores, q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL, sinks_H):
             row, rank = scores.row, kv.rank
             width, q = rank or kv.rows[row][1], self._padded(row, q)
             if k is None:
-                return attention.paged_kernel(impl, rank)(q, pages, lens_S, tables_SxM, scores)[..., :width], pages
+                how = (scores,) if sinks_H is None else (scores, sinks_H)
+                return attention.paged_kernel(impl, rank)(q, pages, lens_S, tables_SxM, *how)[..., :width], pages
             rows = self._rows(row, k, v)
             kept = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
             rows = narrow(jnp.where(kept, rows, 0), self.pool_dtype)
@@ -171,20 +172,22 @@ class Paged:
                 held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1)[:, 0]]
                 stays = jnp.expand_dims(is_kept_SxL[:, :size], range(2, rows.ndim))
                 rows = rows.at[:, :size].set(jnp.where(stays, held, rows[:, :size]))
-            o, pages = attention.paged_step(q, rows, pages, lens_S, tables_SxM, scores, impl, rank=rank)
+            o, pages = attention.paged_step(q, rows, pages, lens_S, tables_SxM, scores, impl, rank, sinks_H)
             return o[..., :width], pages
 
-        heads = PartitionSpec(None, None, serving_table(self.mesh)["heads"])
+        cut = serving_table(self.mesh)["heads"]
+        heads = PartitionSpec(None, None, cut)
         own = WHOLE if kv.rank else KV_HEADS
         split = functools.partial(
-            jax.shard_map, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 4), out_specs=(heads, own),
+            jax.shard_map, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 4, PartitionSpec(cut)),
+            out_specs=(heads, own),
             check_vma=False,  # a kernel is opaque to the check
         )  # fmt: skip
 
-        def attend(layer, q, k, v, scores):
+        def attend(layer, q, k, v, scores, sinks_H=None):
             group = int(self.shapes.groups > 1 and scores.window > 0)
             tables = tables_GxSxM[group] + self._first(layer)
-            inputs = q, k, v, pool[scores.row], tables, lens_S, real_SxL, is_kept_SxL
+            inputs = q, k, v, pool[scores.row], tables, lens_S, real_SxL, is_kept_SxL, sinks_H
             o, pool[scores.row] = split(functools.partial(run, scores))(*inputs)
             return o
 

@@ -55,11 +55,11 @@ class Gathered:
         del active_B  # what a finished row computes is not kept: see `end`
         past, past_B = fixed
 
-        def attend(layer, q, k, v, scores):
+        def attend(layer, q, k, v, scores, sinks=None):
             for name, x in self._turned(k, v).items() if k is not None else ():
                 new[name][layer] = jax.lax.dynamic_update_slice_in_dim(new[name][layer], x, i, POSITIONS[name] % 4)
             now = {name: of_layers[layer] for name, of_layers in new.items()}
-            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), i[None], scores)
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), i[None], scores, sinks)
 
         return attend
 
@@ -68,11 +68,12 @@ class Gathered:
         del active_B
         past, past_B = fixed
 
-        def attend(layer, q, k, v, scores):
+        def attend(layer, q, k, v, scores, sinks=None):
             for name, x in self._turned(k, v).items() if k is not None else ():
                 new[name][layer] = x
             now = {name: of_layers[layer] for name, of_layers in new.items()}
-            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), jnp.arange(q.shape[1]), scores)
+            at_L = jnp.arange(q.shape[1])
+            return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), at_L, scores, sinks)
 
         return attend
 
@@ -105,14 +106,14 @@ class Gathered:
         whose KV the first page holds."""
         del length_R  # positions beyond it go to the dummy page or to places that are written again before they count
         past = self._gather(pool, past_GxRxP, start_R)
-        chunk, size = self.shapes.chunk, self.shapes.page_size
+        at_L, size = jnp.arange(self.shapes.chunk), self.shapes.page_size
         is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
         chunks: dict[int, dict[str, jax.Array]] = {}  # of layers, for those that have no KV of their own
 
-        def attend(layer, q, k, v, scores):
+        def attend(layer, q, k, v, scores, sinks=None):
             if k is None:
                 now = chunks[layer]
-                return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), jnp.arange(chunk), scores)
+                return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), at_L, scores, sinks)
             now, write_RxW = self._turned(k, v), write_GxRxW[self._group(layer)]
             for name, x in now.items():
                 axis, pages = POSITIONS[name] % 4, pool[name][layer]
@@ -123,7 +124,7 @@ class Gathered:
                 new = narrow(_cut(now[name], name, size), self.pool_dtype)
                 pool[name][layer] = pages.at[write_RxW].set(new)
             chunks[layer] = now
-            return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), jnp.arange(chunk), scores)
+            return chunk_attention(q, past[layer], start_R, now["k"], self._values(now), at_L, scores, sinks)
 
         return attend
 

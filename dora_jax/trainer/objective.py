@@ -236,7 +236,7 @@ def attention_problems(section: TrainerSection, platform: str, dtype: str) -> It
 
 
 def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
-    """What a TrainerSection asks of the experts that the model (a ModelConfig) does not have; one sentence each."""
+    """What a TrainerSection asks of the experts, or the heads, that the model does not have; one sentence each."""
     experts = model.experts
     rules = [
         (section.routing_replay != "none" and experts is None, "routing_replay", section.routing_replay, "experts"),
@@ -247,6 +247,7 @@ def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
             section.router_bias_rate,
             "a router with a selection bias",
         ),
+        (section.attention == "cudnn" and model.sinks, "attention", "cudnn", "heads without sinks"),
     ]
     return [
         f"trainer.{field}={value} needs a model with {needed}, and this {model.family} has none"

@@ -44,8 +44,9 @@ def optimizer(rate: optax.Schedule, section: TrainerSection) -> optax.GradientTr
 
 
 def decays(params: Any) -> Any:
-    """True for matrices; gains, biases and scales are not decayed (stacked layers make their rank useless here)."""
-    others = ("norm", "bias", "scale", "gain")
+    """True for matrices; gains, biases, sinks and scales are not decayed (of stacked layers the rank tells
+    nothing)."""
+    others = ("norm", "bias", "sinks", "scale", "gain")
     return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(others), params)
 
 

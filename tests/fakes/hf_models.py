@@ -165,6 +165,15 @@ NEWER = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "glm4_moe_lite": GLM | LATENT | {"num_key_value_heads": 4, "num_hidden_layers": 3},
+    "gpt_oss": {
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 1.5e5, "truncate": False,
+                            "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
     "gemma4_text": GEMMA4,
     "gemma4_text dense": GEMMA4_DENSE,
     "gemma4_text moe": GEMMA4_MOE,
@@ -194,6 +203,8 @@ def torch_model(family: str, *, tied: bool, seed: int = 0, **changes):
             weight.normal_(1.0 if gain and family != "gemma3_text" else 0.0, 0.3)  # its gains are 1 + w
             if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight.mul_(0.5)  # scores are not scaled: else they are so large that angles in float32 show
+            if family == "gpt_oss" and name.endswith("gate_up_proj"):  # what is beyond 7 is clamped
+                weight.mul_(5.0)
     return model
 
 

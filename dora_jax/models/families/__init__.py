@@ -14,6 +14,7 @@ from dora_jax.models.families import (
     gemma4,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     llama,
     longcat_flash,
     mistral,
@@ -27,7 +28,7 @@ from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
-_NEWER = (gemma3, gemma4, glm4_moe, glm4_moe_lite, olmo3, smollm3)
+_NEWER = (gemma3, gemma4, glm4_moe, glm4_moe_lite, olmo3, smollm3, gpt_oss)
 FAMILIES = tuple(module.FAMILY for module in (*_MODULES, *_NEWER))
 
 used: dict[str, None] = {}  # import paths that `use` was given
@@ -77,6 +78,6 @@ def new_config(model_type: str, **sizes: Any) -> ModelConfig:
 
 KNOWN = {  # the sizes that a run may name without a folder
     name: new_config(module.FAMILY.model_type, **sizes)
-    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash, gemma3, gemma4)
+    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash, gemma3, gemma4, gpt_oss)
     for name, sizes in module.KNOWN.items()
 }

@@ -13,7 +13,7 @@ import math
 MAX_LAYERS = 10_000  # ten times what any model has; the names of a billion layers' tensors take all memory
 ROUTERS = ("softmax", "sigmoid")
 NORMS = ("pre", "post", "both")  # where a layer's norms stand: before its two parts, behind them, or both
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 SMALL = 2  # times a layer's input: results of an attention kernel that are no wider are kept for the backward pass
 EXPERT_SLACK = 1.25  # rows of a block of grouped_experts.py, times those of an even load
 
@@ -140,6 +140,7 @@ class Experts:
     # Gemma 4: beside the layer's dense feed-forward, each between norms of its own; the router norms the residual
     # stream itself, and has a gain for each expert's weight
     beside: bool = False
+    biased: bool = False  # gpt-oss: the router has a bias, which counts in choice and weights, and so have experts
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "width", "groups", "top_groups"):
@@ -185,6 +186,8 @@ class ModelConfig:
     qk_norm_whole: bool = False  # queries are normed over all heads at once, and keys
     v_norm: bool = False  # values are normed too, without a gain
     qkv_bias: bool
+    o_bias: bool = False
+    sinks: bool = False  # each head has a learned score beside those of its keys, whose share of the weights is lost
     query_scale: float = 0.0  # queries are divided by its root; 0: by that of head_dim
     norms: str = "pre"
     gain_offset: float = 0.0  # is added to every gain
@@ -377,10 +380,13 @@ class ModelConfig:
             q, kv, dim = self.q_width(kind), self.kv_width(kind), self.dim(kind)
             attention = (q + kv if self.qk_norm_whole else dim * (1 + (kv > 0))) if self.qk_norm else 0
             attention += q + 2 * kv if self.qkv_bias else 0
+            attention += d * self.o_bias + self.n_heads * self.sinks
             attention += self.latent.q_rank + self.latent.kv_rank if self.latent else 0
             total += sublayers * (attention + 2 * d * (2 if self.norms == "both" else 1))
         if e and e.beside:
             total += self.expert_layers * (4 * d + e.choices)
+        if e and e.biased:
+            total += self.expert_layers * (e.count * (2 * e.width + d) + e.choices)
         return total + (self.expert_layers * e.choices if e and e.corrected else 0)
 
     @property

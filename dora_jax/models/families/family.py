@@ -76,6 +76,7 @@ class Tensor:
     name: str
     transposed: bool = True  # a matrix is [out, in] on disk
     half: int | None = None  # of the tensor's outputs, where two parameters share one
+    alternating: bool = False  # the halves: each takes every second output
 
     @property
     def per_expert(self) -> bool:

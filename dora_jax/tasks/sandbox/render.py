@@ -6,11 +6,13 @@ process that may be killed, in the best sandbox of the machine; it starts with t
 Protocol (calls.py): setup {"extract": expression} or {"template": text, "special": {name: token}}; then
 {"raw"} -> {"text": the first group, or null} or {"messages", "add_generation_prompt", "variables"} -> {"text"}.
 Laws: text is a pure function of the request; a failure is one sentence within RENDER_S; nothing is compiled before the
-first question, which has a deadline; a chat template sees no clock, so that a prompt is a pure function of its row.
+first question, which has a deadline; a chat template sees no clock, so that a prompt is a pure function of its row:
+strftime_now formats the day that the variable of this name is.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import re
@@ -85,12 +87,16 @@ def prepare(setup: calls.Request) -> tuple[calls.Request, Callable[[calls.Reques
     def answer(request: calls.Request) -> calls.Request:
         names = {"tools": None, "documents": None, **setup["special"], **request["variables"]}
         try:
+            if "strftime_now" in names:
+                names["strftime_now"] = datetime.date.fromisoformat(names["strftime_now"]).strftime
             text = template().render(
                 messages=request["messages"], add_generation_prompt=request["add_generation_prompt"], **names
             )
             return {"text": text}
         except jinja2.TemplateError as error:
-            raise calls.Declined(f"refused the messages: {error}") from error
+            day = "; it sees no clock: give it the day, strftime_now=2026-01-31 of the template's variables"
+            hint = day if "'strftime_now' is undefined" in str(error) else ""
+            raise calls.Declined(f"refused the messages: {error}{hint}") from error
         except Exception as error:  # a template divides, adds and calls like any program; always raised again
             if isinstance(error, calls.Declined):
                 raise
@@ -100,7 +106,7 @@ def prepare(setup: calls.Request) -> tuple[calls.Request, Callable[[calls.Reques
 
 
 def _environment() -> jinja2.Environment:
-    """The sandbox and the extras that published templates count on; strftime_now is left out (no clock)."""
+    """The sandbox and the extras that published templates count on; strftime_now is a variable (no clock)."""
     import jinja2.ext
     import jinja2.sandbox
 
