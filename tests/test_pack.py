@@ -115,7 +115,23 @@ def test_each_sample_stands_in_the_first_row_with_room(seed, n, rows, tokens):
         want[i] = first[0]
         free[first[0]] -= length + (own if first[0] not in holding[prompt] else 0)
         holding[prompt] += [first[0]] if own and first[0] not in holding[prompt] else []
-    assert [place.row for place in layout.places_of(items, shape)] == [want[i] for i in range(n)]
+    assert [place.row for place in layout.places_of(items, shape)[0]] == [want[i] for i in range(n)]
+
+
+@pytest.mark.parametrize("micro,shards,sent", [(2, 1, 1), (6, 2, 2), (24, 1, 6), (1, 2, 1)])
+def test_only_micro_batches_that_hold_tokens_are_made_of_a_large_batch(micro, shards, sent, monkeypatch):
+    """What is left out is empty, and what stands is the whole batch's, micro-batch by micro-batch."""
+    scored, sizes = cases.groups(5, 4), {"rows": 24, "micro_batches": micro, "share_prompts": True}
+    whole, shape = packed(scored, shards=shards, **sizes)
+    assert not whole.arrays().keys() & {"rows", "group_ids"}
+    monkeypatch.setattr(layout, "WHOLE_PLACES", 0)
+    part, _ = packed(scored, shards=shards, **sizes)
+    assert part.shape == whole.shape == whole.tokens.shape == (24, shape.tokens)
+    assert part.tokens.shape[0] == sent * 24 // micro
+    for name, x in part.arrays().items():
+        split = whole.arrays()[name].reshape(24 // micro, micro, -1)
+        np.testing.assert_array_equal(x, split[:, :sent].reshape(x.shape))
+        assert not whole.segment_ids.reshape(24 // micro, micro, -1)[:, sent:].any()
 
 
 def test_rows_of_a_micro_batch_are_dealt_over_the_shards():

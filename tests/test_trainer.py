@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dora_jax.buffer import layout as batch_layout
 from dora_jax.models import decoder, sharding
 from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.trainer import optim, step
@@ -324,6 +325,27 @@ def test_prepare_passes_kl_in_the_reward():
     )
     got = Prepare(section, 12).estimate(sequences).advantages
     np.testing.assert_allclose(got, [-0.1, 0.1], atol=1e-6)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_step_whose_empty_micro_batches_are_not_sent_is_the_same_to_the_bit(data, monkeypatch):
+    section = cases.section(micro_batches=4, anchor="proximal", kl="k3", kl_coef=0.1)
+    mesh = sharding.make_mesh(jax.devices()[:data], data, 1, 1)
+    trainer = step.Trainer(cases.MODEL, section, mesh, cases.params(), total_steps=20)
+    first, made = host(trainer.state), []
+    trainer.warmup(16, section.pack_tokens)
+    for places in (1 << 18, 0):
+        monkeypatch.setattr(batch_layout, "WHOLE_PLACES", places)
+        trainer.load(first.params, first.opt_state, 0)
+        batch = cases.batch(trainer, cases.groups(4, 4), score=trainer.score, rows=16)
+        logprobs = trainer.logprobs(batch)[batch.mask]
+        metrics = {name: x for name, x in trainer.step(batch).items() if not name.endswith("_per_s")}
+        made.append((len(batch.tokens), sorted(logprobs.tolist()), metrics, host(trainer.state)))
+    (whole, *wanted), (part, *got) = made
+    assert (whole, part) == (16, 8)
+    assert got[:2] == wanted[:2]
+    jax.tree.map(np.testing.assert_array_equal, got[2], wanted[2])
+    assert not np.array_equal(got[2].params["embed"], first.params["embed"])
 
 
 def test_scores_are_computed_in_micro_batches_that_hold_tokens():

@@ -445,7 +445,7 @@ def train(record: Record, cfg: ModelConfig, tiny: bool) -> None:
             config = train_config(work, attention=attention, remat=remat)
             trainer = trainer_of(config, cfg, harness.one_device(), masters)
             [batch] = packer(config, trainer)(groups, 0)
-            warmup_s, _ = harness.timed(trainer.warmup, *batch.tokens.shape)
+            warmup_s, _ = harness.timed(trainer.warmup, *batch.shape)
             seconds = harness.best_s(trainer.step, batch)
             needed = model_flops(cfg, segment_lengths(batch.segment_ids))
             tokens = int((batch.segment_ids > 0).sum())
@@ -474,7 +474,7 @@ def shared_device(record: Record, cfg: ModelConfig, tiny: bool) -> None:
     groups = sampled(engine, cfg, TRAIN[tiny])
     record.add("peak memory with the engine", peak_gib(), "GiB")
     [batch] = packer(config, trainer)(groups, 0)
-    warmup_s, _ = harness.timed(trainer.warmup, *batch.tokens.shape)
+    warmup_s, _ = harness.timed(trainer.warmup, *batch.shape)
     record.add("warm-up of the trainer", warmup_s, "s")
     trainer.step(batch)
     pages = f"{config.rollout.pages} pages of {config.rollout.page_size}"

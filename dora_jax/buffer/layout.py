@@ -1,7 +1,8 @@
 """Stage 4, buffer: the static shape of a step's batch, and where its samples stand in the rows. Pure, numpy only.
 
 Laws: the shape depends on the config alone; samples are placed by falling length, so the same samples always lie in the
-same places, whatever their order; the rows that hold tokens fill whole micro-batches first.
+same places, whatever their order; the rows that hold tokens fill whole micro-batches first. Rows are enough for the
+longest samples, and most of a large batch is then empty: its last micro-batches are neither made on the host nor sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from dora_jax.types import Sample
 
 Row = int
+WHOLE_PLACES = 1 << 18  # a smaller batch, of about 12 MB, is made whole: its bytes cost less than a program that widens
+PARTS = 8  # of a batch, by which fewer are sent: each count is a program that widens what arrives
 
 
 class Routes(Protocol):
@@ -39,6 +42,15 @@ class BatchShape:
     skip_zero_advantage: bool = False
     routes: Routes | None = None  # of what the samples carry; None: the trainer's routers choose
     temperature: float | None = None  # the run's, where turns may have their own; None: there is no such column
+
+    def holding(self, filled: int) -> BatchShape:
+        """The shape of the first micro-batches, which hold so many filled rows, in steps of 1 / PARTS of all: what is
+        made and sent of a large batch. The same rows stand in the same micro-batches."""
+        if self.rows * self.tokens < WHOLE_PLACES:
+            return self
+        step = -(-self.micro_batches // PARTS)
+        count = min(self.micro_batches, -(-filled * self.micro_batches // (self.rows * step)) * step)
+        return dataclasses.replace(self, rows=self.rows // self.micro_batches * count, micro_batches=count)
 
     def row_order(self) -> np.ndarray:
         """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""
@@ -94,8 +106,7 @@ def items_of(samples: Sequence[Sample], share_prompts: bool) -> list[Item]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     row: Row
     start: int  # of the sample's own tokens
     segment: int
@@ -108,18 +119,18 @@ class _Rows:
     """Rows that are being filled from the left; how much is free stands in a tree of maxima, so that the first row with
     room is found in O(log rows)."""
 
-    def __init__(self, order: np.ndarray, tokens: int):
-        self._order, self._tokens = order.tolist(), tokens
-        self._leaves = 1 << (len(order) - 1).bit_length()
+    def __init__(self, rows: int, tokens: int):
+        self._tokens, self._leaves = tokens, 1 << (rows - 1).bit_length()
         self._free = [0] * (2 * self._leaves)  # of row k: at _leaves + k; above it the larger one of each two
-        self._free[self._leaves : self._leaves + len(order)] = [tokens] * len(order)
+        self._free[self._leaves : self._leaves + rows] = [tokens] * rows
         for node in range(self._leaves - 1, 0, -1):
             self._free[node] = max(self._free[2 * node], self._free[2 * node + 1])
-        self._segments = [0] * len(order)
+        self._segments = [0] * rows
         self._prompts: dict[bytes, dict[int, tuple[int, int]]] = collections.defaultdict(dict)  # row -> start, segment
 
     def place(self, item: Item) -> Place | None:
-        """First into a row that holds the item's prompt, else into the first one; None: no row has room."""
+        """First into a row that holds the item's prompt, else into the first one; None: no row has room. Rows are in
+        the order in which they are filled."""
         holding = self._prompts[item.prompt] if item.shared else {}
         k = next((k for k in holding if self._free[self._leaves + k] >= item.length), None)
         if k is None:
@@ -131,7 +142,7 @@ class _Rows:
             k = node - self._leaves
             if item.shared:
                 holding[k] = self._take(k, item.shared)
-        return Place(self._order[k], *self._take(k, item.length), item.shared, *holding.get(k, (0, 0)))
+        return Place(k, *self._take(k, item.length), item.shared, *holding.get(k, (0, 0)))
 
     def _take(self, k: int, tokens: int) -> tuple[int, int]:
         """Start and segment of the tokens that are now taken."""
@@ -144,11 +155,12 @@ class _Rows:
         return start, self._segments[k]
 
 
-def places_of(items: Sequence[Item], shape: BatchShape) -> list[Place]:
+def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], BatchShape]:
     """First fit by falling length, samples that share a prompt one after another and first into rows that hold it.
 
-    Ties by index, so the same samples always land in the same place."""
-    rows = _Rows(shape.row_order(), shape.tokens)
+    Ties by index, so the same samples always land in the same place. Returns the places, and the shape of the
+    micro-batches that hold them (`BatchShape.holding`), in whose rows they stand."""
+    rows = _Rows(shape.rows, shape.tokens)
     places: dict[int, Place] = {}
     total: collections.Counter[bytes] = collections.Counter()
     for item in items:
@@ -160,4 +172,6 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> list[Place]:
                 f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
             )
         places[i] = place
-    return [places[i] for i in range(len(items))]
+    part = shape.holding(1 + max(place.row for place in places.values()))
+    order = part.row_order().tolist()
+    return [Place(order[(place := places[i]).row], *place[1:]) for i in range(len(items))], part

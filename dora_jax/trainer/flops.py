@@ -103,7 +103,7 @@ class FlopsMeter:
         """A TrainBatch; a prompt that is shared counts once."""
         lengths = segment_lengths(batch.segment_ids)
         self._tokens += int(lengths.sum())
-        self._places += batch.segment_ids.size
+        self._places += math.prod(batch.shape)
         self._flops += model_flops(self._cfg, lengths, prefix_lengths(batch), self._frozen)
         self._seconds += seconds
 

@@ -49,6 +49,17 @@ def split_rows(arrays: Arrays, micro_batches: int) -> dict[str, jax.Array]:
     return {name: x.reshape(-1, micro_batches, *x.shape[1:]) for name, x in arrays.items()}
 
 
+def widened(micro_batches: int, arrays: Arrays, rows: int) -> dict[str, jax.Array]:
+    """The first micro-batches of a batch -> all of its `rows`, the others empty: no segment, and zeros."""
+
+    def wide(x: jax.Array) -> jax.Array:
+        split = x.reshape(rows // micro_batches, -1, *x.shape[1:])
+        empty = [(0, 0), (0, micro_batches - split.shape[1]), *[(0, 0)] * (x.ndim - 1)]
+        return jnp.pad(split, empty).reshape(rows, *x.shape[1:])
+
+    return {name: wide(x) for name, x in arrays.items()}
+
+
 def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays) -> jax.Array:
     """fn(params, arrays) -> [B, L], one micro-batch at a time; 0 in those that hold no token."""
     if micro_batches == 1:

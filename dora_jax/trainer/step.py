@@ -26,7 +26,7 @@ from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
 from dora_jax.models.lora_config import OFF, Lora
-from dora_jax.trainer import correction, flops, health, objective, optim
+from dora_jax.trainer import correction, flops, health, micro_batch, objective, optim
 from dora_jax.trainer import score as scores
 from dora_jax.trainer.micro_batch import accumulate, by_micro_batch, micro_loss
 from dora_jax.trainer.model import UNROLLED_LAYERS, Adapted, Arrays, layers_of, unrouted
@@ -115,6 +115,8 @@ class Trainer:
         self._logprobs = scored(functools.partial(by_micro_batch, logprobs, section.micro_batches))
         self._probed = scored(logprobs)
         self._values = scored(functools.partial(by_micro_batch, self.recipe.critic.values, section.micro_batches))
+        widened = functools.partial(micro_batch.widened, section.micro_batches)
+        self._widened = jit(widened, static_argnames="rows", out_shardings=self._rows)
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self.health = health.HealthBounds(section.max_mismatch, dump_dir)
         self._meter = flops.FlopsMeter(model_cfg, mesh, section.peak_tflops, lora.on)
@@ -171,7 +173,8 @@ class Trainer:
 
     def logprobs(self, batch: Any) -> np.ndarray:
         """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""
-        return _inside(batch, self._logprobs(self._whole(self.state.params), self._put(batch.arrays())))
+        arrays = self._put_batch(batch, batch.arrays())
+        return self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))
 
     def row_logprobs(self, batch: Any, row: int) -> np.ndarray:
         """f32[L]: `logprobs` of one row, computed alone."""
@@ -182,15 +185,15 @@ class Trainer:
         """What a packed batch needs before its advantages: f32[B, L] by name; empty where the objective needs none."""
         if not objective.needs_scores(self.section):
             return {}
-        arrays = self._put(batch.arrays())
+        arrays = self._put_batch(batch, batch.arrays())
         if self._replay is None:
-            out = {"old_logprobs": _inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
+            out = {"old_logprobs": self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
         else:
             out = {"old_logprobs": scores.replayed_logprobs(self._replay, self.state.params, batch)}
         if self._reference is not None:
-            out["ref_logprobs"] = _inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
+            out["ref_logprobs"] = self._inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
         if objective.needs_value(self.section):
-            out["values"] = _inside(batch, self._values(self.state.opt_state["critic"].params, arrays))
+            out["values"] = self._inside(batch, self._values(self.state.opt_state["critic"].params, arrays))
         if self.section.advantage == "vcpo":
             segments = scores.segments_of(batch)
             rows = self._put(scores.one_a_row(batch, segments), self._replicated)
@@ -244,8 +247,8 @@ class Trainer:
             if self._replay is not None:
                 arrays["exact_logprobs"] = scores.replayed_logprobs(self._replay, self.state.params, part)
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
-            run = self._compiled.get(part.tokens.shape, self._update)
-            self.state, sums = run(self.state, self._put(arrays), *self._frozen)
+            run = self._compiled.get(part.shape, self._update)
+            self.state, sums = run(self.state, self._put_batch(part, arrays), *self._frozen)
             every.append(jax.device_get(sums))
             self._meter.add(part, time.perf_counter() - began)
             self.health.check(every[-1], part, int(self.state.step) + 1)
@@ -267,6 +270,17 @@ class Trainer:
         if where.is_fully_addressable:
             return {name: jax.device_put(x, where) for name, x in arrays.items()}
         return {name: jax.make_array_from_callback(x.shape, where, x.__getitem__) for name, x in arrays.items()}
+
+    def _put_batch(self, batch: Any, arrays: Arrays) -> dict[str, jax.Array]:
+        """Arrays of the batch's rows, in its static shape: micro-batches that it leaves out are made on the devices."""
+        put = self._put(arrays)
+        return put if batch.shape == batch.tokens.shape else self._widened(put, rows=batch.rows)
+
+    def _inside(self, batch: Any, packed: jax.Array) -> np.ndarray:
+        """What was computed of the static shape -> of the batch's rows, 0 outside the segments."""
+        split = np.asarray(packed).reshape(-1, self.section.micro_batches, batch.tokens.shape[1])
+        present = self.section.micro_batches * len(batch.tokens) // batch.shape[0]
+        return np.where(batch.segment_ids > 0, split[:, :present].reshape(batch.tokens.shape), 0.0)
 
 
 def jitted_update(recipe: Recipe) -> Any:
@@ -315,7 +329,3 @@ def update(
         signs = jnp.sign(load_MxE.mean(-1, keepdims=True) - load_MxE).astype(layers[BIAS].dtype)
         moved = {**moved, decoder.LAYERS: {**layers, BIAS: layers[BIAS] + section.router_bias_rate * signs}}
     return TrainState(keep(moved, state.params), opt_state, state.step), sums
-
-
-def _inside(batch: Any, packed: jax.Array) -> np.ndarray:
-    return np.where(batch.segment_ids > 0, np.asarray(packed), 0.0)
