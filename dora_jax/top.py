@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora_jax.config import ConfigError
-from dora_jax.report import findings, legend, timeline
+from dora_jax.report import findings, legend, seconds, timeline
 from dora_jax.report.load import RunData, load, number
 
 PERIOD_S = 1.0
@@ -56,7 +56,8 @@ def picture(data: RunData, now_s: float) -> Group:
     # The newest word on each instance that was in quarantine
     quarantined = [Text(reasons[-1], style="red") for _, reasons in sorted(findings.quarantines(data).items())]
     unhealthy = [Text(f"{verdict}.", style="bold red") for verdict in findings.health(data)]
-    return Group(head, *unhealthy, table, Text(findings.bottleneck(data.steps)), _instances(data), *quarantined)
+    spent = [Text(line) for line in seconds.phrases(seconds.steps(data.timeline)[-1:])]
+    return Group(head, *unhealthy, table, Text(findings.bottleneck(data.steps)), *spent, _instances(data), *quarantined)
 
 
 def _instances(data: RunData) -> Table:

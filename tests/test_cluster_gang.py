@@ -45,7 +45,7 @@ class Ends:
 
 def test_records_go_both_ways_in_order():
     ends = Ends()
-    sent = [messages.Heartbeat(progress=n, busy=False, waited_s=0.5) for n in range(1000)]
+    sent = [messages.Heartbeat(progress=n, busy=False, spent_s={"decode": 0.5}) for n in range(1000)]
     for item in sent:
         ends.links["a"].send(item)
     ends.links["b"].send(messages.Ready(holds=(3,)))
@@ -172,7 +172,7 @@ def test_waiting_for_work_is_no_standstill():
     gang, link = lone_gang()
     for busy, wrong in ((False, False), (True, True)):
         gang.processes[0].moved_s -= 60.0
-        link.receive(link, messages.Heartbeat(progress=0, busy=busy, waited_s=0.0))
+        link.receive(link, messages.Heartbeat(progress=0, busy=busy, spent_s={}))
         assert bool(gang.fault()) == wrong
 
 

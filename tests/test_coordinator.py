@@ -252,7 +252,7 @@ class OneWorker(InstanceProxy):
 def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
     """With the KV where the incarnation that keeps it answers, else from its tokens; once either way."""
     source, there, outbox, later, resumed = Keeper(0), Keeper(1), queue.SimpleQueue(), [], []
-    source.incarnation, source.wait_s = 0, 0.0
+    source.incarnation, source.spent = 0, dict
     source.send = lambda message, payload, dst: later.append(
         lambda: dst.send(message, dataclasses.replace(payload, kv_len=7))
     )

@@ -3,6 +3,7 @@
 The kernel itself is held to that reference in test_attention.py; whether it compiles for TPUs, in test_aot.py.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -67,6 +68,20 @@ def test_no_bit_depends_on_preemption_or_batch_mates(paged):
         alone = finish(paged)[id]
         np.testing.assert_array_equal(crowded[id].out_ids, alone.out_ids)
         np.testing.assert_array_equal(crowded[id].logprobs.view(np.int32), alone.logprobs.view(np.int32))
+
+
+def test_another_version_is_laid_out_by_the_programs_of_the_first(paged):
+    """A program made for a tensor of one version would be compiled anew at every publication."""
+    compiled, first, second = [], *(jax.tree.map(lambda x: x.astype("float16"), weights(paged, i)) for i in (1, 2))
+    paged.load(1, first)
+    paged.drop(1)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    paged.load(2, second)
+    jax.monitoring.clear_event_listeners()
+    paged.drop(2)
+    assert not compiled
 
 
 @pytest.mark.slow

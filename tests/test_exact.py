@@ -19,6 +19,7 @@ from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.trainer import objective, score
 from tests.fakes import trainer_cases
 from tests.fakes.engine_rig import CFG, EOS, SIZES, VOCAB, finish, ids, params, prompt, submit
+from tests.fakes.step_seconds import unaccounted
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,3 +97,6 @@ def test_a_run_has_no_gap_between_engine_and_trainer(tmp_path):
     measured = [line for line in lines if "mismatch/max" in line]
     assert sum(line["mismatch/tokens"] for line in measured) > 500
     assert {line["mismatch/max"] for line in measured} == {0.0}
+    assert unaccounted(lines) < 0.03
+    names = {name for line in lines for name in line}
+    assert {f"seconds/trainer/{does}" for does in ("pack", "put", "update", "score", "publish")} <= names

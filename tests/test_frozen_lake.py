@@ -11,6 +11,7 @@ import pytest
 from dora_jax.config import ConfigError
 from dora_jax.tasks.environment import EpisodePrompt
 from dora_jax.tasks.environments.frozen_lake import FrozenLake, Lakes
+from tests.fakes.step_seconds import unaccounted
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LAKE = "_ _ O _\nP _ _ G\n_ _ O _"
@@ -112,3 +113,4 @@ def test_a_run_of_a_few_steps_is_trained_and_evaluated(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows) == 3 and any("environment/turns" in row for row in rows)
     assert sum("eval/accuracy" in row for row in rows) == 2
+    assert unaccounted(rows) < 0.03 and any("seconds/controller/environments" in row for row in rows)

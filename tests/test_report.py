@@ -72,6 +72,26 @@ def test_tables_and_sentences_are_readable_without_javascript(tmp_path):
     assert "50.0%" in read.text and "36.6% to 63.4%" in read.text, "the accuracy and its interval"
 
 
+def test_the_seconds_of_a_step_are_one_picture_with_its_figures_in_text(tmp_path):
+    folder = run_of(tmp_path / "a")
+    odd = [{"t": 1, "spent": 3, "step": 1}, {"t": 1, "spent": {"trainer": {"update": "x"}}, "step": 2, "seconds": None}]
+    rows = [{"t": float(n), "step": n, "seconds": seconds, "spent": {
+        "controller": {"waiting for the stages": seconds}, "trainer": {"update": 3 * seconds / 4, "waiting for <b>": seconds / 4},
+        "0": {"decode": seconds}, "1": {"decode": seconds / 2, "load": seconds / 2}, "2": []}}
+        for n, seconds in [(1, 99.0), (2, 7.0), (2, 2.0), (3, 6.0)]]  # fmt: skip
+    write(folder, "timeline.jsonl", [*odd, *rows])
+    html = page([load(folder, "a")])
+    read = Text(html).text
+    assert "trainer: 4 s of 4 s a step (100.0%)" in read and "Steps 2 to 3" in read and "0 to 6 s a step" in read
+    for figure in ("update 3 s, 75.0%", "waiting for <b> 1 s, 25.0%", "decode 3 s, 75.0%", "load 1 s, 25.0%"):
+        assert figure in read
+    assert "<b>" not in html
+    stacks = re.findall(r"<svg class=stack viewBox='0 0 (\d+) 100'.*?</svg>", html)
+    assert stacks == ["2"] * 3
+    assert "d='M0 75.00h1v25.00h-1zM1 25.00h1v75.00h-1z'" in html, "the bars of the trainer's updates"
+    assert "no step tells where its time went" in page([load(run_of(tmp_path / "b"), "b")])
+
+
 def test_what_a_later_start_changed_is_named_with_its_step(tmp_path):
     folder = run_of(tmp_path / "a")
     rows = [{"step": 2, "changed": {"rollout.slots": [64, 32], "task.path": ["", "<b>"]}}, {"step": 3, "changed": 7}]

@@ -12,6 +12,7 @@ from dora_jax.base.metrics import Writer
 from dora_jax.buffer import layout, pack
 from dora_jax.orchestrate import events as ev
 from dora_jax.report.load import load, samples
+from dora_jax.runtime.common.idle_time import StepSeconds
 from dora_jax.runtime.common.sample_log import SampleLog, TokenViews, files
 from dora_jax.runtime.common.worker import StepDone
 from dora_jax.runtime.journal import workdir_mirror
@@ -155,7 +156,7 @@ def test_what_no_step_trains_on_is_kept_and_counted(tmp_path):
     sink = types.SimpleNamespace(write=lambda *_: None, samples=lambda *row: tables.append(row[:2]))
     with Writer(tmp_path, quiet(), [sink]) as writer:
         log = RunLog(
-            workdir=tmp_path, writer=writer, orchestrator=brain, instances=[types.SimpleNamespace(wait_s=0.0)],
+            workdir=tmp_path, writer=writer, orchestrator=brain, seconds=StepSeconds({}), in_timeline=print,
             decode=spelt, prompt_of=lambda id: PROMPT, solved=Solved(term="total"), steps=9, max_failed_share=1.0,
         )  # fmt: skip
         log.record(scored(-1, [1, 0], version=4))

@@ -88,12 +88,16 @@ def test_the_same_is_a_chrome_trace_which_a_resumed_run_goes_on_with(tmp_path):
         file.write(b',\n{"ph":"X","na')  # as a power cut leaves it
     process(False, [up(0)], [up(1)], [ev.SampleStarted(id=id, instance=0, version=1)],
             [ev.SampleMoved(id=id, src=0, dst=1, attempt=1)], [ev.SampleDone(id=id, instance=1, tokens=4, finish="stop")])  # fmt: skip
-    process(False)
+    resumed = process(True)
+    resumed.write({"spent": {"trainer": {"update": 2.0, "pack": 0.5}}, "step": 3, "seconds": 2.5})
+    resumed.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     slices = [(e["pid"], e["tid"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
     assert slices == [(2, 2, "load", 1001.0, 1.0), (2, 2, "v1", 1007.0, 1.0), (2, 3, "v1", 1008.0, 1.0)]
     arrows = [(e["ph"], e["name"], e["tid"]) for e in events if e["ph"] in "sf"]
     assert arrows == [("s", "1 moved", 2), ("f", "1 moved", 3)]
+    counted = [(e["name"], e["ts"] / 1e6, e["args"]) for e in events if e["ph"] == "C"]
+    assert counted == [("seconds of trainer", 1009.0, {"update": 2.0, "pack": 0.5})]
     assert not faults(events) and killed is not None
 
 

@@ -29,6 +29,13 @@ def test_each_instance_shows_its_versions(tmp_path):
     assert "v3: 2, v4: 6" in text and "loads weights" in text and text.count("█") == 24
 
 
+def test_the_newest_step_says_where_its_seconds_went(tmp_path):
+    rows = [{"t": 1.0, "step": n, "seconds": 4.0, "spent": {"trainer": {"update": n, "waiting for rollouts": 4.0 - n}, "0": {}}}
+            for n in (1, 3)]  # fmt: skip
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "trainer 4 s a step: update 3, waiting for rollouts 1" in shown(tmp_path)
+
+
 def test_an_empty_workdir_is_a_picture_too(tmp_path):
     assert "no timeline yet" in shown(tmp_path)
 

@@ -54,6 +54,10 @@ class TraceRows:
             "ph": "X", "pid": process, "tid": process + row, "name": name, "cat": "work", "ts": _micro(begin_s),
             "dur": _micro(end_s) - _micro(begin_s), "args": args or {}, **colour})  # fmt: skip
 
+    def count(self, name: str, values: dict[str, float], now_s: float) -> None:
+        """Values that are drawn one on top of the other, until the next ones of this name."""
+        self._emit({"ph": "C", "pid": TRAINER, "name": name, "ts": _micro(now_s), "args": values})
+
     def arrow(self, name: str, id: int, begin: tuple[int, int, float], end: tuple[int, int, float]) -> None:
         """begin, end: (process, row, seconds). ids differ among the arrows of one name."""
         for phase, (process, row, at_s) in (("s", begin), ("f", end)):

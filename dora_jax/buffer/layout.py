@@ -2,7 +2,7 @@
 
 Laws: the shape depends on the config alone; samples are placed by falling length, so the same samples always lie in the
 same places, whatever their order; the rows that hold tokens fill whole micro-batches first. Rows are enough for the
-longest samples, and most of a large batch is then empty: its last micro-batches are neither made on the host nor sent.
+longest samples, and most of a large batch is then empty: its last micro-batches are neither packed nor sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dora_jax.types import Sample
 
 Row = int
 WHOLE_PLACES = 1 << 18  # a smaller batch, of about 12 MB, is made whole: its bytes cost less than a program that widens
-PARTS = 8  # of a batch, by which fewer are sent: each count is a program that widens what arrives
+COUNTS = 8  # so many rows may be sent of a large batch: each is a program that widens what arrives
 
 
 class Routes(Protocol):
@@ -44,11 +44,11 @@ class BatchShape:
     temperature: float | None = None  # the run's, where turns may have their own; None: there is no such column
 
     def holding(self, filled: int) -> BatchShape:
-        """The shape of the first micro-batches, which hold so many filled rows, in steps of 1 / PARTS of all: what is
+        """The shape of the first micro-batches, which hold so many filled rows, in steps of 1 / COUNTS of all: what is
         made and sent of a large batch. The same rows stand in the same micro-batches."""
         if self.rows * self.tokens < WHOLE_PLACES:
             return self
-        step = -(-self.micro_batches // PARTS)
+        step = -(-self.micro_batches // COUNTS)
         count = min(self.micro_batches, -(-filled * self.micro_batches // (self.rows * step)) * step)
         return dataclasses.replace(self, rows=self.rows // self.micro_batches * count, micro_batches=count)
 
@@ -172,6 +172,6 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], Ba
                 f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
             )
         places[i] = place
-    part = shape.holding(1 + max(place.row for place in places.values()))
-    order = part.row_order().tolist()
-    return [Place(order[(place := places[i]).row], *place[1:]) for i in range(len(items))], part
+    sent = shape.holding(1 + max(place.row for place in places.values()))
+    order = sent.row_order().tolist()
+    return [Place(order[(place := places[i]).row], *place[1:]) for i in range(len(items))], sent

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dora_jax.base.lanes import doing
 from dora_jax.buffer.layout import BatchShape, Place, Row, items_of, places_of
 from dora_jax.types import Estimate, GroupId, Sample, ScoredGroup, Span, TokenTable
 
@@ -53,8 +54,8 @@ class MemoryGroupStore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Arrays [B, L]; position t predicts `targets[t]`. Row r belongs to micro-batch r % (B / rows of a micro-batch): the
-    first micro-batches, behind which the step's static shape has empty ones."""
+    """Arrays [B, L]; position t predicts `targets[t]`. They are the first micro-batches of the step's static shape, and
+    its others are empty; row r belongs to micro-batch r % (number of these)."""
 
     tokens: np.ndarray  # i32
     targets: np.ndarray  # i32, the next token
@@ -154,7 +155,7 @@ class _PackedUpdate:
     def __init__(
         self, samples: list[Sample], shape: BatchShape, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
     ):
-        self.samples, self._whole, self._rewards, self._group_ids = samples, shape, rewards, group_ids
+        self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
         # (each sample behind the branches of its episode, the index of the sample that each belongs to)
         found = [(branch, i) for i, sample in enumerate(samples) for branch in (*_branches(sample), sample)]
         segments, owners = [segment for segment, _ in found], [i for _, i in found]
@@ -162,7 +163,8 @@ class _PackedUpdate:
         self.spread = _Spread(segments, owners, places, shape)
         self._batch: dict[str, Any] = _tokens(segments, places, shape)
         zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), _zeros(shape))
-        self._scored = score(TrainBatch(**(self._batch | zeros), rows=self._whole.rows)) if score else {}
+        with doing("score"):
+            self._scored = score(TrainBatch(**(self._batch | zeros), rows=self._shape.rows)) if score else {}
 
     def sequences(self, longest: int) -> dict[str, np.ndarray]:
         """The fields of `Sequences`, as wide as the step's longest response."""
@@ -185,13 +187,13 @@ class _PackedUpdate:
         else:
             own = np.where(group_ids < 0, 0, self._batch["segment_ids"])  # a shared prompt is no trajectory
             weights = np.asarray(objective.token_weights(placed, own, group_ids), np.float32)
-        if self._whole.skip_zero_advantage and not self._scored:
+        if self._shape.skip_zero_advantage and not self._scored:
             moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
             if not moving.any(1).all():
                 # the samples that move the weights; the first one where none does, for its metrics
                 kept = np.flatnonzero(moving.any(1)) if moving.any() else np.array([0])
                 part = _PackedUpdate(
-                    [self.samples[i] for i in kept], self._whole, None, self._rewards[kept], self._group_ids[kept]
+                    [self.samples[i] for i in kept], self._shape, None, self._rewards[kept], self._group_ids[kept]
                 )
                 placed = part.spread.responses(mask[kept], bool)
                 weights = part.spread.responses(spread.gather(weights, mask.shape[1])[kept], np.float32)
@@ -210,7 +212,7 @@ class _PackedUpdate:
             advantages=self.spread.responses(advantages, np.float32) * placed,
             rewards=self.spread.responses(self._rewards, np.float32),
             loss_weights=weights,
-            rows=self._whole.rows,
+            rows=self._shape.rows,
             group_ids=tuple(dict.fromkeys(self._group_ids.tolist())),
         )
 

@@ -124,6 +124,9 @@ METRICS: dict[str, Meaning] = SHARED | {
         "far below trainer/wait_s",
     ),
     "time/replay_s": ("the samples of a step scored by the engine's calls (rollout.exact), s", ""),
+    "seconds/trainer/*": ("what the trainer's thread did in the step, s, waits by cause; adds up to time/step_s", ""),
+    "seconds/instances/*": ("the same of the instances' threads, their mean", ""),
+    "seconds/controller/*": ("the same of the controller's thread", ""),
     "time/step_s": ("from one published version to the next, s", "steady"),
     "time/run_s": ("since this process began, s", ""),
     "time/left_s": ("until the last step, from the newest steps' mean, s", ""),
@@ -196,6 +199,13 @@ def page() -> str:
         "In a sample's tokens green is a positive advantage, red a negative one, and the line below the token is the "
         "gap of the log-probs, trainer - engine, under the weights that the step starts from: at lag 0 it is error "
         "alone, at a higher lag the policy has moved too.\n"
+        "\nSeconds of a step say what each thread did: the trainer's, every instance's, the controller's. Lanes "
+        "overlap, so each adds up to the whole step for itself, its waits split by cause. `prefill` is a tick "
+        "that brings prompts or KV to the device, and decodes beside it; `decode` and `verify` are ticks that do "
+        "nothing else; `update` holds the collectives of gradients, which one program overlaps with its products, "
+        "and of a trainer in processes of its own all that they do. Rewards and environments compute in other "
+        "processes: `rewards` and `environments` are what the controller does for them. The same figures are in "
+        "`metrics.jsonl` (`seconds/`), in `top`, and as counters in `trace.json`.\n"
     )  # fmt: skip
     words = "".join(f"| {word} | {meaning} |\n" for word, meaning in WORDS.items())
     fields = "".join(f"| `{name}` | {meaning} |  |\n" for name, meaning in FIELDS.items())

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from dora_jax.config import changes
-from dora_jax.report import curves, findings, samples, timeline
+from dora_jax.report import curves, findings, samples, seconds, timeline
 from dora_jax.report.load import Row, RunData, configured, series
 from dora_jax.report.markup import as_json, escaped, figure, percent, table
 
@@ -51,6 +51,8 @@ def page(runs: Sequence[RunData]) -> str:
         f"{''.join(map(samples.before_and_after, runs))}</section>"
         f"<section id=health><h2>Health</h2>{''.join(map(_health, runs))}</section>"
         f"<section><h2>Timeline</h2>{''.join(map(_timeline, runs, pictures, range(len(runs))))}</section>"
+        "<section><h2>Seconds of a step</h2>"
+        f"{''.join(f'<p>{escaped(run.name)}</p>{seconds.picture(run.timeline)}' for run in runs)}</section>"
         "<section><h2>Curves</h2><p class=note>A click on a curve opens a sample of that step.</p>"
         "<div id=curves class=grid></div>"
         "<details id=more><summary>more curves</summary><div class=grid></div></details>"

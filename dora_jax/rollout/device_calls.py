@@ -18,11 +18,13 @@ import dataclasses
 import functools
 import itertools
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -270,7 +272,13 @@ def _zeros(abstract: Any, formats: Any) -> Any:
 def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
     if x.dtype == like.dtype and x.format == format:
         return x
-    return jax.jit(lambda x: x.astype(like.dtype), out_shardings=format)(x)
+    return _converted(like.dtype, format)(x)
+
+
+@functools.cache
+def _converted(dtype: np.dtype, format: Format) -> Callable[[Any], jax.Array]:
+    """One function for all tensors and versions: a new one would be compiled again for each of them."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=format)
 
 
 def _placed(x: Any, sharding: NamedSharding | Format) -> jax.ShapeDtypeStruct:

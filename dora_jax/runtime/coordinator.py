@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dora_jax.base.exits import Stop
+from dora_jax.base.lanes import doing
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.snapshot import Outstanding
@@ -172,9 +173,10 @@ class Coordinator:
             yield ready.event
         # what is in the outbox, and comes within `gather_s`
         with contextlib.suppress(queue.Empty):
-            item = self._outbox.get(timeout=TIME_PERIOD_S)
-            if self._gather_s:
-                time.sleep(self._gather_s)
+            with doing("waiting for the stages"):
+                item = self._outbox.get(timeout=TIME_PERIOD_S)
+                if self._gather_s:
+                    time.sleep(self._gather_s)
             for _ in range(MAX_BATCH - 1):
                 yield from self._to_events(item)
                 item = self._outbox.get_nowait()
@@ -182,7 +184,9 @@ class Coordinator:
         if self._episodes:
             for item in self._episodes.poll():
                 yield from self._to_events(item)
-        for scored in self._scorer.poll():
+        with doing("rewards"):
+            results = self._scorer.poll()
+        for scored in results:
             yield from self._scored(scored)
         now = time.monotonic() + self._skew_s
         if now - self._time_s >= TIME_PERIOD_S:
@@ -192,6 +196,10 @@ class Coordinator:
     def execute(self, command: ev.Command) -> None:
         """A command to an instance is sent as it is, but for those that need what is kept here: a Start of one group
         takes its prompt along, a Resume its one sample."""
+        with doing("commands"):
+            self._execute(command)
+
+    def _execute(self, command: ev.Command) -> None:
         match command:
             case ev.Start(ids=ids):
                 for group_id, siblings in itertools.groupby(ids, operator.attrgetter("group_id")):
@@ -237,7 +245,8 @@ class Coordinator:
         self._kept.forget(command.ids)
         self._groups.discard(group_id)
         try:
-            group = self.samples.opened(group_id)
+            with doing("prompts"):
+                group = self.samples.opened(group_id)
         except PromptTooLong as error:
             self._refused.add(group_id)
             self._tell(error)
@@ -312,7 +321,8 @@ class Coordinator:
 
     def _submit_scores(self, group: OpenGroup) -> None:
         group.submitted = tuple(group.done[i] for i in sorted(group.done))
-        self._scorer.submit(group.prompt, group.submitted)
+        with doing("rewards"):
+            self._scorer.submit(group.prompt, group.submitted)
 
     def _scored(self, scored: ScoredGroup | GroupFailure) -> Iterator[ev.Event]:
         group_id = scored.group_id

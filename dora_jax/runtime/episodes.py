@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.base.lanes import doing
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import Environments, Prompts, RolloutWorker
@@ -113,7 +114,9 @@ class Episodes:
                 self._ask(held)
 
     def poll(self) -> Iterator[Item]:
-        for answer in self._environments.poll():
+        with doing("environments"):
+            answers = self._environments.poll()
+        for answer in answers:
             if answer.id in self._opening:
                 yield from self._opened(answer, self._opening.pop(answer.id))
             elif (held := self._samples.waiting(answer.id)) is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from dora_jax import config as configs
 from dora_jax import tasks
 from dora_jax.base.exits import FAILED, RETRY, Stop
+from dora_jax.base.lanes import Lane
 from dora_jax.base.metrics import Writer
 from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.config import Config, ConfigError, RunError, changes, field_context
@@ -19,6 +20,7 @@ from dora_jax.orchestrate.core import Orchestrator, quiet_collector, run
 from dora_jax.orchestrate.events import Command, Event, Halt, ImpossibleFact, StepPublished
 from dora_jax.plan import devices, presets, validate
 from dora_jax.runtime.assembly import run as build
+from dora_jax.runtime.common.idle_time import StepSeconds
 from dora_jax.runtime.common.seams import Backend, RunPlugin, TrainerSide
 from dora_jax.runtime.common.shutdown import STAGE_END_S, Guard, GuardedWorld
 from dora_jax.runtime.coordinator import Coordinator
@@ -112,6 +114,8 @@ def pick(directory: Path, step: int | None) -> int:
 class RunStorage(RunPlugin):
     """The journal and the checkpoints of a training run: saves right after a version is published, while the trainer is
     still idle."""
+
+    does = "checkpoint"
 
     side: TrainerSide
     journal: EventLog | None
@@ -300,11 +304,16 @@ def run_stages(
     worker = trainer_worker(config, side, groups, backend.weights, max_lag, parts.outbox) if side else None
     requests = LiveRequests(parts.prompts, parts.outbox, orchestrator) if endpoint else None
     world = parts.world(instances, worker, groups, backend.weights, requests)
+    timeline = Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes)
+    lane = Lane("decisions")
+    lane.bind()
+    lanes = {"controller": lane.read, **({"trainer": worker.spent} if worker else {})}
     log = RunLog(
         workdir=parts.workdir,
         writer=writer,
         orchestrator=orchestrator,
-        instances=instances,
+        seconds=StepSeconds(lanes | {str(instance.instance): instance.spent for instance in instances}),
+        in_timeline=timeline.write,
         decode=parts.tokenizer.decode,
         prompt_of=parts.task.prompt_at,
         solved=parts.solved,
@@ -316,7 +325,6 @@ def run_stages(
         log_bytes=config.monitor.log_bytes,
         samples_bytes=config.monitor.samples_bytes,
     )
-    timeline = Timeline(parts.workdir, writer.note, log_bytes=config.monitor.log_bytes)
     limit, seen = config.trainer.max_instance_mismatch, backing.side.gaps if backing else None
     hung: tuple[RunPlugin | None, ...] = (
         recorder,
@@ -329,8 +337,8 @@ def run_stages(
         DraftSources(instances, world.samples) if config.rollout.drafts else None,
     )
     plugins = [plugin for plugin in hung if plugin is not None]
-    for plugin in plugins:
-        world.listen(plugin.record)
+    every = _Plugins(plugins, lane)
+    world.listen(every.record)
     durable = backing.behind(world, log) if backing else None
     guard.diagnose = lambda: f"{orchestrator.summary()['waits']}; {world.diagnosis()}"
     with _ending(durable, world, backend, plugins, guard):
@@ -344,12 +352,34 @@ def run_stages(
             with serves as addresses, quiet_collector():
                 writer.note(addresses)
                 world.start(ups)
-                halt = run(orchestrator, GuardedWorld(durable or world, guard), [each.observe for each in plugins])
+                halt = run(orchestrator, GuardedWorld(durable or world, guard), [every.observe])
                 if backing:
                     backing.journal_saves(wait=True)
                 return halt, log
         except ImpossibleFact as error:
             raise RunError(f"{error}; the same command goes on from before that") from error
+
+
+class _Plugins(RunPlugin):
+    """All plug-ins of a run, each as what the controller's lane does."""
+
+    def __init__(self, plugins: Sequence[RunPlugin], lane: Lane):
+        self._plugins, self._lane = plugins, lane
+        self._listening = [plugin for plugin in plugins if type(plugin).record is not RunPlugin.record]
+
+    def record(self, record: object) -> None:
+        before = self._lane.does
+        for plugin in self._listening:
+            self._lane.turn(plugin.does)
+            plugin.record(record)
+        self._lane.turn(before)
+
+    def observe(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        before = self._lane.does
+        for plugin in self._plugins:
+            self._lane.turn(plugin.does)
+            plugin.observe(events, commands)
+        self._lane.turn(before)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.base.lanes import doing
 from dora_jax.config import TrainerSection
 from dora_jax.models import decoder, sharding
 from dora_jax.models import lora as lora_adapters
@@ -173,19 +174,20 @@ class Trainer:
 
     def logprobs(self, batch: Any) -> np.ndarray:
         """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""
-        arrays = self._put_batch(batch, batch.arrays())
+        arrays = self._put(batch.arrays(), rows=batch.rows)
         return self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))
 
     def row_logprobs(self, batch: Any, row: int) -> np.ndarray:
         """f32[L]: `logprobs` of one row, computed alone."""
         arrays = {name: np.repeat(x[row : row + 1], self.shards, axis=0) for name, x in batch.arrays().items()}
-        return np.asarray(self._probed(self._whole(self.state.params), self._put(arrays)))[0]
+        with doing("score"):
+            return np.asarray(self._probed(self._whole(self.state.params), self._put(arrays)))[0]
 
     def score(self, batch: Any) -> dict[str, np.ndarray]:
         """What a packed batch needs before its advantages: f32[B, L] by name; empty where the objective needs none."""
         if not objective.needs_scores(self.section):
             return {}
-        arrays = self._put_batch(batch, batch.arrays())
+        arrays = self._put(batch.arrays(), rows=batch.rows)
         if self._replay is None:
             out = {"old_logprobs": self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
         else:
@@ -222,9 +224,10 @@ class Trainer:
     def probed(self, probe: Probe) -> np.ndarray:
         """f32[B, L]: log-probs of the probe's targets under its weights."""
         weights = self.state.params if probe.weights is None else probe.weights
-        if self._replay is not None:
-            return scores.replayed_logprobs(self._replay, weights, probe.batch)
-        return np.asarray(self._probed(self._whole(weights), self._put(probe.batch.arrays())))
+        with doing("score"):
+            if self._replay is not None:
+                return scores.replayed_logprobs(self._replay, weights, probe.batch)
+            return np.asarray(self._probed(self._whole(weights), self._put(probe.batch.arrays())))
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
         """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks.
@@ -239,19 +242,24 @@ class Trainer:
     def learn(self, batches: Iterable[Any], probe: Probe | None = None) -> None:
         """Updates of the step that `finish` ends; the version of the weights is that of the step before until then."""
         metrics, every = self._begun
-        for part in batches:
-            if probe is not None and not every and not (part.mask & (part.version == int(self.state.step))).any():
+        for batch in batches:
+            if probe is not None and not every and not (batch.mask & (batch.version == int(self.state.step))).any():
                 metrics.update(self.probe(probe))
             began = time.perf_counter()
-            arrays = part.arrays()
+            arrays = batch.arrays()
             if self._replay is not None:
-                arrays["exact_logprobs"] = scores.replayed_logprobs(self._replay, self.state.params, part)
+                with doing("score"):
+                    arrays["exact_logprobs"] = scores.replayed_logprobs(self._replay, self.state.params, batch)
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
-            run = self._compiled.get(part.shape, self._update)
-            self.state, sums = run(self.state, self._put_batch(part, arrays), *self._frozen)
-            every.append(jax.device_get(sums))
-            self._meter.add(part, time.perf_counter() - began)
-            self.health.check(every[-1], part, int(self.state.step) + 1)
+            run = self._compiled.get(batch.shape, self._update)
+            with doing("put"):
+                put = self._put(arrays, rows=batch.rows)
+            with doing("update"):
+                self.state, sums = run(self.state, put, *self._frozen)
+                del put
+                every.append(jax.device_get(sums))
+            self._meter.add(batch, time.perf_counter() - began)
+            self.health.check(every[-1], batch, int(self.state.step) + 1)
 
     def finish(self) -> dict[str, float]:
         """The metrics of the step, whose updates are all done."""
@@ -265,16 +273,14 @@ class Trainer:
         self.health.check_mismatch(metrics)
         return metrics
 
-    def _put(self, arrays: Arrays, where: NamedSharding | None = None) -> dict[str, jax.Array]:
+    def _put(self, arrays: Arrays, where: NamedSharding | None = None, rows: int = 0) -> dict[str, jax.Array]:
+        """rows: of the static shape, whose micro-batches that these arrays leave out are made on the devices."""
         where = where or self._rows
         if where.is_fully_addressable:
-            return {name: jax.device_put(x, where) for name, x in arrays.items()}
-        return {name: jax.make_array_from_callback(x.shape, where, x.__getitem__) for name, x in arrays.items()}
-
-    def _put_batch(self, batch: Any, arrays: Arrays) -> dict[str, jax.Array]:
-        """Arrays of the batch's rows, in its static shape: micro-batches that it leaves out are made on the devices."""
-        put = self._put(arrays)
-        return put if batch.shape == batch.tokens.shape else self._widened(put, rows=batch.rows)
+            put = {name: jax.device_put(x, where) for name, x in arrays.items()}
+        else:
+            put = {name: jax.make_array_from_callback(x.shape, where, x.__getitem__) for name, x in arrays.items()}
+        return put if not rows or rows == len(put["tokens"]) else self._widened(put, rows=rows)
 
     def _inside(self, batch: Any, packed: jax.Array) -> np.ndarray:
         """What was computed of the static shape -> of the batch's rows, 0 outside the segments."""

@@ -47,7 +47,7 @@ class FakeHost:
         self.link.send(messages.Ready())
 
     def beat(self, progress, busy=False):
-        self.link.send(messages.Heartbeat(progress=progress, busy=busy, waited_s=0.0))
+        self.link.send(messages.Heartbeat(progress=progress, busy=busy, spent_s={}))
 
     def live(self):
         self.join()

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 
+from dora_jax.base.lanes import Lane
 from dora_jax.buffer.pack import MemoryGroupStore
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, each, run
@@ -22,7 +23,6 @@ from dora_jax.runtime.cluster.rollout_role import RolloutRole
 from dora_jax.runtime.cluster.run_registry import RunRegistry
 from dora_jax.runtime.cluster.sample_transfer import KVEndpoint
 from dora_jax.runtime.cluster.weight_publisher import WeightPublisher
-from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.coordinator import Coordinator
 from dora_jax.runtime.journal import journal_audit
 from dora_jax.runtime.journal.event_log import EventLog
@@ -57,7 +57,7 @@ class HeartbeatSender:
     """A HeartbeatSender whose beats are sent as they change."""
 
     def __init__(self, link):
-        self.busy, self.waits, self._link, self._progress = False, IdleTimer(), link, 0
+        self.busy, self.lane, self._link, self._progress = False, Lane(), link, 0
 
     @property
     def progress(self):
@@ -66,7 +66,7 @@ class HeartbeatSender:
     @progress.setter
     def progress(self, value):
         self._progress = value
-        self._link.send(messages.Heartbeat(progress=value, busy=self.busy, waited_s=0.0))
+        self._link.send(messages.Heartbeat(progress=value, busy=self.busy, spent_s={}))
 
 
 class Wire:

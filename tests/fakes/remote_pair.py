@@ -52,8 +52,11 @@ class Publishing:
 
 class Posted:
     def __init__(self, epoch=1):
-        self.epoch, self.posts, self.reason, self.waited_s, self.hosts = epoch, [], "killed", 0.0, 2
+        self.epoch, self.posts, self.reason, self.hosts = epoch, [], "killed", 2
         self.dead = threading.Event()
+
+    def spent(self):
+        return {}
 
     def post(self, what):
         self.posts.append(what)

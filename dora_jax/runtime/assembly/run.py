@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dora_jax.base.lanes import doing
 from dora_jax.buffer.layout import BatchShape, layout
-from dora_jax.buffer.pack import pack_step
+from dora_jax.buffer.pack import TrainBatch, pack_step
 from dora_jax.config import Config, RolloutSection, field_context
 from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.families.config import ModelConfig
@@ -320,10 +321,14 @@ def packer(config: Config, trainer: Trainer) -> Pack:
     def pack(groups: Sequence[ScoredGroup], base: Version) -> Batches:
         if config.task.shuffle_rewards:
             groups = shuffled(groups, config.seed, base)
-        score = trainer.score if needs_scores(config.trainer) else None
+
+        def packed(*taken: Sequence[ScoredGroup]) -> tuple[TrainBatch, ...]:
+            with doing("pack"):
+                return pack_step(taken, shape, prepare, trainer.score if needs_scores(config.trainer) else None)
+
         if apart:
-            return (pack_step([groups[i : i + apart]], shape, prepare)[0] for i in range(0, len(groups), apart))
-        return pack_step([groups[i::updates] for i in range(updates)], shape, prepare, score)
+            return (packed(groups[i : i + apart])[0] for i in range(0, len(groups), apart))
+        return packed(*(groups[i::updates] for i in range(updates)))
 
     return pack
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import msgpack
 
+from dora_jax.base.lanes import Lane
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.run_registry import address_in
 from dora_jax.runtime.common.channel import Channel
 from dora_jax.runtime.common.codec import CodecError
 from dora_jax.runtime.common.credentials import CONTROLLER, Credential
-from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.listener import Listener, dial
 
 MAX_FRAME_BYTES = 1 << 31
@@ -188,7 +188,7 @@ class HeartbeatSender:
     def __init__(self, link: ControllerConnection):
         self.progress = 0
         self.busy = False
-        self.waits = IdleTimer()  # of the role's thread
+        self.lane = Lane()  # of the role's thread
         self._link = link
         self.ended = threading.Event()  # set by the owner
 
@@ -197,7 +197,7 @@ class HeartbeatSender:
 
     def _beat(self) -> None:
         while not self.ended.is_set():
-            self._link.send(messages.Heartbeat(progress=self.progress, busy=self.busy, waited_s=self.waits.total_s))
+            self._link.send(messages.Heartbeat(progress=self.progress, busy=self.busy, spent_s=self.lane.read()))
             self.ended.wait(BEAT_S)
 
 

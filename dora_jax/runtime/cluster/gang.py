@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from dora_jax.types import Version
 
 LEAVE_S = 12.0  # to hand over in; spot machines give 15 s between the notice and the end
 RETURN_S = 30.0  # for all processes of a gang to find the new controller, on a file system that is slow to tell
-NO_BEAT = messages.Heartbeat(progress=0, busy=False, waited_s=0.0)
+NO_BEAT = messages.Heartbeat(progress=0, busy=False, spent_s={})
 
 
 class GangDied(Exception):
@@ -85,7 +85,7 @@ class GangProcess:
 
     hello: messages.Hello
     link: RecordConnection
-    before_s: float | None  # its waits under an earlier controller; None: not known yet
+    before_s: Mapping[str, float] | None  # what it did under an earlier controller; None: not known yet
     ready: messages.Ready | None = None
     beat: messages.Heartbeat = NO_BEAT  # the newest
     received_s: float = field(default_factory=time.monotonic)
@@ -135,10 +135,13 @@ class Gang:
         """The shards of a version that each process is sent, by rank."""
         return tuple(process.ready.wanted if process.ready else () for process in self._ranks)
 
-    @property
-    def waited_s(self) -> float:
+    def spent(self) -> dict[str, float]:
+        """Seconds by what the first process did, under this controller; of its newest heartbeat."""
         first = self._ranks[0] if self._ranks else None
-        return first.beat.waited_s - (first.before_s or 0.0) if first else 0.0
+        if first is None:
+            return {}
+        before = first.before_s or {}
+        return {does: s - before.get(does, 0.0) for does, s in first.beat.spent_s.items()}
 
     def form(self, begin: Callable[[int, str, str], messages.Begin]) -> None:
         """`begin(rank, coordinator, leader)`: what each process receives once all have come."""
@@ -147,7 +150,7 @@ class Gang:
             self._form_if_complete()
 
     def join(self, link: RecordConnection, hello: messages.Hello) -> None:
-        process = GangProcess(hello, link, before_s=0.0 if hello.rank < 0 else None)
+        process = GangProcess(hello, link, before_s={} if hello.rank < 0 else None)
         with self.lock:
             if self.dead.is_set() or len(self._joined) >= self.hosts:
                 link.close("this gang is complete")
@@ -276,7 +279,7 @@ class Gang:
             match item:
                 case messages.Heartbeat():
                     if process.before_s is None:
-                        process.before_s = item.waited_s
+                        process.before_s = item.spent_s
                     if item.progress != process.beat.progress or not item.busy:
                         process.moved_s = process.received_s
                     process.beat = item

@@ -65,7 +65,7 @@ class Ready:
 class Heartbeat:
     progress: int  # rises whenever something is done
     busy: bool  # there is something to do
-    waited_s: float  # in all, with nothing to do
+    spent_s: dict[str, float]  # in all, by what the role's thread did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +76,8 @@ class GangWorker:
         self._handed: dict[SampleId, dict[int, InFlightSample]] = {}  # by process: shards of samples handed over
         self._lock = threading.Lock()
 
-    @property
-    def wait_s(self) -> float:
-        return self.gang.waited_s
+    def spent(self) -> Mapping[str, float]:
+        return self.gang.spent()
 
     @property
     def state(self) -> str:

@@ -21,6 +21,7 @@ import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dora_jax.base.lanes import doing
 from dora_jax.config import CheckpointSection, RunError
 from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.checkpoint_shards import StepStore
@@ -93,9 +94,11 @@ class RemoteTrainer:
         """Asks an iterator for the next part when the gang has trained on the one before. The gang makes its own
         probe."""
         for groups, base in batch:
-            self._do(messages.TrainGroups(base=base, groups=tuple(groups)))
+            with doing("update"):
+                self._do(messages.TrainGroups(base=base, groups=tuple(groups)))
             self._begun += tuple(groups)
-        made = self._do(messages.FinishStep(base=base))
+        with doing("update"):
+            made = self._do(messages.FinishStep(base=base))
         self._last, self._begun = (base, self._begun), ()
         self._newest = base + 1, made
         self.state.step, self._digest = base + 1, made.digest

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from dora_jax.base.lanes import WAITING
 from dora_jax.config import Config, ConfigError
 from dora_jax.models import hf, sharding
 from dora_jax.models.tokenizer import Tokenizer
@@ -139,14 +140,16 @@ class RolloutRole:
         self._worker = EngineWorker(
             _instance(begin), engine, weights.weights, sender, partial_s, begin.epoch, report_s, progress_s
         )
+        status.lane = self._worker.lane
         self._free = free
         self.wanted = weights.wanted  # shards of a version, that this process is sent
 
     def run(self, inbox: queue.SimpleQueue) -> None:
         posts = self._transfers.sort(inbox)
         while True:
-            with self._status.waits:
-                turn = self._turns.next(posts, wait=not self._worker.busy)
+            self._status.lane.turn(WAITING)
+            turn = self._turns.next(posts, wait=not self._worker.busy)
+            self._status.lane.turn("commands")
             self._status.busy = True
             for post in turn:
                 if isinstance(post, messages.HandOver):

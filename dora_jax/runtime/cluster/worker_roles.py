@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dora_jax.base.digest import digest
+from dora_jax.base.lanes import WAITING
 from dora_jax.config import Config
 from dora_jax.models import hf, sharding
 from dora_jax.models.tokenizer import Tokenizer
@@ -93,8 +94,9 @@ class TrainerRole:
     def run(self, inbox: queue.SimpleQueue) -> None:
         mine = self._transfers.sort(inbox)
         while True:
-            with self._status.waits:
-                turn = self._turns.next(mine, wait=True)
+            self._status.lane.turn(WAITING)
+            turn = self._turns.next(mine, wait=True)
+            self._status.lane.turn("commands")
             self._status.busy = True
             for call in turn:
                 match call:

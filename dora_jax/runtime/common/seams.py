@@ -241,9 +241,8 @@ class Environments(Closable, Protocol):
 class StageWorker(Protocol):
     """A stage with a thread of its own, here or elsewhere."""
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds with nothing to do since the start, the present wait included."""
+    def spent(self) -> Mapping[str, float]:
+        """Seconds by what it did since the start, the present moment included; see base/lanes.py."""
 
     @property
     def state(self) -> str:
@@ -292,6 +291,8 @@ class TrainerSide:
 
 class RunPlugin:
     """A plug-in of a run: it overrides the hooks that it needs, each of which does nothing here."""
+
+    does = "plug-ins"  # what the controller's lane does meanwhile
 
     def record(self, record: object) -> None:
         """Take a payload record: Finished, Partial, ScoredGroup, GroupFailure, StepDone or Quarantine."""

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dora_jax.base.lanes import WAITING, Lane
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.types import InstanceId, Sample, SampleId, ScoredGroup, Version
 
@@ -116,7 +116,7 @@ class Worker:
     def __init__(self, role: str, outbox: Outbox):
         self.role = role
         self.outbox = outbox
-        self._waits = IdleTimer()
+        self.lane = Lane()  # of this thread
         self._called_s: float | None = None  # when the present call began; None: it waits for one
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=role, daemon=True)
@@ -133,15 +133,19 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def spent(self) -> Mapping[str, float]:
+        """Seconds by what the thread did since its start, the present moment included; any thread may ask."""
+        return self.lane.read()
+
     @property
     def wait_s(self) -> float:
-        """Time with nothing to do since the start, the present wait included; any thread may ask."""
-        return self._waits.total_s
+        """Time with nothing to do since the start."""
+        return self.spent().get(WAITING, 0.0)
 
     @property
     def state(self) -> str:
         """In a few words, for a diagnosis."""
-        waited_s = self._waits.present_s
+        waited_s = self.lane.present_s(WAITING)
         if not self._thread.is_alive():
             return f"{self.role} is dead"
         return f"{self.role} works" if waited_s is None else f"{self.role} waits for work since {waited_s:.0f} s"
@@ -171,6 +175,7 @@ class Worker:
         return True
 
     def _run(self) -> None:
+        self.lane.bind()
         try:
             while self.turn():
                 pass
@@ -179,7 +184,8 @@ class Worker:
 
     def _next(self) -> Job | None:
         self._called_s = None
-        with self._waits:
-            job = self._inbox.get()
+        self.lane.turn(WAITING)
+        job = self._inbox.get()
         self._called_s = time.monotonic()
+        self.lane.turn("commands", self._called_s)
         return job

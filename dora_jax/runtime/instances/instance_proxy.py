@@ -19,21 +19,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from dora_jax.base.lanes import WAITING, Lane, summed
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
-from dora_jax.runtime.common.idle_time import IdleTimer
 from dora_jax.runtime.common.seams import Recipient
 from dora_jax.runtime.common.worker import Exported, Finished, Held, InstanceReady, Message, Outbox
 from dora_jax.runtime.journal.records import Partial
 from dora_jax.types import SampleId, Version
 
 LOST = "its instance is lost"
+UP, DOWN = "up", "down"  # what the lane does: an incarnation is there, or none
 RETURNED = "its devices are the trainer's again"
 MAX_LOGPROB = 0.01  # rounding may lift one over 0
 NOT_FINITE = "its log-probs are not finite"
@@ -45,8 +46,7 @@ class IncarnationWorker(Recipient, Protocol):
 
     incarnation: int
 
-    @property
-    def wait_s(self) -> float: ...
+    def spent(self) -> Mapping[str, float]: ...
 
     @property
     def state(self) -> str: ...
@@ -69,17 +69,18 @@ class InstanceProxy(Generic[AnyWorker]):
         self.incarnation = up.incarnation  # the latest
         self._leaving: dict[SampleId, Callable[[], object]] = {}  # on their way out; what is done if it is lost first
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over and not yet in; the answer then
-        self._waited_s = 0.0  # of earlier incarnations
+        self._earlier: Mapping[str, float] = {}  # seconds of earlier incarnations
         self._vocab_size = vocab_size
-        self._home = IdleTimer()  # the devices are the trainer's: then there is nothing to do
-        if self.on_demand:
-            self._home.__enter__()
+        # while there is no incarnation: one on demand waits for the trainer's devices
+        self._lane = Lane(WAITING if on_demand else DOWN)
 
     # ---------------------------------------------------------- as a worker
 
-    @property
-    def wait_s(self) -> float:
-        return self._waited_s + self._home.total_s + (worker.wait_s if (worker := self._worker) else 0.0)
+    def spent(self) -> Mapping[str, float]:
+        worker = self._worker
+        spent_s = summed(self._earlier, self._lane.read(), worker.spent() if worker else {})
+        spent_s.pop(UP, None)  # what it then does is of the incarnation
+        return spent_s
 
     @property
     def state(self) -> str:
@@ -176,7 +177,7 @@ class InstanceProxy(Generic[AnyWorker]):
         """Commands reach this incarnation from now on. Returns the samples that it has from before."""
         with self._lock:
             self._worker = worker
-            self._home.__exit__()
+            self._lane.turn(UP)
         return ()
 
     def incarnation_down(
@@ -185,9 +186,8 @@ class InstanceProxy(Generic[AnyWorker]):
         """Ends this incarnation, or one (None) that the orchestrator never knew of. The lock is held. last: of its
         samples."""
         if worker is not None:
-            self._waited_s += worker.wait_s
-            if self.on_demand:
-                self._home.__enter__()
+            self._earlier = summed(self._earlier, worker.spent())
+            self._lane.turn(WAITING if self.on_demand else DOWN)
         self._worker = None
         down = ev.InstanceDown(instance=self.instance, reason=reason, incarnation=number)
         for item in (*last, down, *self._arriving.values()):

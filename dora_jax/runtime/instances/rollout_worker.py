@@ -32,6 +32,7 @@ from dora_jax.types import InstanceId, SampleId, Version, is_served
 REPORT_PERIOD_S = 0.1  # of an instance: often enough to decide on, rare enough to ignore
 FLEET_SAMPLES_PER_S = 100_000  # of all instances: the samples that reports list
 FLEET_REPORTS_PER_S = 10_000  # of all instances: what a controller hears beside everything else
+DOES = {ev.LoadWeights: "load", ev.Move: "sample transfer", ev.Park: "sample transfer", ev.Resume: "sample transfer"}
 
 
 def report_period_s(instances: int) -> float:
@@ -97,7 +98,7 @@ class EngineWorker(Worker):
         self._progressed_s = 0.0
         self._partial_s = partial_s
         self._partials_s = time.monotonic()
-        self._grown: dict[SampleId, None] = {}  # run here and have more tokens than were reported
+        self._grown: dict[SampleId, int] = {}  # run here and have more tokens than were reported
         self._reported: dict[SampleId, tuple[int, int]] = {}  # tokens and rows of the table reported
         self._begun: dict[SampleId, None] = {}  # here and not ended
         self._took = (_Took(), _Took())  # by the ticks since the last report that only decoded: without drafts, with
@@ -108,6 +109,7 @@ class EngineWorker(Worker):
     def execute(self, message: Message, payload: Any = None, dst: Recipient | None = None) -> None:
         """Carry out a command; see Recipient. Each sample that it names is answered by one event, whether or not the
         sample is still here; a Cancel behind the sample's end, where it has ended."""
+        self.lane.turn(DOES.get(type(message), "commands"))
         match message:
             case ev.Start(ids=ids, version=version, attempt=attempt):
                 for id in ids:
@@ -185,9 +187,13 @@ class EngineWorker(Worker):
 
     def work(self) -> None:
         began = self._called_s = time.monotonic()
+        self.lane.turn("decode", began)
         result = self.engine.tick()
+        ended = time.monotonic()
+        # a tick that prefills may decode beside it
+        self.lane.turn("reports", ended, "prefill" if not result.rows else "verify" if result.drafted else "decode")
         if result.rows:
-            self._took[result.drafted].add(result, time.monotonic() - began)
+            self._took[result.drafted].add(result, ended - began)
         self.tokens += result.tokens
         for id in result.started:
             version = self._versions.pop(id, None)
@@ -196,7 +202,7 @@ class EngineWorker(Worker):
                 self.outbox.put(ev.SampleStarted(id=id, version=version, attempt=self._attempts[id], **self._here))
         self._progress.update(result.progress)
         self._grew |= bool(result.progress)
-        self._grown.update(dict.fromkeys(result.progress))
+        self._grown.update(result.progress)
         for sample in result.finished:
             if sample.id in result.tops:
                 start, _ = self._reported.get(sample.id, (0, 0))

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dora_jax.base.lanes import WAITING
 from dora_jax.orchestrate import events as ev
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.common.seams import Notify, RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.shutdown import STAGE_END_S
 from dora_jax.runtime.common.worker import Crashed, Exported, Finished, Outbox
-from dora_jax.runtime.instances.instance_proxy import RETURNED, InstanceProxy
+from dora_jax.runtime.instances.instance_proxy import RETURNED, UP, InstanceProxy
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.instances.shared_devices import SharedDevices
 from dora_jax.types import InstanceId, Version
@@ -65,6 +66,7 @@ class LocalInstance(InstanceProxy["LocalWorker"]):
         self._partial_s = partial_s
         self._engine: RolloutEngine | None = engine  # None: that of the incarnation that died is made again
         self._worker = None if self.on_demand else self._new_worker(engine)
+        self._lane.turn(WAITING if self.on_demand else UP)
         self._ended: LocalWorker | None = None  # the incarnation before, of the same engine
         self._losses = self._suspicions = 0
         self._done = threading.Event()

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from dora_jax.base.lanes import doing
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator, World
 from dora_jax.runtime.common.worker import Finished, StepDone
@@ -75,14 +76,15 @@ class JournaledWorld:
         world.listen(self._hear)
 
     def events(self) -> Iterator[ev.Event]:
-        if self._journal.rotating:
-            number = self._journal.rotated()
-            if number is not None:
-                self.payloads.prune_groups(self._orchestrator.state)
-                self._own += 1
-                self.segments[number] = self._rotation_base
-        elif self.rotate_due and not self._held:
-            self.rotate()
+        with doing("journal"):
+            if self._journal.rotating:
+                number = self._journal.rotated()
+                if number is not None:
+                    self.payloads.prune_groups(self._orchestrator.state)
+                    self._own += 1
+                    self.segments[number] = self._rotation_base
+            elif self.rotate_due and not self._held:
+                self.rotate()
         if self._journal.holds or not self._held:
             # takes one batch of the world's facts into the journal
             try:
@@ -97,17 +99,18 @@ class JournaledWorld:
                     self._entries.append(Fact(event=event, payload=payload))
             finally:  # what a stage reported before another one raised
                 entries, self._entries = self._entries, []
-                for batch in batches(entries):
-                    self._journal.append(CODEC.encode(batch))
-                kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
-                now = time.monotonic()
-                if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
-                    self._committed_s = now
-                    if ev.StepPublished in kinds:
-                        self._journal.wait_synced()
-                    self._journal.commit(urgent=ev.StepPublished in kinds)
-                if entries:
-                    self._held.append(entries)
+                with doing("journal"):
+                    for batch in batches(entries):
+                        self._journal.append(CODEC.encode(batch))
+                    kinds = {type(entry.event) for entry in entries if isinstance(entry, Fact)}
+                    now = time.monotonic()
+                    if not kinds.isdisjoint(HARD) or now - self._committed_s > SOFT_PERIOD_S or self._journal.sync_due:
+                        self._committed_s = now
+                        if ev.StepPublished in kinds:
+                            self._journal.wait_synced()
+                        self._journal.commit(urgent=ev.StepPublished in kinds)
+                    if entries:
+                        self._held.append(entries)
         if self._journal.holds or not self._held:
             return
         for entry in self._held.popleft():
@@ -120,7 +123,8 @@ class JournaledWorld:
         self.payloads.follow(command)
         self._world.execute(command)
         if isinstance(command, ev.Train):  # its groups: while the trainer works
-            self._journal.sync_soon()
+            with doing("journal"):
+                self._journal.sync_soon()
 
     def rotate(self) -> None:
         """Begins a segment with the state as it is. A full disk leaves the old one in use, and this is tried again."""

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from dora_jax.base.lanes import WAITING, doing, summed
 from dora_jax.base.metrics import Writer
 from dora_jax.config import RunError
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.common.idle_time import IdleReport
+from dora_jax.runtime.common.idle_time import IdleReport, StepSeconds
 from dora_jax.runtime.common.sample_log import SampleLog, SeenTokens
-from dora_jax.runtime.common.seams import Environments, RunPlugin, StageWorker
+from dora_jax.runtime.common.seams import Environments, RunPlugin
 from dora_jax.runtime.common.worker import Finished, StepDone
 from dora_jax.runtime.observe.evaluations import Evaluations, reward_metrics, sampled_tokens
 from dora_jax.tasks.pool import GroupFailure
@@ -34,6 +35,7 @@ MIN_GROUPS_ALL_FAILED = 10  # nothing was scored so far: a hanging reward takes 
 MAX_KINDS = 20  # of failures that are printed
 WIDTH = 100  # columns of a printed text
 FAILED_SHARE = 0.01  # of the episodes: above it the run says so
+SHOWN_INSTANCES = 16  # whose seconds stand in timeline.jsonl, one by one
 RECENT_STEPS = 20  # whose mean duration says when the run will end
 
 
@@ -154,13 +156,16 @@ class EpisodeFailures:
 class RunLog(RunPlugin):
     """Turns records and events into metrics, console lines and the samples to read."""
 
+    does = "metrics"
+
     def __init__(
         self,
         *,
         workdir: Path,
         writer: Writer,
         orchestrator: Orchestrator,
-        instances: Sequence[StageWorker],
+        seconds: StepSeconds,
+        in_timeline: Callable[..., None],
         decode: Callable[[Sequence[int]], str],
         prompt_of: Callable[[GroupId], Prompt],
         solved: Solved | None,
@@ -172,13 +177,14 @@ class RunLog(RunPlugin):
         log_bytes: int = 0,
         samples_bytes: int = 0,
     ):
-        """noisy: every second held-out sample meets noise. log_bytes, samples_bytes: budgets, see `SampleLog`."""
+        """seconds: of the lanes of the run. in_timeline: writes a row of timeline.jsonl. noisy: every second held-out
+        sample meets noise. log_bytes, samples_bytes: budgets, see `SampleLog`."""
         # records of versions that an earlier process of this run has evaluated; those to come are added
         self.evaluations: dict[Version, Mapping[str, float]] = dict(writer.evaluations)
         self.metrics: dict[str, float] = {}
         self._writer = writer
         self._orchestrator = orchestrator
-        self._instances = instances
+        self._seconds, self._in_timeline = seconds, in_timeline
         self._steps = steps
         self.samples = SampleLog(
             workdir, writer.note, decode, prompt_of, views,
@@ -199,7 +205,6 @@ class RunLog(RunPlugin):
         self._began_s = time.monotonic()
         self._step_s: float | None = None  # when the last step ended; None: nothing has happened yet
         self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)  # of steps but the first
-        self._idle_s = [0.0] * len(instances)
 
     # ---------------------------------------------------------- console
 
@@ -213,12 +218,13 @@ class RunLog(RunPlugin):
                     self._moved.discard(sample.id)
                     self._moved_finished += 1
             case ScoredGroup() if is_eval(record.group_id):
-                if record.group_id in self._orchestrator.state.groups:  # else an earlier process has written it
-                    rule = self._solved
-                    named = rule is not None and rule.term in (*record.parts, TOTAL)
-                    solved = rule.of(record) if rule and named else None
-                    self.samples.keep(record.version, "heldout", record, solved=solved)
-                self._evaluating.scored(record)
+                with doing("evaluation"):
+                    if record.group_id in self._orchestrator.state.groups:  # else an earlier process has written it
+                        rule = self._solved
+                        named = rule is not None and rule.term in (*record.parts, TOTAL)
+                        solved = rule.of(record) if rule and named else None
+                        self.samples.keep(record.version, "heldout", record, solved=solved)
+                    self._evaluating.scored(record)
             case ScoredGroup():
                 self._unscored.scored += 1
                 self._scored[record.group_id] = record
@@ -242,6 +248,7 @@ class RunLog(RunPlugin):
         """Observer of the loop."""
         if self._step_s is None:  # compiling and waiting for instances is no part of the first step
             self._step_s = time.monotonic()
+            self._seconds.begin()
         self._overlap(event)
         self._idle(event)
         match event:
@@ -284,14 +291,13 @@ class RunLog(RunPlugin):
         elapsed_s = now - (self._began_s if began_s is None else began_s)
         if not first:
             self._recent_s.append(elapsed_s)
-        # of the instances' time since the last step
-        idle = [
-            min(worker.wait_s, old + elapsed_s)  # of another process it comes once a second, which steps may not be
-            for worker, old in zip(self._instances, self._idle_s, strict=True)
-        ]
-        idle_s = [new - old for new, old in zip(idle, self._idle_s, strict=True)]
-        self._idle_s = idle
-        idle_share = float(np.mean(idle_s)) / elapsed_s
+        lanes = self._seconds.take(self._idle.causes())
+        instances = [spent_s for name, spent_s in lanes.items() if name.isdigit()]
+        mean = {does: s / len(instances) for does, s in summed(*instances).items()}
+        idle_share = sum(s for does, s in mean.items() if does.startswith(WAITING)) / elapsed_s
+        shown = {name: spent_s for name, spent_s in lanes.items() if not name.isdigit() or int(name) < SHOWN_INSTANCES}
+        rounded = {name: {does: round(s, 4) for does, s in spent_s.items()} for name, spent_s in shown.items()}
+        self._in_timeline({"spent": rounded, "step": done.version, "seconds": round(elapsed_s, 4)})
         metrics = group_metrics(done.groups, done.version - 1)
         metrics |= {**self._served.metrics(done.groups), **done.metrics}
         metrics |= {**self._unscored.metrics(), **self._episodes.metrics()}
@@ -305,6 +311,12 @@ class RunLog(RunPlugin):
             "trainer/step_s": done.step_s,
             "versions/side_by_side_share": self._overlap.overlap_s / (self._overlap.total_s or 1.0),
             "moves/finished": self._moved_finished,
+            **{
+                f"seconds/{role}/{does.replace(' ', '_')}": s
+                for role, spent_s in (("instances", mean), *lanes.items())
+                if not role.isdigit()
+                for does, s in spent_s.items()
+            },
             "time/step_s": elapsed_s,
             "time/run_s": now - self._began_s,
         }

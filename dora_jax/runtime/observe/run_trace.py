@@ -72,6 +72,9 @@ class RunTrace:
             case {"train": base}:
                 self._training = f"v{base + 1}"
                 self._rows.turn(TRAINER, 0, self._training, now_s)
+            case {"spent": lanes}:
+                for name, spent_s in lanes.items():
+                    self._rows.count(f"seconds of {name}", spent_s, now_s)
             case {"published": _}:
                 self._training = ""
                 self._rows.turn(TRAINER, 0, "", now_s)

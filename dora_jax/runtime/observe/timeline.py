@@ -7,6 +7,7 @@
         {"t", "train": base version}         {"t", "published": v}
         {"t", "busy": {i: {v: samples}}}     the instances whose running samples have changed since the last such row
         {"t", "moves": [[src, dst, n]]}      samples that moved since the last such row
+        {"t", "spent", "step", "seconds"}    lane -> what it did in a step -> seconds; the step's seconds
     WORKDIR/trace.json          the same rows as a Chrome trace (run_trace.py)
     WORKDIR/instances.json      {"instances": {i: {...}}, "lengths": {"generated" | "trained": {bucket: samples}}}
 
@@ -53,6 +54,8 @@ def length_bucket(tokens: int) -> int:
 
 class Timeline(RunPlugin):
     """Observer of the loop (`event`) and listener of payload records (`record`)."""
+
+    does = "timeline"
 
     def __init__(
         self, workdir: Path, notify: Callable[[str], None], clock: Callable[[], float] = time.time, log_bytes: int = 0

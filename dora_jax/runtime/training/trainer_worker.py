@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dora_jax.base.lanes import doing
 from dora_jax.orchestrate.events import PartTrained
 from dora_jax.runtime.common.seams import (
     Batches,
@@ -68,7 +69,8 @@ class TrainerWorker(Worker):
         self.publish(base, groups, metrics, wait_s, began)
 
     def take_groups(self, group_ids: tuple[int, ...], base: Version) -> tuple[ScoredGroup, ...]:
-        self._reload()
+        with doing("load"):
+            self._reload()
         groups = tuple(self._groups.take(group_ids))
         for group in groups:
             if self._max_lag is not None and not 0 <= base - group.version <= self._max_lag:
@@ -83,8 +85,9 @@ class TrainerWorker(Worker):
     ) -> None:
         """Publishes the new version, whose step began then. The store keeps base, which is the newest version until the
         coordinator hears StepDone."""
-        digest = self._digest(self.trainer.params)
-        copy = self.weights.put(base + 1, self.trainer.params, digest=digest)
+        with doing("publish"):
+            digest = self._digest(self.trainer.params)
+            copy = self.weights.put(base + 1, self.trainer.params, digest=digest)
         if self._mismatch.wanted:
             self._mismatch.keep(base, self.weights.get(base, None))
         step_s = time.monotonic() - began
