@@ -276,7 +276,7 @@ def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
 
 
 @functools.cache
-def _converted(dtype: np.dtype, format: Format) -> Callable[[Any], jax.Array]:
+def _converted(dtype: np.dtype, format: Format) -> Callable[..., jax.Array]:
     """One function for all tensors and versions: a new one would be compiled again for each of them."""
     return jax.jit(lambda x: x.astype(dtype), out_shardings=format)
 
