@@ -199,7 +199,7 @@ def page() -> str:
         "In a sample's tokens green is a positive advantage, red a negative one, and the line below the token is the "
         "gap of the log-probs, trainer - engine, under the weights that the step starts from: at lag 0 it is error "
         "alone, at a higher lag the policy has moved too.\n"
-        "\nSeconds of a step say what each thread did: the trainer's, every instance's, the controller's. Lanes "
+        "\nSeconds of a step show what each thread did: the trainer's, every instance's, the controller's. Lanes "
         "overlap, so each adds up to the whole step for itself, its waits split by cause. `prefill` is a tick "
         "that brings prompts or KV to the device, and decodes beside it; `decode` and `verify` are ticks that do "
         "nothing else; `update` holds the collectives of gradients, which one program overlaps with its products, "
