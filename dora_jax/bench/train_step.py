@@ -139,7 +139,7 @@ def _work(
     batch = pack.pack(groups, shape, objective)
     filled = (batch.segment_ids > 0).any(1)
     kept: dict[str, Any] = {name: x[filled] for name, x in batch.arrays().items()}
-    batch = dataclasses.replace(batch, rows=0, **kept)
+    batch = dataclasses.replace(batch, **kept)
     segments, padded = score.segments_of(batch), {}
     for field in ("tokens", "targets", "mask", "behavior_logprobs", "advantages", "loss_weights"):
         packed = getattr(batch, field)

@@ -159,12 +159,13 @@ class _PackedUpdate:
         # (each sample behind the branches of its episode, the index of the sample that each belongs to)
         found = [(branch, i) for i, sample in enumerate(samples) for branch in (*_branches(sample), sample)]
         segments, owners = [segment for segment, _ in found], [i for _, i in found]
-        places, shape = places_of(items_of(segments, shape.share_prompts), shape)
+        places, sent = places_of(items_of(segments, shape.share_prompts), shape)
+        self._rows, shape = 0 if sent == shape else shape.rows, sent
         self.spread = _Spread(segments, owners, places, shape)
         self._batch: dict[str, Any] = _tokens(segments, places, shape)
         zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), _zeros(shape))
         with doing("score"):
-            self._scored = score(TrainBatch(**(self._batch | zeros), rows=self._shape.rows)) if score else {}
+            self._scored = score(TrainBatch(**(self._batch | zeros), rows=self._rows)) if score else {}
 
     def sequences(self, longest: int) -> dict[str, np.ndarray]:
         """The fields of `Sequences`, as wide as the step's longest response."""
@@ -212,7 +213,7 @@ class _PackedUpdate:
             advantages=self.spread.responses(advantages, np.float32) * placed,
             rewards=self.spread.responses(self._rewards, np.float32),
             loss_weights=weights,
-            rows=self._shape.rows,
+            rows=self._rows,
             group_ids=tuple(dict.fromkeys(self._group_ids.tolist())),
         )
 
