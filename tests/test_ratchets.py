@@ -21,9 +21,9 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 CODE = {
     ".": 1059,
     "aot": 370,
-    "base": 1644,
+    "base": 1695,
     "bench": 2999,
-    "buffer": 338,
+    "buffer": 354,
     "cli": 473,
     "config": 852,
     "costs": 430,
@@ -31,13 +31,13 @@ CODE = {
     "ops": 672,
     "orchestrate": 2910,
     "plan": 1342,
-    "report": 1165,
-    "rollout": 3259,
-    "runtime": 12176,
+    "report": 1260,
+    "rollout": 3264,
+    "runtime": 12248,
     "serving": 2960,
     "sim": 2039,
     "tasks": 4595,
-    "trainer": 2278,
+    "trainer": 2299,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 876, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
