@@ -190,7 +190,6 @@ class EngineWorker(Worker):
         self.lane.turn("decode", began)
         result = self.engine.tick()
         ended = time.monotonic()
-        # a tick that prefills may decode beside it
         self.lane.turn("reports", ended, "prefill" if not result.rows else "verify" if result.drafted else "decode")
         if result.rows:
             self._took[result.drafted].add(result, ended - began)
