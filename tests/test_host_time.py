@@ -10,8 +10,8 @@ from tests.fakes.engine_rig import new_engine, weights
 
 
 def last_line(**changes):
-    """The cells of the page's last line, behind context and page size."""
-    lines = train_step.host_time(rows=6, contexts=(256,), pages=(16,), steps=4, ticks=4, partial_s=0.01, **changes)
+    """The cells of the page's last line, behind context and page size; of enough rows for a ladder of decode calls."""
+    lines = train_step.host_time(rows=16, contexts=(256,), pages=(16,), steps=4, ticks=4, partial_s=0.01, **changes)
     return list(lines)[-1].split()[2:]
 
 

@@ -32,11 +32,11 @@ CODE = {
     "orchestrate": 2910,
     "plan": 1342,
     "report": 1260,
-    "rollout": 3264,
+    "rollout": 3278,
     "runtime": 12248,
     "serving": 2960,
     "sim": 2039,
-    "tasks": 4595,
+    "tasks": 4612,
     "trainer": 2299,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel

@@ -359,19 +359,23 @@ class Engine:
         rows, emit, held = len(call.rows), self._emit, self.scheduler.seqs
         tokens, logprobs = result[:rows, :steps], result[:rows, steps : 2 * steps].view(np.float32)
         counts, kept = result[:rows, 2 * steps], result[:rows, 2 * steps + 1 :].reshape(rows, steps, -1)
-        ends = np.isin(tokens[np.arange(rows), counts - 1], self.eos_ids) & (counts > 0)
+        last = tokens[np.arange(rows), counts - 1]
+        ends = (last[:, None] == np.array(self.eos_ids, np.int32)).any(axis=1) & (counts > 0)
         sound = np.all(np.isfinite(logprobs) | (np.arange(steps) >= counts[:, None]), axis=1)
         results = zip(call.rows, counts.tolist(), ends.tolist(), sound.tolist(), strict=True)
         emit.drafted |= call.drafts is not None
         drafter = self.scheduler.decoding.drafter if rows <= self.shapes.draft_rows else None
+        run_stops = bool(self.section.stop_strings)
         for row, ((seq, planned), count, stops, numbers) in enumerate(results):
             seq.inflight -= planned
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            given = min(count, seq.n_given - seq.n_out) if seq.n_given > seq.n_out else 0  # no sample ends there
-            stops &= given < count
-            own_stops = seq.sampling.stop if seq.sampling else ()
-            if (self.section.stop_strings or own_stops) and given < count:
+            given = 0
+            own_stops: tuple[str, ...] = ()
+            if (sampling := seq.sampling) is not None:
+                given = max(0, min(count, seq.n_given - seq.n_out))  # no sample ends there
+                stops, own_stops = stops & (given < count), sampling.stop
+            if (run_stops or own_stops) and given < count:
                 first = max(seq.turn_start, seq.n_given)
                 count, text_stops = self._stops(own_stops).end(seq.out_ids[first:], tokens[row, given:count])
                 count, stops = given + count, stops | text_stops

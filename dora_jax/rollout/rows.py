@@ -47,9 +47,9 @@ class Rows:
         self._arrivals = np.zeros(shapes.slots, np.int64)
         self.decodes = np.zeros(shapes.slots, bool)  # by slot: its prefix has KV, and it is not leaving
         self._seqs = np.full(shapes.slots, None, object)
-        self._own = np.zeros(shapes.slots, bool)  # its sample is drawn otherwise than the run's
-        self._reads = np.zeros(shapes.slots, bool)  # and from its earlier tokens
-        self._masked = np.zeros(shapes.slots, bool)  # and by a grammar: a token a call
+        self._own: set[int] = set()  # slots whose sample is drawn otherwise than the run's
+        self._reads: set[int] = set()  # and from its earlier tokens
+        self._masked: set[int] = set()  # and by a grammar: a token a call
 
     @property
     def any_decodes(self) -> bool:
@@ -58,7 +58,7 @@ class Rows:
     @property
     def reads_tokens(self) -> bool:
         """Whether a call of these rows takes all tokens that were drawn before it."""
-        return bool(self._reads.any())
+        return bool(self._reads)
 
     def take(self, seq: Seq, pages: list[int]) -> None:
         """The sample got its slot and these pages; it does not decode before `decodes` says so."""
@@ -66,8 +66,11 @@ class Rows:
         self._rows[slot, :HEADER] = self._header(seq)
         self._versions[slot], self._arrivals[slot], self._seqs[slot] = seq.version, seq.arrival, seq
         if seq.sampling is not None and seq.sampling.draws:
-            self._own[slot], self._reads[slot] = True, seq.sampling.reads_tokens
-            self._masked[slot] = seq.matcher is not None
+            self._own.add(slot)
+            if seq.sampling.reads_tokens:
+                self._reads.add(slot)
+            if seq.matcher is not None:
+                self._masked.add(slot)
         seq.table = self._rows[slot, HEADER:HEADER]
         self.append(seq, pages)
 
@@ -85,7 +88,8 @@ class Rows:
     def free(self, seq: Seq) -> None:
         slot = seq.row
         self._rows[slot, REMAINING], self._pages[slot], self.decodes[slot], self._seqs[slot] = 0, 0, False, None
-        self._own[slot] = self._reads[slot] = self._masked[slot] = False
+        for slots in (self._own, self._reads, self._masked):
+            slots.discard(slot)
         seq.table = self._rows[slot, :0]
 
     def growth(self) -> list[tuple[Seq, int]]:
@@ -103,7 +107,7 @@ class Rows:
         takes the shortest rows."""
         ready = np.flatnonzero(self.decodes & (self._rows[:, REMAINING] > 0))
         versions, most = self._versions[ready], self.shapes.rows
-        for version in (None,) if self.shapes.adapters else np.unique(versions).tolist():
+        for version in (None,) if self.shapes.adapters else sorted(set(versions.tolist())):
             slots = ready if version is None else ready[versions == version]
             if len(slots) > most:
                 slots = slots[np.argsort(-self._rows[slots, POSITION], kind="stable")]
@@ -123,13 +127,14 @@ class Rows:
         """(control array, (sample, steps it may take) by row) of a decode call of `width` rows, whose steps are in
         flight now; of a verifying call, where drafts i32[rows, shapes.drafts] are given."""
         s, seqs = self.shapes, self.on(slots)
-        held = np.flatnonzero(self._masked[slots])
-        for row in range(len(seqs)) if drafts is not None else held.tolist():
+        masked = [row for row, slot in enumerate(slots.tolist()) if slot in self._masked] if self._masked else []
+        for row in range(len(seqs)) if drafts is not None else masked:
             self.again(seqs[row])
         rows = self._rows[slots]
         position, table = rows[:, POSITION], rows[:, HEADER:]
         steps = np.minimum(rows[:, REMAINING], s.steps if drafts is None else s.drafts + 1)
-        steps[held] = np.minimum(steps[held], 1)  # the mask of the next one follows from its token
+        if masked:
+            steps[masked] = np.minimum(steps[masked], 1)  # the mask of the next one follows from its token
         read, wide = blocks * s.block_pages, s.window if drafts is None else s.verify_window
         window = HEADER + s.groups * read
         shape = s.decode_control(blocks, width) if drafts is None else s.verify_control(blocks)
@@ -137,12 +142,13 @@ class Rows:
         control[len(slots) :, SLOT] = s.slots  # padding rows keep their state in a slot of their own
         used = control[: len(slots)]
         used[:, :HEADER] = rows[:, :HEADER]
-        used[held, REMAINING] = steps[held]
+        if masked:
+            used[masked, REMAINING] = steps[masked]
         reads = min(self._width, read)
         past = np.arange(reads) < s.pages_for(position)[:, None]
         at = position[:, None] // s.page_size + np.arange(wide)
         written = at < s.pages_for(position + steps)[:, None]
-        new = np.take_along_axis(table, np.minimum(at, self._width - 1), axis=1)
+        new = table[np.arange(len(seqs))[:, None], np.minimum(at, self._width - 1)]
         for row in np.flatnonzero(rows[:, FRESH]).tolist():
             if (shared := seqs[row].tail_page) is not None:
                 table[row, seqs[row].first_private] = shared  # `rows` is this call's
@@ -166,7 +172,8 @@ class Rows:
 
     def options(self, slots: np.ndarray, width: int) -> np.ndarray | None:
         """The options of a decode call of `width` rows for these slots; None: all of them sample as the run does."""
-        if not self._own[slots].any():
+        own_rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._own] if self._own else []
+        if not own_rows:
             return None
         options = np.zeros(self.shapes.decode_options(width), np.int32)
         options[:, BIASED:] = -1
@@ -175,7 +182,7 @@ class Rows:
         whole = [Option.OWN, Option.MIN_TOKENS, Option.N_PROMPT, Option.TOP_K, Option.TOP_LOGPROBS]
         steps = self.shapes.steps
         real = [Option.TEMPERATURE, Option.TOP_P, Option.MIN_P, Option.PRESENCE, Option.FREQUENCY, Option.REPETITION]
-        for row in np.flatnonzero(self._own[slots]).tolist():
+        for row in own_rows:
             seq = self._seqs[slots[row]]
             own = seq.sampling
             penalties = own.presence_penalty, own.frequency_penalty, own.repetition_penalty

@@ -21,6 +21,7 @@ reasoning-gym item and not the plain answer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import numbers
@@ -183,7 +184,7 @@ def resolve(paths: tuple[str, ...] | list[str]) -> dict[str, Reward]:
 
 def of_group(reward: Reward) -> bool:
     """Whether it sees all responses of a prompt together."""
-    return any(parameter.name == "responses" for parameter in _parameters(reward))
+    return _signature(reward).of_group
 
 
 def asynchronous(reward: Reward) -> bool:
@@ -255,16 +256,40 @@ async def _called(reward: Reward, name: str, given: dict[str, object], answer: o
         raise RewardError(f"{kind}: {error} ({where})", f"{kind} ({where})") from error
 
 
-_KNOWN: dict[int, tuple[Reward, list[inspect.Parameter]]] = {}  # by identity; reading a signature takes time
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a reward takes. Reading a signature takes longer than most rewards."""
+
+    reward: Reward  # kept, so that its identity stays its own
+    of_group: bool
+    first: tuple[str, ...]  # by position
+    named: tuple[tuple[str, bool], ...]  # by keyword: its name, and whether it must be there
+    whole_row: bool  # it takes **row
 
 
-def _parameters(reward: Reward) -> list[inspect.Parameter]:
-    if id(reward) not in _KNOWN:
-        parameters = []
-        with contextlib.suppress(TypeError, ValueError):  # of a function of a compiled module
-            parameters = list(inspect.signature(reward).parameters.values())
-        _KNOWN[id(reward)] = reward, parameters
-    return _KNOWN[id(reward)][1]
+_KNOWN: dict[int, _Signature] = {}  # by identity: a reward may have no hash
+
+
+def _signature(reward: Reward) -> _Signature:
+    if (known := _KNOWN.get(id(reward))) is not None:
+        return known
+    parameters: list[inspect.Parameter] = []
+    with contextlib.suppress(TypeError, ValueError):  # of a function of a compiled module
+        parameters = list(inspect.signature(reward).parameters.values())
+    by_keyword = any(p.name in ("response", "responses") for p in parameters)
+    if parameters and all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
+        by_keyword = True
+    first = () if by_keyword else ("prompt", "response", "answer")
+    rest = [p for i, p in enumerate(parameters) if i >= len(first) or p.kind is p.KEYWORD_ONLY]
+    rest = [p for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    found = _KNOWN[id(reward)] = _Signature(
+        reward=reward,
+        of_group=any(p.name == "responses" for p in parameters),
+        first=first,
+        named=tuple((p.name, p.default is p.empty) for p in rest),
+        whole_row=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+    return found
 
 
 def _terms(value: object, name: str) -> dict[str, float]:
@@ -276,25 +301,21 @@ def _terms(value: object, name: str) -> dict[str, float]:
 
 def _arguments(reward: Reward, name: str, given: Columns) -> tuple[list[object], Columns]:
     """What a reward is called with, of what there is; RewardError names a parameter that nothing fills."""
-    parameters = _parameters(reward)
-    by_keyword = any(p.name in ("response", "responses") for p in parameters)
-    if parameters and all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
-        by_keyword = True
-    first = [] if by_keyword else ["prompt", "response", "answer"]
-    rest = [p for i, p in enumerate(parameters) if i >= len(first) or p.kind is p.KEYWORD_ONLY]
-    rest = [p for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    wanted = [p.name for p in rest if p.name in given or p.default is p.empty]
+    known = _signature(reward)
+    first, wanted = known.first, [name for name, needed in known.named if needed or name in given]
     if lacking := [each for each in (*first, *wanted) if each not in given]:
         raise RewardError(
             f"reward {name} takes {lacking[0]!r}, and its row has {', '.join(map(str, given))}"
             + (" (task.answer_column names the column of the answer)" if lacking[0] == "answer" else "")
         )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if known.whole_row:
         wanted = [each for each in given if each not in first]
     return [given[each] for each in first], {each: given[each] for each in wanted}
 
 
 def _finite(number: Any, name: str, term: Any) -> float:
+    if type(number) is float and abs(number) <= MAX_REWARD:
+        return number
     where = f"reward {name}" + (f", term {term!r}," if term != name else "")
     if not isinstance(number, numbers.Real):
         kind = type(number).__name__
