@@ -1,5 +1,6 @@
 """rollout.exact: the trainer scores samples with the calls that drew them, and its log-probs have the same bits."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dora_jax.config import Config, EnvironmentSection, OrchestratorSection, RolloutSection
-from dora_jax.models import decoder, sharding
+from dora_jax.models import decoder, lora, sharding
+from dora_jax.models.lora_config import Lora
 from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.shapes import shapes_of
@@ -19,15 +22,26 @@ from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.trainer import objective, score
 from tests.fakes import trainer_cases
 from tests.fakes.engine_rig import CFG, EOS, SIZES, VOCAB, finish, ids, params, prompt, submit
+from tests.fakes.episode_rig import begin, play
 from tests.fakes.step_seconds import unaccounted
 
 ROOT = Path(__file__).parent.parent
 
 
-def exact_engine(kind=Engine, device=0, dtype="float32", **changes):
+LORA = Lora(rank=4, alpha=8.0)
+
+
+def exact_engine(kind=Engine, device=0, dtype="float32", lora=None, **changes):
     section = presets.on_cpu(RolloutSection(**{**SIZES, "exact": True, **changes}))
     mesh = sharding.make_mesh(jax.devices()[device : device + 1], 1, 1, 1)
-    return kind(CFG, section, mesh, seed=7, eos_ids=EOS, vocab_limit=VOCAB, dtype=dtype)
+    options = {"seed": 7, "eos_ids": EOS, "vocab_limit": VOCAB, "dtype": dtype} | ({"lora": lora} if lora else {})
+    if kind is EngineReplay:
+        return kind(CFG, section, mesh, params() if lora else None, **options)
+    engine = kind(CFG, section, mesh, **options)
+    if lora:
+        base = decoder.serving_layout(params(), engine.shapes.layout)
+        engine.residents.take_base(jax.device_put(base, engine.base_shardings))
+    return engine
 
 
 def weights_of(engine, dtype, seed=0):
@@ -61,15 +75,69 @@ def test_scores_have_the_bits_of_sampling_through_moves_preemption_and_chunks(dt
     assert not np.array_equal(others[0], scored[0])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+def test_adapters_of_several_versions_side_by_side_have_the_bits_of_sampling():
+    """Each in its place among four, whose products decide the last bits; some samples move to an engine that holds
+    other versions beside theirs."""
+    sizes = {"lora": LORA, "residents": 4}
+    first, second, replay = (exact_engine(kind, device, **sizes) for kind, device in
+                             ((Engine, 0), (Engine, 1), (EngineReplay, 0)))  # fmt: skip
+    adapters = {}
+    for version in (5, 6, 7):
+        found = lora.init(CFG, LORA, version)
+        adapters[version] = jax.tree.map(lambda x, v=version: x + 0.2 * (v - 4) * jnp.sin(9 * x + v), found)
+        for engine in (first, second)[: 2 if version > 5 else 1]:
+            one = decoder.serving_layout(adapters[version], engine.shapes.layout)
+            engine.load(version, jax.device_put(one, engine.param_shardings))
+    done = {}
+    for version in adapters:
+        for id in ids((version, 2 * version), size=4):
+            submit(first, id, version)
+    for _ in range(6):
+        done |= {sample.id: sample for sample in first.tick().finished}
+    for id in ids((6, 7), size=2):
+        if first.holds(id):
+            second.import_(first.export(id))
+    done |= finish(first, second)
+    assert len(done) == 24
+    for version, adapter in adapters.items():
+        samples = [sample for sample in done.values() if sample.version == version]
+        answers = [(sample.prompt_ids, sample.out_ids) for sample in samples]
+        for sample, logprobs in zip(samples, replay(adapter, answers, version=version), strict=True):
+            np.testing.assert_array_equal(sample.logprobs.view(np.int32), logprobs.view(np.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+def test_episodes_have_the_bits_of_sampling_through_moves_and_short_pages():
+    """Turns end by their limit, by a stop token, by that of the episode; what is observed is longer than a chunk, or a
+    token; KV waits in its pages, on the host, or goes on at another engine."""
+    first, second = exact_engine(max_new_tokens=40), exact_engine(device=1, pages=24, max_new_tokens=40)
+    for engine in (first, second):
+        engine.load(0, weights_of(engine, "float32"))
+    asked = ids(range(6), size=4)
+    for id in asked:
+        begin((first, second)[id.index % 2], id, max_new_tokens=30)
+    done = play(first, second, turns=4, answer=lambda waiting: (first, second)[int(waiting.out_ids[-1]) % 2])
+    assert set(done) == set(asked) and len({int((~sample.mask).sum()) for sample in done.values()}) > 3
+    answers = [(sample.prompt_ids, sample.out_ids) for sample in done.values()]
+    scored = exact_engine(EngineReplay, max_new_tokens=40)(params(), answers, [sample.mask for sample in done.values()])
+    for sample, logprobs in zip(done.values(), scored, strict=True):
+        np.testing.assert_array_equal(sample.logprobs.view(np.int32), logprobs.view(np.int32))
+        assert not logprobs[~sample.mask].any()
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_answers_are_cut_out_of_packed_rows_as_the_engine_had_them(share):
     trainer = SimpleNamespace(section=trainer_cases.section(share_prompts="on" if share else "off"), shards=1)
     groups = trainer_cases.groups()
     batch = trainer_cases.batch(trainer, groups, share_prompts=share)
-    places, answers = score.answers_of(batch)
+    places, answers, masks = score.answers_of(batch)
     samples = [sample for group in groups for sample in group.samples]
     held = {(sample.prompt_ids.tobytes(), sample.out_ids.tobytes()): sample for sample in samples}
     assert len(answers) == len(samples) == len(held)
+    assert all(mask.all() for mask in masks)
     for (row, columns), (prompt_ids, out_ids) in zip(places, answers, strict=True):
         sample = held.pop((prompt_ids.tobytes(), out_ids.tobytes()))
         np.testing.assert_array_equal(batch.behavior_logprobs[row, columns], sample.logprobs)
@@ -82,20 +150,35 @@ def test_what_cannot_be_replayed_to_the_bit_is_refused_by_name():
 
     assert problems() == ""
     assert "orchestrator.mode: rollout.exact=True" in problems(orchestrator=OrchestratorSection(mode="partial"))
-    assert "environment.name: rollout.exact=True" in problems(environment=EnvironmentSection(name="a:b"))
+    episodes = EnvironmentSection(name="a:b")
+    assert problems(environment=episodes) == "" == problems(lora=Lora(rank=4))
+    branched = dataclasses.replace(episodes, branches=1)
+    assert "environment.branches: rollout.exact=True" in problems(environment=branched)
+    few = Config(
+        rollout=RolloutSection(exact=True, residents=3, host_kv_bytes=1), environment=episodes, lora=Lora(rank=4)
+    )
+    assert "rollout.residents: rollout.exact=True needs another value: an adapter's place decides" in " ".join(
+        found := objective.exact_problems(few)
+    )
+    assert len(found) == 2 and "rollout.host_kv_bytes: rollout.exact=True" in found[1]
     with pytest.raises(ValueError, match="rollout.exact takes every token by calls of one shape"):
         shapes_of(presets.on_cpu(RolloutSection(exact=True, drafts=3, pages=64)))
 
 
 @pytest.mark.slow
-def test_a_run_has_no_gap_between_engine_and_trainer(tmp_path):
-    options = {"rollout.exact": True, "steps": 4, "sft.out": tmp_path / "base", "model.path": tmp_path / "base"}
-    command = [sys.executable, "-m", "dora_jax.train", f"--config={ROOT}/configs/quickstart.py:tiny"]
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [("quickstart", {}), ("quickstart", {"lora.rank": 4, "trainer.learning_rate": 1e-2}), ("agent", {})],
+    ids=["all weights", "adapters", "episodes"],
+)
+def test_a_run_has_no_gap_between_engine_and_trainer(tmp_path, config, more):
+    options = {"rollout.exact": True, "steps": 4, "sft.out": tmp_path / "base", "model.path": tmp_path / "base"} | more
+    command = [sys.executable, "-m", "dora_jax.train", f"--config={ROOT}/configs/{config}.py:tiny"]
     command += [f"--workdir={tmp_path / 'run'}", *(f"--config.{name}={value}" for name, value in options.items())]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     measured = [line for line in lines if "mismatch/max" in line]
-    assert sum(line["mismatch/tokens"] for line in measured) > 500
+    assert sum(line["mismatch/tokens"] for line in measured) > 300
     assert {line["mismatch/max"] for line in measured} == {0.0}
     assert unaccounted(lines) < 0.03
     names = {name for line in lines for name in line}

@@ -1,7 +1,7 @@
 """Hugging Face folders <-> params: config.json, safetensors (one file or several with an index), tokenizer files.
 
 Consumes a folder; `load` produces stacked params on their shards, each device's slice read from disk on its own, one
-parameter at a time, so that the host never holds the tree twice. `save` writes a folder that transformers (4 and 5)
+parameter at a time, so that the tree is never held twice. `save` writes a folder that transformers (4 and 5)
 and servers load. `load_scorer` reads a reward model: the same body under a head `score.weight`. Laws: everything that
 can be wrong with a folder is found before device memory is touched; on disk weights are [out, in], in memory [in, out];
 a folder appears whole or not at all.

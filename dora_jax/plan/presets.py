@@ -452,6 +452,11 @@ def _refusals(planned: Plan) -> Iterator[str]:
             f"{config.trainer.expert_matmul}"
         )
     yield from objective.attention_problems(config.trainer, trainer.platform, config.model.dtype)
+    if config.rollout.exact and trainer.chip != instance.chip:
+        yield (
+            f"rollout.exact: the trainer scores with the instances' own calls, whose last bits differ on {trainer} and "
+            f"on {instance}"
+        )
     # Of a cluster: processes of the trainer's gang are an instance while they are lent
     if config.cluster.launcher and config.orchestrator.elastic and trainer.devices and instance.devices:
         lent = hosts * (trainer.devices // config.cluster.trainer_hosts)

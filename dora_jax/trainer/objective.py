@@ -259,10 +259,14 @@ def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
 def exact_problems(config: Config) -> list[str]:
     """What a Config asks for that the trainer cannot replay to the bit (score.py); one sentence each."""
     hosts = max(config.cluster.trainer_hosts, config.cluster.hosts_per_instance)
+    few = config.lora.rank > 0 and 0 < config.rollout.residents <= config.orchestrator.max_versions
+    branches, dropped = config.environment.branches > 0, config.environment.name and config.rollout.host_kv_bytes > 0
     rules = [
         (config.orchestrator.mixes_versions, "orchestrator.mode", "a sample of several versions has KV of each"),
-        (config.lora.rank > 0, "lora.rank", "the replay takes whole weights"),
-        (bool(config.environment.name), "environment.name", "an episode is cut into calls where its turns end"),
+        (few, "rollout.residents", "an adapter's place decides its last bits: max_versions + 1 have each their own"),
+        (branches, "environment.branches", "what a branch keeps of a turn is not what the turn's calls computed"),
+        (dropped, "rollout.host_kv_bytes", "a waiting episode's KV that is dropped is computed again by other calls"),
+        (config.serving.train, "serving.train", "clients choose how a turn is sampled"),
         (hosts > 1, "cluster.trainer_hosts", "one process replays what one process of an instance drew"),
     ]
     return [f"{name}: rollout.exact=True needs another value: {why}" for broken, name, why in rules if broken]

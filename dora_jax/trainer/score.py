@@ -21,32 +21,37 @@ import numpy as np
 
 from dora_jax.models.sharding import row_shards
 from dora_jax.trainer.model import Adapted
+from dora_jax.types import Version
 
-Answer = tuple[np.ndarray, np.ndarray]  # i32[P] prompt, i32[U] sampled tokens
+Answer = tuple[np.ndarray, np.ndarray]  # i32[P] prompt, i32[U] what came behind it
+Masks = Sequence[np.ndarray]  # bool[U] of each answer: what of it the policy sampled, the first token among it
 
 
 class Replay(Protocol):
     """An engine's calls, as the trainer asks for them."""
 
-    def __call__(self, params: Any, answers: Sequence[Answer]) -> list[np.ndarray]:
-        """f32[U] of each answer under the trainer's masters."""
+    def __call__(
+        self, params: Any, answers: Sequence[Answer], masks: Masks | None = None, version: Version = 0
+    ) -> list[np.ndarray]:
+        """f32[U] of each answer under the trainer's masters, those of this version; 0 where nothing is sampled. masks:
+        None: all is."""
 
     def warmup(self) -> None:
         """Compiles the calls."""
 
 
-def replayed_logprobs(replay: Replay, params: Any, batch: Any) -> np.ndarray:
-    """f32[B, L]: of the targets that the policy sampled; 0 elsewhere."""
-    places, answers = answers_of(batch)
+def replayed_logprobs(replay: Replay, params: Any, batch: Any, version: Version) -> np.ndarray:
+    """f32[B, L]: of the targets that the policy sampled; 0 elsewhere. params: the masters of this version."""
+    places, answers, masks = answers_of(batch)
     out = np.zeros(batch.tokens.shape, np.float32)
-    for (row, columns), scored in zip(places, replay(params, answers), strict=True):
+    for (row, columns), scored in zip(places, replay(params, answers, masks, version), strict=True):
         out[row, columns] = scored
     return out
 
 
-def answers_of(batch: Any) -> tuple[list[tuple[int, slice]], list[Answer]]:
-    """(row and columns of the targets, prompt and answer) of every trajectory of a packed batch."""
-    places, answers = [], []
+def answers_of(batch: Any) -> tuple[list[tuple[int, slice]], list[Answer], list[np.ndarray]]:
+    """(row and columns of the targets, prompt and answer, mask) of every trajectory of a packed batch."""
+    places, answers, masks = [], [], []
     for row, segments in enumerate(batch.segment_ids):
         tokens, targets = batch.tokens[row], batch.targets[row]
         for segment in range(1, int(segments.max()) + 1):
@@ -60,7 +65,8 @@ def answers_of(batch: Any) -> tuple[list[tuple[int, slice]], list[Answer]]:
             prompt = np.concatenate([shared, tokens[columns[0] : first + 1]])
             places.append((row, slice(first, stop)))
             answers.append((prompt, targets[first:stop]))
-    return places, answers
+            masks.append(batch.version[row, first:stop] >= 0)
+    return places, answers, masks
 
 
 GRADIENTS_AT_ONCE = 4  # whole gradients alive while the exact norm of each trajectory's is taken

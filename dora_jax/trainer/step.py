@@ -191,7 +191,9 @@ class Trainer:
         if self._replay is None:
             out = {"old_logprobs": self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
         else:
-            out = {"old_logprobs": scores.replayed_logprobs(self._replay, self.state.params, batch)}
+            out = {
+                "old_logprobs": scores.replayed_logprobs(self._replay, self.state.params, batch, int(self.state.step))
+            }
         if self._reference is not None:
             out["ref_logprobs"] = self._inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
         if objective.needs_value(self.section):
@@ -226,7 +228,7 @@ class Trainer:
         weights = self.state.params if probe.weights is None else probe.weights
         with doing("score"):
             if self._replay is not None:
-                return scores.replayed_logprobs(self._replay, weights, probe.batch)
+                return scores.replayed_logprobs(self._replay, weights, probe.batch, probe.version)
             return np.asarray(self._probed(self._whole(weights), self._put(probe.batch.arrays())))
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
@@ -249,7 +251,8 @@ class Trainer:
             arrays = batch.arrays()
             if self._replay is not None:
                 with doing("score"):
-                    arrays["exact_logprobs"] = scores.replayed_logprobs(self._replay, self.state.params, batch)
+                    replayed = self._replay, self.state.params, batch, int(self.state.step)
+                    arrays["exact_logprobs"] = scores.replayed_logprobs(*replayed)
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
             run = self._compiled.get(batch.shape, self._update)
             with doing("put"):

@@ -32,14 +32,14 @@ from dora_jax.plan import devices
 from dora_jax.publish import offered_copy, placed, sliced
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.engine import Engine
-from dora_jax.rollout.migrate import HostKV
+from dora_jax.rollout.migrate import HostKV, observed
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.runtime.common.seams import Batches, MakeProbe, Pack, Tree
 from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.advantage import Prepare, ZeroWeights
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.recipe import Recipe, new_recipe
-from dora_jax.trainer.score import Answer
+from dora_jax.trainer.score import Answer, Masks
 from dora_jax.trainer.step import Probe, Trainer
 from dora_jax.types import InstanceId, SampleId, ScoredGroup, Version
 
@@ -53,46 +53,70 @@ class EngineReplay:
     in the engines' dtype, then the serving layout.
 
     Law: where the weights are those that drew an answer, its log-probs are the ones that sampling reported, bit for
-    bit: the same compiled calls take the same positions at the same places, and a forced token enters as a drawn one.
+    bit: the same compiled calls take the same positions at the same places, and a forced token enters as a drawn one;
+    an adapter stands in the place among the others that its version had there; an episode leaves its slot where a turn
+    ended, and comes back with what was observed.
     """
 
-    def __init__(self, model: ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, **options: Any):
-        """options: those of the engines."""
+    def __init__(
+        self, model: ModelConfig, section: RolloutSection, mesh: jax.sharding.Mesh, base: Tree = None, **options: Any
+    ):
+        """base: the weights beside adapters, where versions are adapters. options: those of the engines."""
         if not section.exact:
             raise ValueError("an engine without rollout.exact takes no tokens to score")
         shapes = shapes_of(section)
         pages = shapes.slots * shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
-        held = dataclasses.replace(section, pages=min(section.pages, pages), residents=1)
+        residents = 1 if base is None else section.residents
+        held = dataclasses.replace(section, pages=min(section.pages, pages), residents=residents)
         where = sharding.make_mesh(list(mesh.devices.flat[: section.tensor]), 1, 1, section.tensor)
         self._engine = Engine(model, held, where, **options)
         self.warmup = self._engine.warmup
         self._copied = offered_copy(str(np.dtype(options["dtype"])))
+        if base is not None:
+            self._engine.residents.take_base(placed(sliced(self._copied(base)), self._engine.base_shardings))
 
-    def __call__(self, params: Any, answers: Sequence[Answer]) -> list[np.ndarray]:
-        engine, version = self._engine, 0  # the only one that it holds
+    def __call__(
+        self, params: Any, answers: Sequence[Answer], masks: Masks | None = None, version: Version = 0
+    ) -> list[np.ndarray]:
+        engine = self._engine
         engine.load(version, placed(sliced(self._copied(params)), engine.param_shardings))
-        for i, (prompt_ids, out_ids) in enumerate(answers):
-            id = SampleId(group_id=i, index=0)
-            engine.submit(id, prompt_ids, version, len(out_ids))
-            engine.scheduler.seqs[id].forced = np.asarray(out_ids, np.int32)
+        masks = [np.ones(len(out_ids), bool) for _, out_ids in answers] if masks is None else masks
+        # where each answer's runs of sampled tokens begin and end
+        edges = [np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist() for mask in masks]
+        drawn = [np.asarray(out_ids[mask], np.int32) for (_, out_ids), mask in zip(answers, masks, strict=True)]
+        for i, (prompt_ids, _) in enumerate(answers):
+            id, turn_tokens = SampleId(group_id=i, index=0), edges[i][1] if edges[i][2:] else 0
+            engine.submit(id, prompt_ids, version, len(drawn[i]), turn_tokens)
+            engine.scheduler.seqs[id].forced = drawn[i]
         found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(answers)
         while not engine.idle:
-            for sample in engine.tick().finished:
+            result = engine.tick()
+            for sample in result.finished:
                 found[sample.id.group_id] = sample.logprobs
+            for turn in result.waiting:
+                i, done = turn.id.group_id, len(turn.out_ids)
+                if done not in edges[i][1:-1:2]:  # the last turn is over, or one that was longer there
+                    found[i] = turn.logprobs
+                    engine.forget(turn.id)
+                    continue
+                start, stop = edges[i][edges[i].index(done) + 1 :][:2]
+                engine.import_(dataclasses.replace(observed(turn, answers[i][1][done:start]), turn_tokens=stop - start))
+                engine.scheduler.seqs[turn.id].forced = drawn[i]
         engine.drop(version)
-        for scored, (_, out_ids) in zip(found, answers, strict=True):
-            if len(scored) != len(out_ids):
+        for i, (scored, of_turns) in enumerate(zip(found, edges, strict=True)):
+            if len(scored) != of_turns[-1]:
                 raise RuntimeError(
-                    f"{len(scored)} tokens of an answer of {len(out_ids)} were scored: it ends earlier here"
+                    f"{len(scored)} tokens of an answer of {of_turns[-1]} were scored: it ends earlier here"
                 )
+            found[i] = np.pad(scored, (0, len(answers[i][1]) - len(scored)))  # what was observed at its end has none
         return found
 
 
 def new_engine(
     config: Config, tokenizer: Tokenizer, model: ModelConfig, mesh: Mesh, host: HostKV | None = None
 ) -> Engine:
-    """It holds the weights of model.path, where versions are adapters of them. host: KV in host memory, of all engines
-    of the process."""
+    """It holds the weights of model.path, where versions are adapters of them. host: where KV without pages is, of
+    all engines of the process."""
     engine = engine_of(
         config,
         model,
@@ -193,7 +217,7 @@ def trainer_of(
     replay = None
     if config.rollout.exact:
         options = engine_options(config, model, eos_ids, vocab_limit or model.vocab_size)
-        replay = EngineReplay(model, config.rollout, mesh, **options)
+        replay = EngineReplay(model, config.rollout, mesh, params if config.lora.on else None, **options)
     return Trainer(
         model,
         config.trainer,
