@@ -191,9 +191,7 @@ class Trainer:
         if self._replay is None:
             out = {"old_logprobs": self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
         else:
-            out = {
-                "old_logprobs": scores.replayed_logprobs(self._replay, self.state.params, batch, int(self.state.step))
-            }
+            out = {"old_logprobs": self.probed(Probe(batch, int(self.state.step), None))}
         if self._reference is not None:
             out["ref_logprobs"] = self._inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
         if objective.needs_value(self.section):
@@ -250,9 +248,7 @@ class Trainer:
             began = time.perf_counter()
             arrays = batch.arrays()
             if self._replay is not None:
-                with doing("score"):
-                    replayed = self._replay, self.state.params, batch, int(self.state.step)
-                    arrays["exact_logprobs"] = scores.replayed_logprobs(*replayed)
+                arrays["exact_logprobs"] = self.probed(Probe(batch, int(self.state.step), None))
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
             run = self._compiled.get(batch.shape, self._update)
             with doing("put"):
