@@ -30,14 +30,14 @@ CODE = {
     "models": 3817,
     "ops": 672,
     "orchestrate": 2910,
-    "plan": 1342,
+    "plan": 1347,
     "report": 1260,
     "rollout": 3278,
-    "runtime": 12248,
+    "runtime": 12269,
     "serving": 2960,
     "sim": 2039,
     "tasks": 4612,
-    "trainer": 2299,
+    "trainer": 2307,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 876, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
