@@ -2,11 +2,10 @@
 
     TrainBatch -> micro-batches -> forward -> log-probs -> policy loss x correction x loss_weights -> sum -> Adam
 
-Consumes the packed step (buffer.pack), produces new f32 masters and host metrics. The moments of Adam may rest in host
-memory between updates, and all of the state while the devices are lent. Several processes may share the mesh: each then
-holds the whole batch and takes its part of it. Laws: the loss is a plain sum, because what it is divided by travels in
-the batch: so neither the number of micro-batches, nor the mesh, nor the packing moves it; empty micro-batches are not
-computed; a non-finite loss or gradient leaves the state as it was and is counted.
+Consumes the packed step (buffer.pack), produces new f32 masters and host metrics. Adam's moments may rest in memory of
+the host between updates, all of the state while the devices are lent. Of several processes each holds the whole batch
+and takes its part. Laws: the loss is a plain sum, for what it is divided by travels in the batch: no number of
+micro-batches, mesh or packing moves it; empty ones are not computed; one that is not finite counts, and moves nothing.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class Trainer:
         """Copies `params` (stacked, any sharding); they stay the caller's.
 
         lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one,
-        stacked; None: a fresh one of this seed. replay: see score.py. tempered: batches have the temperature of each
-        target.
+        stacked; None: a fresh one of this seed. replay: see score.py. tempered: batches have temperatures.
         """
         self.section, self.mesh, self._replay = section, mesh, replay
         self.recipe = new_recipe(
@@ -121,8 +119,7 @@ class Trainer:
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
         self.health = health.HealthBounds(section.max_mismatch, dump_dir)
         self._meter = flops.FlopsMeter(model_cfg, mesh, section.peak_tflops, lora.on)
-        # of the step under way: metrics, sums an update
-        self._begun: tuple[dict[str, float], list[dict[str, Any]]] = {}, []
+        self._begun: tuple[dict[str, float], list[dict[str, Any]]] = {}, []  # of this step: metrics, sums an update
 
     @property
     def params(self) -> Any:
