@@ -165,8 +165,8 @@ class Paged:
                 how = (scores,) if sinks_H is None else (scores, sinks_H)
                 return attention.paged_kernel(impl, rank)(q, pages, lens_S, tables_SxM, *how)[..., :width], pages
             rows = self._rows(row, k, v)
-            kept = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
-            rows = narrow(jnp.where(kept, rows, 0), self.pool_dtype)
+            written = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
+            rows = narrow(jnp.where(written, rows, 0), self.pool_dtype)
             if is_kept_SxL is not None:
                 first_Sx1 = (lens_S[:, None] - q.shape[1]) // size
                 held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1)[:, 0]]

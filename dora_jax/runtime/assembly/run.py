@@ -88,28 +88,28 @@ class EngineReplay:
             id, turn_tokens = SampleId(group_id=i, index=0), edges[i][1] if edges[i][2:] else 0
             engine.submit(id, prompt_ids, version, len(drawn[i]), turn_tokens)
             engine.scheduler.seqs[id].forced = drawn[i]
-        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(answers)
+        reported: list[np.ndarray] = [np.zeros(0, np.float32)] * len(answers)
         while not engine.idle:
             result = engine.tick()
             for sample in result.finished:
-                found[sample.id.group_id] = sample.logprobs
+                reported[sample.id.group_id] = sample.logprobs
             for turn in result.waiting:
                 i, done = turn.id.group_id, len(turn.out_ids)
                 if done not in edges[i][1:-1:2]:  # the last turn is over, or one that was longer there
-                    found[i] = turn.logprobs
+                    reported[i] = turn.logprobs
                     engine.forget(turn.id)
                     continue
                 start, stop = edges[i][edges[i].index(done) + 1 :][:2]
                 engine.import_(dataclasses.replace(observed(turn, answers[i][1][done:start]), turn_tokens=stop - start))
                 engine.scheduler.seqs[turn.id].forced = drawn[i]
         engine.drop(version)
-        for i, (scored, of_turns) in enumerate(zip(found, edges, strict=True)):
+        for i, (scored, of_turns) in enumerate(zip(reported, edges, strict=True)):
             if len(scored) != of_turns[-1]:
                 raise RuntimeError(
                     f"{len(scored)} tokens of an answer of {of_turns[-1]} were scored: it ends earlier here"
                 )
-            found[i] = np.pad(scored, (0, len(answers[i][1]) - len(scored)))  # what was observed at its end has none
-        return found
+            reported[i] = np.pad(scored, (0, len(answers[i][1]) - len(scored)))  # what was observed at its end has none
+        return reported
 
 
 def new_engine(
