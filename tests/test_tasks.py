@@ -1,12 +1,14 @@
 """Prompts of reasoning-gym tasks: purity, the split, templates, limits, refusals, worked solutions."""
 
 import dataclasses
+import gc
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -14,9 +16,11 @@ import pytest
 
 from dora_jax import tasks
 from dora_jax.config import ConfigError, TaskSection
+from dora_jax.runtime.episodes import PromptsAhead
 from dora_jax.tasks import datasets
 from dora_jax.tasks.prompts import PromptTooLong
 from dora_jax.tasks.source import uid_of
+from tests.fakes.cluster import eventually
 from tests.fakes.tasks import SUMS, opened
 
 
@@ -101,6 +105,41 @@ def test_a_prompt_is_drawn_once_for_its_group_s_start_and_its_rows(monkeypatch):
     texts = [task.prompt_at(group).text for group in (7, 8, 7, 8)]
     assert len(drawn) == 2
     assert texts[:2] == texts[2:] != texts[1::-1]
+
+
+def test_prompts_are_made_ahead_one_at_a_time_and_a_bad_one_is_raised_where_it_is_asked_for(monkeypatch):
+    task, plain = opened(), opened()
+    goes_on, drawn, threads, draw = threading.Event(), [], set(), task.source.draw
+
+    def slow(stream, seed, i):
+        threads.add(threading.current_thread().name)
+        assert not drawn or drawn[-1] is None, "one draw at a time"
+        drawn.append(i)
+        if i == 9:
+            goes_on.wait(10)
+        try:
+            if i == 12:
+                raise ValueError("a bad row")
+            return draw(stream, seed, i)
+        finally:
+            drawn.append(None)
+
+    monkeypatch.setattr(task.source, "draw", slow)
+    ahead = PromptsAhead(task.prompt_at)
+    for group in (5, 6, 5):
+        ahead.behind(group)
+    eventually(lambda: 9 in drawn)
+    assert task.prompt_at(7).text == plain.prompt_at(7).text and 9 in drawn and 10 not in drawn, "it waits for nothing"
+    goes_on.set()
+    eventually(lambda: 6 + 32 in drawn and drawn[-1] is None)
+    assert [i for i in drawn if i is not None] == list(range(6, 39)) and threads == {"prompts"}
+    made = [task.prompt_at(group) for group in range(6, 39) if group != 12]
+    assert [p.text for p in made] == [plain.prompt_at(p.group_id).text for p in made] and len(drawn) == 2 * 33
+    with pytest.raises(ValueError, match="a bad row"):
+        task.prompt_at(12)
+    del ahead
+    gc.collect()
+    eventually(lambda: "prompts" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_a_dataset_too_small_for_its_heldout_set_is_refused():

@@ -196,10 +196,6 @@ class Coordinator:
     def execute(self, command: ev.Command) -> None:
         """A command to an instance is sent as it is, but for those that need what is kept here: a Start of one group
         takes its prompt along, a Resume its one sample."""
-        with doing("commands"):
-            self._execute(command)
-
-    def _execute(self, command: ev.Command) -> None:
         match command:
             case ev.Start(ids=ids):
                 for group_id, siblings in itertools.groupby(ids, operator.attrgetter("group_id")):

@@ -14,8 +14,12 @@ failure is never a reward.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +48,11 @@ from dora_jax.types import (
     ScoredGroup,
     Version,
     is_eval,
+    is_training,
+    issued_first_as,
 )
+
+AHEAD = 32  # prompts that are made before their groups start
 
 Item = ev.Event | Finished | Partial | GroupFailure  # what the coordinator takes from here
 
@@ -256,15 +264,50 @@ class EpisodeScorer:
         """It holds nothing."""
 
 
+class PromptsAhead:
+    """Makes training prompts before their groups start, on a thread of its own: a process may have to word them, which
+    waits for a core. What is wrong with one is raised by its `prompt_at`, which keeps what was made."""
+
+    def __init__(self, prompt_at: Callable[[GroupId], Prompt]):
+        self._prompt_at = prompt_at
+        self._wanted: queue.SimpleQueue[GroupId | None] = queue.SimpleQueue()
+        self._stop: GroupId = 0  # the first prompt that was never wanted
+        # the thread does not hold this object, so that it ends when nobody uses it any more
+        weakref.finalize(self, self._wanted.put, None)
+        reader = threading.Thread(target=_read, args=(weakref.ref(self), self._wanted), name="prompts", daemon=True)
+        reader.start()
+
+    def behind(self, group_id: GroupId) -> None:
+        """Make the prompts behind that of this group."""
+        first = issued_first_as(group_id) + 1
+        for wanted in range(max(first, self._stop), first + AHEAD):
+            self._wanted.put(wanted)
+        self._stop = max(first + AHEAD, self._stop)
+
+    def make(self, group_id: GroupId) -> None:
+        with contextlib.suppress(Exception):
+            self._prompt_at(group_id)
+
+
+def _read(of: weakref.ref[PromptsAhead], wanted: queue.SimpleQueue[GroupId | None]) -> None:
+    while (group_id := wanted.get()) is not None:
+        if (prompts := of()) is not None:
+            prompts.make(group_id)
+        del prompts
+
+
 @dataclasses.dataclass(frozen=True)
 class RunPrompts:
     """`Prompts` as a run samples them: in turns of so many tokens, where that is not 0, and held-out ones in a way of
-    their own."""
+    their own. ahead: makes the prompts behind each that is taken."""
 
     prompts: Prompts
     turn_tokens: int = 0
     heldout: Sampling | None = None  # None: as training samples
+    ahead: PromptsAhead | None = None
 
     def prompt_at(self, group_id: GroupId) -> Prompt:
         sampling = self.heldout if is_eval(group_id) else None
+        if self.ahead and is_training(group_id):
+            self.ahead.behind(group_id)
         return dataclasses.replace(self.prompts.prompt_at(group_id), turn_tokens=self.turn_tokens, sampling=sampling)

@@ -54,7 +54,7 @@ from dora_jax.runtime.common.seams import (
 )
 from dora_jax.runtime.common.worker import Outbox, Worker
 from dora_jax.runtime.coordinator import Coordinator
-from dora_jax.runtime.episodes import EpisodeScorer, RunPrompts
+from dora_jax.runtime.episodes import EpisodeScorer, PromptsAhead, RunPrompts
 from dora_jax.runtime.instances.shared_devices import SharedDevices
 from dora_jax.runtime.instances.supervised_worker import LocalInstance, RestartPolicy
 from dora_jax.runtime.live_sessions import POSTED, LiveSessions, SessionPrompts
@@ -64,7 +64,10 @@ from dora_jax.tasks.environment import PolicyFacts
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
+from dora_jax.tasks.gym import GymSource
 from dora_jax.tasks.pool import ScorerPool, try_rewards
+from dora_jax.tasks.prompts import Task
+from dora_jax.tasks.rows import RowsSource
 from dora_jax.trainer.step import Trainer
 from dora_jax.types import InstanceId, Sampling, ScoredGroup, Version
 
@@ -150,7 +153,10 @@ class RunContext:
         own = Sampling(
             temperature=heldout.temperature if heldout.temperature >= 0 else None, top_p=heldout.top_p or None
         )
-        return RunPrompts(self.task, turn_tokens, None if own == Sampling() else own)
+        ahead = None  # a source of the user's is asked by this thread alone
+        if isinstance(self.task, Task) and isinstance(self.task.source, GymSource | RowsSource):
+            ahead = PromptsAhead(self.task.prompt_at)
+        return RunPrompts(self.task, turn_tokens, None if own == Sampling() else own, ahead)
 
     def world(
         self,

@@ -11,6 +11,7 @@ Laws:
 from __future__ import annotations
 
 import functools
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,6 +95,7 @@ class Task:
         self._limit = max_prompt_tokens
         self._max_new_tokens = max_new_tokens
         self._prompt_at = functools.lru_cache(RECENT)(self._drawn)
+        self._drawing = threading.Lock()  # a source is asked by one thread at a time
         self._heldout = [row for row in source.heldout if len(self._encode(row)[1]) <= max_prompt_tokens]
         self.n_heldout = len(self._heldout)
         self.heldout_uids = source.heldout_uids  # of every held-out prompt, those too long for this run included
@@ -109,8 +111,9 @@ class Task:
         return self._prompt_at(group_id)
 
     def _drawn(self, group_id: GroupId) -> Prompt:
-        row = self._row(group_id)
-        text, ids = self._encode(row)
+        with self._drawing:
+            row = self._row(group_id)
+            text, ids = self._encode(row)
         if len(ids) > self._limit:
             raise PromptTooLong(group_id, len(ids), self._limit)
         if not ids:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from dora_jax.base.exits import RETRY, SIGNALS, Stop, leave, never_print
+from dora_jax.base.lanes import doing
 from dora_jax.orchestrate import events as ev
 from dora_jax.orchestrate.core import World
 
@@ -132,8 +133,11 @@ class GuardedWorld:
     def __init__(self, world: World, guard: Guard):
         self._world = world
         self._guard = guard
-        self.execute = world.execute
         guard.moved()  # it was made before the run was compiled
+
+    def execute(self, command: ev.Command) -> None:
+        with doing("commands"):
+            self._world.execute(command)
 
     def events(self) -> Iterator[ev.Event]:
         self._guard.look()
