@@ -54,8 +54,7 @@ class MemoryGroupStore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Arrays [B, L]; position t predicts `targets[t]`. They are the first micro-batches of the step's static shape, and
-    its others are empty; row r belongs to micro-batch r % (number of these)."""
+    """Arrays [B, L]; position t predicts `targets[t]`. Row r is of micro-batch r % (number of those that stand here)."""
 
     tokens: np.ndarray  # i32
     targets: np.ndarray  # i32, the next token
@@ -75,11 +74,10 @@ class TrainBatch:
     routes: np.ndarray | None = None  # uint8 or uint16 [B, L, M, k], the experts that sampling took; missing in padding
     temperatures: np.ndarray | None = None  # f32, that the target was drawn at; None: all at the run's
     group_ids: tuple[GroupId, ...] = ()
-    rows: int = 0  # of the static shape; 0: all of them stand here
+    rows: int = 0  # of the static shape, whose last micro-batches are empty and left out; 0: all of them stand here
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and tokens of the static shape, for which the update is compiled."""
+    def shape(self) -> tuple[int, int]:  # the static one, for which the update is compiled
         return self.rows or self.tokens.shape[0], self.tokens.shape[1]
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -249,10 +249,9 @@ class Trainer:
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
             run = self._compiled.get(batch.shape, self._update)
             with doing("put"):
-                put = self._put(arrays, rows=batch.rows)
+                put = [self._put(arrays, rows=batch.rows)]
             with doing("update"):
-                self.state, sums = run(self.state, put, *self._frozen)
-                del put
+                self.state, sums = run(self.state, put.pop(), *self._frozen)
                 every.append(jax.device_get(sums))
             self._meter.add(batch, time.perf_counter() - began)
             self.health.check(every[-1], batch, int(self.state.step) + 1)
