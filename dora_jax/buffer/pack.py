@@ -54,7 +54,7 @@ class MemoryGroupStore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Arrays [B, L]; position t predicts `targets[t]`. Row r is of micro-batch r % (number of those that stand here)."""
+    """Arrays [B, L]; position t predicts `targets[t]`. Row r is of micro-batch r % (number of those here)."""
 
     tokens: np.ndarray  # i32
     targets: np.ndarray  # i32, the next token
