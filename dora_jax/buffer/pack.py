@@ -190,13 +190,13 @@ class _PackedUpdate:
             moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
             if not moving.any(1).all():
                 # the samples that move the weights; the first one where none does, for its metrics
-                kept = np.flatnonzero(moving.any(1)) if moving.any() else np.array([0])
+                chosen = np.flatnonzero(moving.any(1)) if moving.any() else np.array([0])
                 part = _PackedUpdate(
-                    [self.samples[i] for i in kept], self._shape, None, self._rewards[kept], self._group_ids[kept]
+                    [self.samples[i] for i in chosen], self._shape, None, self._rewards[chosen], self._group_ids[chosen]
                 )
-                placed = part.spread.responses(mask[kept], bool)
-                weights = part.spread.responses(spread.gather(weights, mask.shape[1])[kept], np.float32)
-                batch = part._batch_with(placed, advantages[kept], weights)
+                placed = part.spread.responses(mask[chosen], bool)
+                weights = part.spread.responses(spread.gather(weights, mask.shape[1])[chosen], np.float32)
+                batch = part._batch_with(placed, advantages[chosen], weights)
                 return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
         returns = None if estimate.returns is None else spread.responses(estimate.returns[mine], np.float32)
         return self._batch_with(placed, advantages, weights, returns)

@@ -141,16 +141,18 @@ class EpisodeFailures:
 
     def metrics(self) -> Mapping[str, float]:
         """What the environments count, where the run has some."""
-        found = self._environments.stats() if self._environments else {}
-        share = found.get("environment/failed_share", 0.0)
+        counted = self._environments.stats() if self._environments else {}
+        share = counted.get("environment/failed_share", 0.0)
         if share > FAILED_SHARE and not self._warned:
             self._warned = True
-            counts = {name.rpartition("/")[2]: n for name, n in found.items() if "/failed_" in name and "_to_" in name}
+            counts = {
+                name.rpartition("/")[2]: n for name, n in counted.items() if "/failed_" in name and "_to_" in name
+            }
             self._notify(
                 f"{share:.1%} of the episodes have failed, and their groups with them; by cause and response length: "
                 f"{', '.join(f'{name} {n:.0f}' for name, n in counts.items())}"
             )
-        return found
+        return counted
 
 
 class RunLog(RunPlugin):
