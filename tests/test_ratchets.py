@@ -33,10 +33,10 @@ CODE = {
     "plan": 1347,
     "report": 1260,
     "rollout": 3278,
-    "runtime": 12269,
+    "runtime": 12308,
     "serving": 2960,
     "sim": 2039,
-    "tasks": 4612,
+    "tasks": 4615,
     "trainer": 2307,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
