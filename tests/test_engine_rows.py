@@ -10,7 +10,7 @@ import pytest
 from dora_jax import publish
 from dora_jax.base.digest import digest
 from dora_jax.config import RolloutSection
-from dora_jax.models import decoder, lora, moe, sharding
+from dora_jax.models import decoder, grouped_experts, lora, moe, sharding
 from dora_jax.models.families.config import Experts, Kind, Proportional, check_mesh
 from dora_jax.models.lora_config import Lora, adapter_params
 from dora_jax.ops import attention
@@ -236,7 +236,9 @@ def test_experts_have_the_activation_of_the_model(kind):
     options = {"interpret": True} if kind == "megablox" else {}
     inputs = map(jnp.asarray, (h, weights, chosen, gate, up, down))
     found = moe.COMPUTES[kind](*inputs, gate="gelu_tanh", **options)
-    inner = np.asarray(moe.GATES["gelu_tanh"](np.einsum("bld,edf->blef", h, gate))) * np.einsum("bld,edf->blef", h, up)
+    inner = np.asarray(grouped_experts.GATES["gelu_tanh"](np.einsum("bld,edf->blef", h, gate))) * np.einsum(
+        "bld,edf->blef", h, up
+    )
     each = np.einsum("blef,efd->bled", inner, down)
     expected = (np.take_along_axis(each, chosen[..., None], 2) * weights[..., None]).sum(2)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
