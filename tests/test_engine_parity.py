@@ -110,6 +110,7 @@ def test_two_hundred_tokens(family, tmp_path):
         np.testing.assert_allclose(sample.logprobs[:n], expected, rtol=0, atol=1e-4)
     print(f"{family}: {compared} of {NEW * len(PROMPTS)} tokens compared")
     assert compared > 0.5 * NEW * len(PROMPTS)
-    exact = 5e-5 if family.startswith("gemma4") else 1e-5  # it does not scale its scores
+    # scores that are not scaled, and experts whose inner products reach the clamp, round more
+    exact = 5e-5 if family.startswith(("gemma4", "gpt_oss")) else 1e-5
     for sample, expected in zip(samples, trainer_logprobs(cfg, params, samples), strict=True):
         np.testing.assert_allclose(sample.logprobs, expected, rtol=0, atol=exact)
