@@ -6,7 +6,8 @@
 
 `clients` ask for eight tokens behind a short prompt, one request after the other: `seconds` long while nothing else is
 asked, then beside `hostile` requests of all KINDS from another process, `at_once` at a time, until these are answered or
-three times `seconds` have passed. A request that has no answer then counts with what it has waited. Printed are p50 and
+three times `seconds` have passed: five of the kinds hold a connection for HOLD_S, which alone takes hostile * 5 / 18 * HOLD_S /
+at_once seconds. A request that has no answer then counts with what it has waited. Printed are p50 and
 p99 of both times, what the hostile ones were answered, and the most memory that the endpoint's process held.
 
 --base is a folder with a chat template, such as agent_training.py makes. --tree: of another source tree, whose programs
@@ -131,8 +132,9 @@ def attack(port=0, hostile=1000, at_once=32, forever=False) -> Iterator[str]:
     threads = [threading.Thread(target=work, daemon=True) for _ in range(at_once)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(1.0)
+        yield f"{sum(answers.values())} of {hostile}"
     yield ", ".join(f"{name} x{times}" for name, times in sorted(answers.items()))
 
 
@@ -243,7 +245,7 @@ def hostile_clients(
         yield f"failed: {dict(ordinary.failed) or 'none'}; {beside[int(0.99 * len(beside))] / quiet[int(0.99 * len(quiet))]:.2f} times quiet's p99"
         yield (
             f"{hostile} hostile requests {'answered' if ended else 'not all answered'} in {over_s - hostile_s:.0f} s: "
-            + (workdir / "attack.txt").read_text()
+            + ((workdir / "attack.txt").read_text().splitlines() or [""])[-1]
         )
         yield f"memory: {before_bytes / MB:.0f} MiB at most before, {peak_bytes(process.pid) / MB:.0f} MiB after"
         if train:
