@@ -1,7 +1,9 @@
 """Environments of OpenEnv over their websocket: the server's wire is tests/data/clients/openenv_server.py."""
 
+import contextlib
 import importlib.util
 import subprocess
+import time
 
 import pytest
 
@@ -20,14 +22,19 @@ def python():
     return str(python_of("openenv"))
 
 
-@pytest.fixture(scope="module")
-def url(python):
-    server = subprocess.Popen(
-        [python, ROOT / "tests/data/clients/openenv_server.py"], stdout=subprocess.PIPE, text=True
-    )
+@contextlib.contextmanager
+def serving(python, *most):
+    program = [python, ROOT / "tests/data/clients/openenv_server.py", *most]
+    server = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
     yield f"ws://127.0.0.1:{server.stdout.readline().strip()}/ws"
     server.kill()
     server.communicate()
+
+
+@pytest.fixture(scope="module")
+def url(python):
+    with serving(python) as url:
+        yield url
 
 
 def open_pool(python, **params):
@@ -57,6 +64,22 @@ def test_an_episode_is_a_connection_and_its_reward_the_sum(python, url):
         assert "ConnectionClosed" in last.ask("leave").reason
     finally:
         pool.close()
+
+
+def test_episodes_wait_for_a_server_that_is_full(python):
+    with serving(python, "1") as url:
+        pool = open_pool(python, url=url, observation="echoed_message")
+        try:
+            pool.wait_ready()
+            one, other = begun(pool, 0), Player(pool, SampleId(0, 1))
+            assert one.observed(one.answer()) == "<seed True>"
+            pool.open(other.id, prompt_of())
+            time.sleep(0.5)
+            assert not pool.poll()
+            assert isinstance(one.ask("end"), EpisodeEnded)
+            assert other.observed(other.answer()) == "<seed True>"
+        finally:
+            pool.close()
 
 
 def test_what_is_no_action_is_observed_and_a_server_that_is_not_there_is_no_reward(python, url):

@@ -11,17 +11,22 @@ A connection is an episode. Frames of JSON, one answer a question:
     or {"type": "error", "data": {"message", "code"}}
 
 Laws: an error of the server or of the connection is an EnvironmentError, but for an action of the policy that is none,
-which it observes; the reward of an episode is the sum of those of its steps.
+which it observes; an episode waits for a server that is full as long as for any answer; the reward of an episode is the
+sum of those of its steps.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from typing import Any
 
 from dora_jax.tasks.environment import EnvironmentError, EpisodePrompt, Message
 
-RETRYABLE = ("CAPACITY_REACHED", "FACTORY_ERROR")  # of a server that may have room, or a session, later
+FULL = "CAPACITY_REACHED"  # of a server that has as many sessions as it may (max_concurrent_envs, often 1)
+RETRYABLE = (FULL, "FACTORY_ERROR")  # of a server that may have room, or a session, later
+AGAIN_S = 0.25
 
 
 class OpenEnv:
@@ -50,13 +55,19 @@ class OpenEnv:
         self._socket: Any = None
 
     async def reset(self, prompt: EpisodePrompt) -> list[Message]:
-        try:
-            # no limit of a frame but that of an observation, no time-out but that of a step
-            self._socket = await self._connect(self._url, max_size=None, open_timeout=None, ping_timeout=None)
-        except OSError as error:
-            raise EnvironmentError(f"{self._url}: {error}", retryable=True) from error
-        observed, _, _ = await self._ask("reset", {"seed": prompt.seed % 2**31, **self._reset})
-        return observed if self._opening else []
+        while True:
+            try:
+                # no limit of a frame but that of an observation, no time-out but that of a step
+                self._socket = await self._connect(self._url, max_size=None, open_timeout=None, ping_timeout=None)
+                observed, _, _ = await self._ask("reset", {"seed": prompt.seed % 2**31, **self._reset})
+                return observed if self._opening else []
+            except OSError as error:
+                raise EnvironmentError(f"{self._url}: {error}", retryable=True) from error
+            except EnvironmentError as error:
+                if FULL not in str(error):
+                    raise
+                await self._socket.close()
+                await asyncio.sleep(AGAIN_S)
 
     async def step(self, message: Message) -> tuple[list[Message], bool, dict[str, float]]:
         content = message.get("content") or ""
@@ -77,7 +88,8 @@ class OpenEnv:
     async def _ask(self, kind: str, data: Message) -> tuple[list[Message], bool, float]:
         """(what is observed, whether the episode is over, its reward)."""
         try:
-            await self._socket.send(json.dumps({"type": kind, "data": data}))
+            with contextlib.suppress(Exception):  # a server that refuses sends why, and closes
+                await self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await self._socket.recv())
         except Exception as error:  # websockets' own, of a connection that ended
             raise EnvironmentError(f"{self._url}: {type(error).__name__}: {error}", retryable=True) from error

@@ -2,12 +2,28 @@
 
 import asyncio
 import json
+import sys
 
 from websockets.asyncio.server import serve
 
 
+MOST = int(sys.argv[1]) if sys.argv[1:] else 64
+sessions = set()  # that are open
+
+
 async def episode(socket):
+    sessions.add(socket)
+    try:
+        await session(socket)
+    finally:
+        sessions.discard(socket)
+
+
+async def session(socket):
     turns = 0
+    if len(sessions) > MOST:
+        await socket.send(json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
+        return
     async for frame in socket:
         asked = json.loads(frame)
         kind, data, error = asked["type"], asked["data"], None
