@@ -6,7 +6,6 @@ import sys
 
 from websockets.asyncio.server import serve
 
-
 MOST = int(sys.argv[1]) if sys.argv[1:] else 64
 sessions = set()  # that are open
 
