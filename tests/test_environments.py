@@ -166,6 +166,20 @@ def test_a_template_that_rewrites_too_often_ends_the_episode_with_what_it_has(al
         pool.close()
 
 
+def test_a_conversation_without_the_prompt_of_its_row_fails_its_group_in_a_sentence():
+    class Foreign(Bridge):
+        def observe(self, conversation, tokens, turn, observed):
+            return super().observe(conversation, tokens, turn, observed)[0], 0
+
+    section = EnvironmentSection(name=FAKE, observation="<{content}>", branches=1)
+    pool = EnvironmentPool(section, Foreign(Letters(), section.observation), seed=0)
+    try:
+        reason = Player(pool).ask("a").reason
+        assert reason == f"{FAKE}: its conversation has no token of the row's prompt in front"
+    finally:
+        pool.close()
+
+
 def test_what_was_dropped_or_asked_again_gets_no_answer_of_before(shared):
     player, dropped = Player(shared, SampleId(5, 0)), Player(shared, SampleId(5, 1))
     dropped.say("sleep 0.3")

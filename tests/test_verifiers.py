@@ -34,7 +34,7 @@ SIZES = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=3
 SETTINGS = {"eos_token": "<eos>", "pad_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}
 AGENT_VOCAB = ["<eos>", "<tool_call>", "</tool_call>", *string.printable[:97]]
 AGENT = (
-    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ eos_token }}{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>"
     '{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>{% endfor %}'
     "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
 )
@@ -141,11 +141,13 @@ def test_mini_swe_agent_plays_an_episode_in_a_container(python, tmp_path, monkey
     params = {"env": {"taskset": {"id": "dora_files"}, "agent": agent}}
     params["renderer"] = {"name": "default", "tool_parser": "qwen3"}
     how = {"context": 12_000, "turn_tokens": 500, "step_timeout_s": 300.0, "env": ("UV_SYSTEM_CERTS", "SSL_CERT_FILE")}
-    with playing(model, "w\n", 0, name=NAME, params=params, python=python, **how) as player:
+    with playing(model, "<eos>w\n", 0, name=NAME, params=params, python=python, **how) as player:
         opening = answers(player.pool, 1, timeout_s=300)[0]
         if getattr(opening, "reason", "").find("failed to prepare uv script") > 0:
             pytest.skip(opening.reason)
-        player.tokens, player.mask = opening.token_ids, np.zeros(len(opening.token_ids), bool)
+        assert opening.keep == 1, "the prompt of the row is another than the harness'"
+        player.tokens = np.append(player.tokens[:1], opening.token_ids)
+        player.mask = np.zeros(len(opening.token_ids), bool)
         assert "Please solve this issue: write bee to answer.txt" in player.tokenizer.decode(player.tokens)
         for command in ("echo bee > answer.txt; pwd", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"):
             call = json.dumps({"name": "bash", "arguments": {"command": command}})

@@ -300,6 +300,9 @@ class EnvironmentPool(WorkerPool[Question, Answer]):
         except Exception as error:  # of a chat template or a tokenizer, which may raise anything over a message
             reason = f"{self._section.name}: its messages: {type(error).__name__}: {error}"
             return EpisodeFailed(id=id, reason=reason, kind="error")
+        if keep == 0:
+            reason = f"{self._section.name}: its conversation has no token of the row's prompt in front"
+            return EpisodeFailed(id=id, reason=reason, kind="error")
         if episode.messages and len(ids) >= episode.room:  # no token of a further turn fits behind them
             return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
         if episode.messages and not len(ids):
