@@ -36,7 +36,7 @@ CODE = {
     "runtime": 12308,
     "serving": 2960,
     "sim": 2039,
-    "tasks": 4626,
+    "tasks": 4629,
     "trainer": 2307,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
