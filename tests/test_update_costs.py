@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dora_jax.base.chips import CHIPS, ici_bytes_per_s
 from dora_jax.config import TrainerSection
 from dora_jax.costs.update import expected, model_flops
 from dora_jax.models.families import KNOWN
@@ -37,6 +38,22 @@ def test_agrees_with_the_compiler_on_8b(changes, where, seconds, sent):
     assert float(found.sent.note.removesuffix(" GB")) == pytest.approx(sent, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "chip,chips,links",
+    [("v5p", 4, 2), ("v5p", 8, 3), ("v5p", 16, 3), ("v5p", 32, 3), ("v5p", 64, 6), ("v5p", 256, 6), ("v5p", 1, 6),
+     ("v5e", 4, 2), ("v5e", 8, 2), ("v6e", 64, 2), ("v6e", 128, 3), ("v5e", 256, 4), ("h100", 8, 1), ("tpu7x", 2, 1)],
+)  # fmt: skip
+def test_a_chip_has_the_links_of_its_slice(chip, chips, links):
+    """2x2x1, 2x2x2, 2x2x4, 2x4x4: no side wraps around before 4x4x4; of flat slices, those of 16 chips."""
+    most = {"v5p": 6, "tpu7x": 6, "v5e": 4, "v6e": 4, "h100": 1}[chip]
+    assert ici_bytes_per_s(chip, chips) == pytest.approx(CHIPS[chip].ici_bytes_per_s * links / most)
+
+
+def test_an_update_sends_over_the_links_that_its_slice_has():
+    few, many = (expected(QWEN_8B, SECTION, Mesh(1, chips, 1, 1), "v5p", 64, 4096).sent for chips in (32, 64))
+    assert few.note == many.note and few.seconds == pytest.approx(2 * many.seconds)
+
+
 def test_the_parts_are_what_the_mfu_is_made_of():
     found = of_8b()
     assert found.mfu == pytest.approx(
@@ -45,7 +62,7 @@ def test_the_parts_are_what_the_mfu_is_made_of():
     slow = of_8b(micro_batches=128)  # weights travel so often that nothing hides them
     assert slow.seconds == slow.sent.seconds > found.seconds and slow.mfu < found.mfu
     text = str(found)
-    assert "MFU 50%" in text and "matrix products 2.49 s (at 80% of the peak)" in text and "it sends 0.36" in text
+    assert "MFU 50%" in text and "matrix products 2.49 s (at 80% of the peak)" in text and "it sends 0.728" in text
 
 
 @pytest.mark.parametrize(

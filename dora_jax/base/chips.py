@@ -66,6 +66,22 @@ FLAT = ("v5e", "v6e")  # two-dimensional slices; the others have three
 DEVICES_A_CHIP = dict(DEVICE_KINDS.values())
 LAPTOP_BYTES = 32 * GB  # of memory, which virtual devices share
 HOST_CHIPS = 4  # of a TPU host
+LINKS = {"v4": 6, "v5p": 6, "tpu7x": 6, "v5e": 4, "v6e": 4}  # of a chip, two a dimension
+
+
+def ici_bytes_per_s(chip: str, chips: int) -> float:
+    """One way, from a chip to the others of its slice of so many, a power of two (v5p-8: 4 chips, 2x2x1, two links).
+
+    A dimension has both of its links where it wraps around, as those of cubes of fours do, and a side of 16 of a flat
+    slice; else the chip at its end has one. GPUs, and devices of one chip: all of it."""
+    if chip not in LINKS or chips < 2:
+        return CHIPS[chip].ici_bytes_per_s
+    sides = [1] * (LINKS[chip] // 2)
+    for _ in range(chips.bit_length() - 1):
+        sides[sides.index(min(sides))] *= 2
+    cube = chip not in FLAT and all(side % 4 == 0 for side in sides)
+    used = sum(2 if cube or (chip in FLAT and side == 16) else 1 for side in sides if side > 1)
+    return CHIPS[chip].ici_bytes_per_s * used / LINKS[chip]
 
 
 def parse(name: str) -> tuple[str, int]:

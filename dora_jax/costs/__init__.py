@@ -30,7 +30,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora_jax.base.chips import CHIPS
+from dora_jax.base.chips import CHIPS, ici_bytes_per_s
 from dora_jax.base.config_tree import field
 from dora_jax.config import ConfigError
 from dora_jax.models import families
@@ -166,6 +166,7 @@ class Roofline:
         self._chip = chip = CHIPS[hardware.chip]
         chips = hardware.instance_chips
         self._bytes_per_s = chips * chip.hbm_bytes_per_s * cost.hbm_efficiency
+        self._ici_bytes_per_s = ici_bytes_per_s(hardware.chip, chips)
         self._flops_per_s = chips * chip.flops * cost.flops_efficiency
         base = model.params * model.weight_bytes_per_param
         self.mixes, self.weight_bytes = model.adapter_bytes > 0, model.adapter_bytes or base
@@ -204,7 +205,7 @@ class Roofline:
             (hardware.expert, model.experts_per_token / (hardware.expert * hardware.tensor)),
         ):
             if groups > 1:
-                layer_s += 2 * (chip.ici_latency_s + copies * activations / chip.ici_bytes_per_s)
+                layer_s += 2 * (chip.ici_latency_s + copies * activations / self._ici_bytes_per_s)
         self._ticks_s[batch] = self._cost.decode_overhead_s + max(read, compute) + (model.n_layers * layer_s)
         return self._ticks_s[batch]
 

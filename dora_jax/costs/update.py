@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dora_jax.base.chips import CHIPS, DEVICES_A_CHIP
+from dora_jax.base.chips import CHIPS, DEVICES_A_CHIP, ici_bytes_per_s
 from dora_jax.config import TrainerSection
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF, Lora, adapter_params
@@ -118,7 +118,7 @@ def expected(
         UpdateCost("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
     )
     sent = _sent_bytes(cfg, section, mesh, local, lora.on)
-    sends = UpdateCost("it sends", sent * each / CHIPS[chip].ici_bytes_per_s, f"{sent / 1e9:.0f} GB")
+    sends = UpdateCost("it sends", sent * each / ici_bytes_per_s(chip, devices // each), f"{sent / 1e9:.0f} GB")
     result = Expected(parts, sends, 0.0)
     needed = model_flops(cfg, [tokens] * rows, frozen=lora.on)
     return result._replace(mfu=needed / (devices * peak * result.seconds))
