@@ -95,7 +95,9 @@ class Calls:
         of the adapters, where versions are adapters: the calls take (base weights, all adapters)."""
         shapes, temperature = shapes_of(section, lora.on, cfg.local_window), section.temperature
         self.kv, self.vocab = kv_layout(cfg), cfg.vocab_size
-        attention.check_platform(shapes.attention, mesh.devices.flat[0].platform, self.kv.rank > 0, cfg.sinks)
+        attention.check_platform(
+            shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0, sinks=cfg.sinks
+        )
         self.shapes = shapes
         mesh = sharding.serving_mesh(cfg, mesh, mesh.shape["tensor"] if shapes.whole_experts else 1)
         kv = Paged(self.kv, shapes, dtype, mesh) if shapes.paged else Gathered(self.kv, shapes, dtype)
