@@ -32,7 +32,7 @@ CODE = {
     "orchestrate": 2910,
     "plan": 1347,
     "report": 1260,
-    "rollout": 3278,
+    "rollout": 3280,
     "runtime": 12308,
     "serving": 2960,
     "sim": 2039,
