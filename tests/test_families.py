@@ -28,6 +28,9 @@ def folder(tmp_path, family, changes=None, tensors=None):
     return copy
 
 
+ALL_LINEAR = {"layer_types": ["linear_attention"] * 2}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
@@ -53,8 +56,18 @@ def folder(tmp_path, family, changes=None, tensors=None):
         ),
         (
             "qwen3",
-            {"model_type": "qwen3_5_text", "architectures": None},
-            "'qwen3_5_text'; .* layers of linear attention",
+            {"model_type": "qwen3_5_text", "architectures": None, "partial_rotary_factor": 1.0} | ALL_LINEAR,
+            "linear layers need it, .* and other layers, whose queries are grouped, beside them",
+        ),
+        (
+            "qwen3",
+            {"model_type": "qwen3_5_text", "architectures": None, "attn_output_gate": False},
+            "attn_output_gate=False; the decoder computes attn_output_gate=True only",
+        ),
+        (
+            "qwen3",
+            {"model_type": "qwen3_5_text", "architectures": None, "layer_types": ["linear_attention", "mamba"]},
+            "has layer_types that are not 2 of full_attention and linear_attention",
         ),
         ("longcat_flash", {"oe_vocab_size": 9}, "has oe_vocab_size: the decoder computes no n-gram embeddings"),
         ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy'; the decoder computes"),
@@ -114,6 +127,7 @@ def test_multi_token_prediction_is_ignored_with_a_line(tmp_path, capsys, family,
         ("Gemma-4-26B-A4B", 25.2e9, 3.8e9),
         ("gpt-oss-20b", 20.91e9, 4.19e9),  # 3.6 without the embedding
         ("gpt-oss-120b", 116.8e9, 5.71e9),
+        ("Qwen3.5-35B-A3B", 34.66e9, 3.45e9),
     ],
 )
 def test_known_sizes_have_the_parameters_that_their_authors_name(name, total, active):

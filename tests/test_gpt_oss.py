@@ -162,5 +162,5 @@ def test_kernels_without_sinks_are_refused_by_name():
     with pytest.raises(ValueError, match="rollout.attention tpu computes no attention sinks; reference and gpu do"):
         Engine(cfg, section, mesh, seed=0, eos_ids=(), vocab_limit=40)
     trainer = TrainerSection(attention="cudnn")
-    (problem,) = objective.mixture_problems(trainer, KNOWN["gpt-oss-20b"])
+    (problem,) = objective.model_problems(trainer, KNOWN["gpt-oss-20b"])
     assert "trainer.attention=cudnn needs a model with heads without sinks, and this gpt_oss has none" in problem

@@ -187,8 +187,10 @@ def test_a_sample_that_cannot_fit_is_refused():
         device.add(dataclasses.replace(request(0, limit=1), out_ids=np.ones(1, np.int32)))
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_schedules_conserve_and_finish(seed):
+def test_random_schedules_conserve_and_finish(seed, recurrent):
+    """Pages, slots and recurrent states, which stand for the tokens of their own sample whenever one decodes."""
     rng = random.Random(seed)
     device = FakeDevice(
         dataclasses.replace(
@@ -199,6 +201,7 @@ def test_random_schedules_conserve_and_finish(seed):
             decode_rows=rng.choice((0, 2)),
         ),
         adapters={0: 1, 1: 0} if seed % 2 else None,
+        recurrent=recurrent,
     )
     lengths = {SampleId(g, i): rng.choice((1, 5, 12, 30)) for g in range(8) for i in range(3)}
     todo = list(lengths)

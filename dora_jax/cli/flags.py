@@ -357,7 +357,7 @@ def _machine(asked: CommandLine, purpose: str) -> list[str]:
         return [f"model.path: {error}"]
     if not model:
         return _unfit(plan)
-    if problems := objective.mixture_problems(config.trainer, model):
+    if problems := objective.model_problems(config.trainer, model):
         return problems
     rollout = config.rollout
     axes: dict[str, dict[str, int]] = {

@@ -52,6 +52,7 @@ class ModelSizes:
     kv_bytes_per_token: float = field(262144.0, "all layers")
     window: int = field(0, "tokens that some layers see at most; 0: all layers attend in full")
     window_share: float = field(0.0, "of kv_bytes_per_token, what the layers with a window have", ge=0.0, le=1.0)
+    state_bytes: float = field(0.0, "of a sample beside it: the states of layers of linear attention", ge=0.0)
     kv_copies: float = field(1.0, "chips of an instance that hold the same keys and values, or latents")
     weight_bytes_per_param: float = 2.0
     adapter_bytes: float = field(
@@ -145,11 +146,12 @@ def sizes_of(asked: ModelSizes, chips: int) -> ModelSizes:
         experts_per_token=experts.per_token if experts else 0,
         n_layers=model.n_layers,
         d_model=model.d_model,
-        n_heads=model.n_heads * (2 if model.shortcut else 1),
+        n_heads=model.n_heads * model.sublayers * (model.n_layers - model.linear_layers) // model.n_layers,
         head_dim=model.head_dim,
         kv_bytes_per_token=2.0 * numbers,
         window=max(model.windows, default=0),
         window_share=model.cache_numbers_on(1, True) / numbers if model.windows else 0.0,
+        state_bytes=model.state_bytes_on(1, 2),
         kv_copies=chips * model.cache_numbers_on(chips) / numbers,
     )
 
@@ -179,7 +181,7 @@ class Roofline:
         self._ticks_s: dict[int, float] = {}  # of each batch that was asked for
         self._adapters = hardware.residents * model.adapter_bytes
         held = base + self._adapters if self.mixes else hardware.residents * base
-        free = chips * chip.hbm_bytes * hardware.hbm_share - held
+        free = chips * chip.hbm_bytes * hardware.hbm_share - held - 2 * hardware.slots * model.state_bytes
         page_bytes = model.kv_copies * model.kv_bytes_per_token * hardware.page_size
         self.pages = int(free / page_bytes)
         if of_windows:  # pages behind windows are free: every slot has one window's; of prefixes nothing is known here
@@ -196,7 +198,8 @@ class Roofline:
             return self._ticks_s[batch]
         hardware, chip, model = self._hardware, self._chip, self._model
         size = model.weight_bytes_per_param
-        read = (self.touched_params(batch) * size + self._adapters) / self._bytes_per_s
+        states = 2 * batch * model.state_bytes  # read and written
+        read = (self.touched_params(batch) * size + self._adapters + states) / self._bytes_per_s
         compute = FORWARD * (self._active + self._adapters / size) * batch / self._flops_per_s
         # Two all-reduces a layer over `tensor` chips, two all-to-alls over `expert` groups.
         activations, layer_s = batch * model.d_model * 2, 0.0
@@ -238,7 +241,7 @@ class Roofline:
         """Count what a sample takes along: of layers with a window, the KV of the tokens that it still holds."""
         model = self._model
         behind = max(tokens - model.window, 0) if model.window else 0
-        return model.kv_bytes_per_token * (tokens - model.window_share * behind)
+        return model.kv_bytes_per_token * (tokens - model.window_share * behind) + (tokens > 0) * model.state_bytes
 
     def move_s(self, tokens: int) -> float:
         return self._cost.move_fixed_s + self.kv_bytes(tokens) / self._link_bytes_per_s

@@ -65,10 +65,14 @@ def matmul_params(cfg: ModelConfig) -> int:
 
 def score_products(cfg: ModelConfig, lengths: ArrayLike, before: ArrayLike = 0.0) -> np.ndarray:
     """FLOPs of q k and p v of every pair of tokens that may look at each other, in all layers, of sequences of these
-    lengths behind so many tokens: the causal half, of layers with a window as far as it reaches."""
+    lengths behind so many tokens: the causal half, of layers with a window as far as it reaches; and of every token
+    with the states of linear layers."""
     n, seen = np.asarray(lengths, np.float64), np.asarray(before, np.float64)
     total = np.zeros(np.broadcast_shapes(n.shape, seen.shape))
     for kind, layers in Counter(cfg.every_kind).items():
+        if kind.linear:  # a state is decayed, corrected and read, whatever lies before
+            total = total + layers * 3 * 2 * cfg.rule.state_numbers * n
+            continue
         width = cfg.q_width(kind) + (cfg.n_heads * cfg.latent.v_dim if cfg.latent else cfg.q_width(kind))
         pairs = n * (n + 1) / 2 + n * seen
         if kind.window:  # without what lies behind it: of the token at place i, all but the last `window` of them
@@ -76,7 +80,7 @@ def score_products(cfg: ModelConfig, lengths: ArrayLike, before: ArrayLike = 0.0
             beyond = seen + first - kind.window  # of the token behind those, the places that it does not see, less one
             pairs = pairs - ((n - first) * beyond + (n - first) * (n - first + 1) / 2)
         total = total + layers * 2 * width * pairs
-    return total * (cfg.kv_layers // cfg.kv_owners)
+    return total * cfg.sublayers
 
 
 def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] = (0,), frozen: bool = False) -> float:

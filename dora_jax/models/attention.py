@@ -65,6 +65,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # logical, one a dimension: sharding.TABLE says where they lie
     scale: float | None
+    first: float | None = None  # that value in the place of one, where there is no scale
 
 
 class Products(NamedTuple):
@@ -128,6 +129,8 @@ def specs(cfg: ModelConfig, kind: Kind, residual: float) -> dict[str, Spec]:
         found["sinks"] = Spec((cfg.n_heads,), ("heads",), 0.0)
     if m is None or not m.q_rank:
         found["q_proj"] = Spec((d, q), ("embed", "heads"), d**-0.5)
+    if cfg.gated:
+        found["attn_gate_proj"] = Spec((d, q), ("embed", "heads"), d**-0.5)
     if m is None:
         own = "" if kind.kv == "read" else "k" if kind.tied_values else "kv"
         found |= {f"{x}_proj": Spec((d, kv), ("embed", "kv_heads"), d**-0.5) for x in own}
@@ -175,7 +178,10 @@ def run(
         inner = _mla_absorbed if products.absorbed else _mla
         o_BxLxHxD = inner(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products)
     shared = kv if kind.kv == "shared" and not products.absorbed else NO_KV
-    y_BxLxD = products(weights, o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1), "o_proj")
+    o_BxLxHD = o_BxLxHxD.reshape(*h_BxLxD.shape[:2], -1)
+    if cfg.gated:
+        o_BxLxHD = o_BxLxHD * jax.nn.sigmoid(products(weights, h_BxLxD, "attn_gate_proj"))
+    y_BxLxD = products(weights, o_BxLxHD, "o_proj")
     return y_BxLxD + last(weights["o_bias"].astype(y_BxLxD.dtype), y_BxLxD) if cfg.o_bias else y_BxLxD, shared
 
 

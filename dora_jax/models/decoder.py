@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dora_jax.models import attention, moe
+from dora_jax.models import attention, linear_attention, moe
 from dora_jax.models.attention import ADAPTERS, KV, NO_KV, Attend, Products, Spec, last, rematerialized, rms_norm
 from dora_jax.models.families import new_config
 from dora_jax.models.families.config import Kind, ModelConfig, RopeScaling, Scores
@@ -173,7 +173,7 @@ class Layer(nnx.Module):
         residual = 1 / math.sqrt(2 * cfg.n_layers)  # the residual stream keeps unit variance at any depth
         ends = {"pre": ("",), "post": ("_post",), "both": ("", "_post")}[cfg.norms]
         specs = {f"{x}{end}_norm": Spec((cfg.d_model,), ("norm",), None) for x in ("attn", "mlp") for end in ends}
-        specs |= attention.specs(cfg, kind, residual)
+        specs |= linear_attention.specs(cfg, residual) if kind.linear else attention.specs(cfg, kind, residual)
         if block != "moe" or cfg.moe.beside:
             specs |= moe.dense_specs(cfg.d_model, kind.d_ff or cfg.d_ff, residual, "{}_proj")
         if block == "shortcut":
@@ -187,7 +187,8 @@ class Layer(nnx.Module):
         if cfg.layer_scale:
             specs["layer_scale"] = Spec((1,), ("norm",), None)
         for name, spec in specs.items():
-            setattr(self, name, _param(key, name, *spec, first=1 - cfg.gain_offset))
+            first = 1 - cfg.gain_offset if spec.first is None else spec.first
+            setattr(self, name, _param(key, name, *spec[:3], first=first))
 
 
 class Ends(nnx.Module):
@@ -209,7 +210,8 @@ class Ends(nnx.Module):
 def kept_type(name: str, dtype) -> np.dtype:
     """The type of this parameter in a model of `dtype`: f32 for gains of norms, sinks, routers and their biases, which
     f32 is computed with."""
-    wide = name.startswith(("router", "sinks")) or name.removesuffix("_0").removesuffix("_1").endswith("_norm")
+    wide = name.startswith(("router", "sinks")) or name in linear_attention.WIDE
+    wide |= name.removesuffix("_0").removesuffix("_1").endswith("_norm")
     return np.dtype(np.float32 if wide else dtype)
 
 
@@ -374,8 +376,14 @@ class _Pass(NamedTuple):
         """(x behind the attention, what the feed-forward takes of it, the keys and values that others read)."""
         with jax.named_scope("attention"):
             h_BxLxD = self._normed(weights, "attn_norm", x_BxLxD)
-            rotary = self.rotary[kind]
-            y_BxLxD, kv = attention.run(self.cfg, kind, layer, weights, h_BxLxD, rotary, attend, self.products, kv)
+            if self.cfg.linear_layers and layer is not None:  # its number among those that keep the same
+                places = self.cfg.places
+                layer = places[layer] if isinstance(layer, int) else jnp.asarray(places)[layer]
+            if kind.linear:
+                y_BxLxD = linear_attention.run(self.cfg, layer, weights, h_BxLxD, attend, self.products)
+            else:
+                rotary = self.rotary[kind]
+                y_BxLxD, kv = attention.run(self.cfg, kind, layer, weights, h_BxLxD, rotary, attend, self.products, kv)
             x_BxLxD = x_BxLxD + self._normed(weights, "attn_post_norm", y_BxLxD)
         with jax.named_scope("mlp"):
             return x_BxLxD, self._normed(weights, "mlp_norm", x_BxLxD), kv

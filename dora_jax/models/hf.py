@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -25,7 +25,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from dora_jax.models import decoder, packed, sharding
+from dora_jax.models import decoder, linear_attention, packed, sharding
 from dora_jax.models.families import TEXT, family
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.families.family import Tensor
@@ -43,10 +43,10 @@ END_TENSORS = {
     "per_layer_proj": Tensor("model.per_layer_model_projection.weight"),
     "per_layer_norm": Tensor("model.per_layer_projection_norm.weight", False),
 }
-WIDE = ("router_bias",)  # f32 in every folder
+WIDE = ("router_bias", *linear_attention.WIDE)  # f32 in every folder
 SCORE = "score.weight"  # of a reward model: [1, D]
 TEXT_PREFIX = re.compile(r"(language_model\.model|model\.language_model)\.|language_model\.(?=lm_head)")
-TOWERS = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
+TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
 BESIDE = (*TOWERS, *(f"model.{name}" for name in TOWERS))
 DISK_DTYPES = ("F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -99,12 +99,13 @@ def _load(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None, dtype) -
             for name, leaf in abstract.items()
             if name in END_TENSORS
         }
+        tensors = _tensors_of(cfg, files)
         for key, stack in decoder.stacks(cfg).items():
             params[key] = {
                 name: _place(
                     leaf,
                     shardings[key][name],
-                    functools.partial(_read_stacked, files, family(cfg.family).tensors[name], stack.layers, leaf.dtype),
+                    functools.partial(_read_stacked, cfg, files, tensors[name], stack.layers, leaf.dtype),
                 )
                 for name, leaf in abstract[key].items()
             }
@@ -193,17 +194,23 @@ def check_vacant(path: str | Path) -> None:
         raise ValueError(f"{path} exists and is not an empty folder; a model is never written over another")
 
 
-def _layer_parameters(cfg: ModelConfig, tree: dict) -> Iterator[tuple[str, Tensor, decoder.Stack, tuple]]:
+def _tensors_of(cfg: ModelConfig, there: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Where each parameter of a layer lies in a folder of these tensors."""
+    known, names = family(cfg.family).tensors, {re.sub(r"^model\.layers\.\d+\.", "", name) for name in there}
+    return {name: x.other if x.other and x.other.name in names else x for name, x in known.items()}
+
+
+def _layer_parameters(
+    cfg: ModelConfig, tree: dict, tensors: dict[str, Tensor]
+) -> Iterator[tuple[str, list[Tensor], decoder.Stack, list]]:
     """(its name, where it lies on disk, its stack, the leaf) of every parameter of the layers of a tree like the
-    params; of two that share a tensor, one pair."""
-    tensors = family(cfg.family).tensors
-    second = {tensor.name: name for name, tensor in tensors.items() if tensor.half == 1}
+    params; of several that share a tensor, all of these at once, under the first one's name."""
     for key, stack in decoder.stacks(cfg).items():
-        for name, leaf in tree[key].items():
-            if tensors[name].half is None:
-                yield name, tensors[name], stack, (leaf,)
-            elif tensors[name].half == 0:
-                yield name, tensors[name], stack, (leaf, tree[key][second[tensors[name].name]])
+        sharing: dict[str, list[str]] = {}
+        for name in sorted(tree[key], key=lambda name: tensors[name].half or 0):
+            sharing.setdefault(tensors[name].name, []).append(name)
+        for names in sharing.values():
+            yield names[0], [tensors[name] for name in names], stack, [tree[key][name] for name in names]
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -246,14 +253,15 @@ def _open(path: Path) -> Iterator[Tensors]:
 def _check_tensors(cfg: ModelConfig, tensors: Tensors, path: Path, head: dict[str, tuple[int, ...]]) -> None:
     abstract = decoder.abstract_params(cfg)
     places = [(tensor.name, tensor, abstract[name].shape) for name, tensor in END_TENSORS.items() if name in abstract]
-    for _, tensor, stack, (leaf, *others) in _layer_parameters(cfg, abstract):
+    for _, (tensor, *_), stack, (leaf, *others) in _layer_parameters(cfg, abstract, _tensors_of(cfg, tensors)):
         names = [tensor.name.format(e=e) for e in range(leaf.shape[1])] if tensor.per_expert else [tensor.name]
         for layer in stack.layers:
             shape = leaf.shape[2 if tensor.per_expert else 1 :]
-            shape = (*shape[:-1], shape[-1] * (1 + len(others)))
+            shape = (*shape[:-1], shape[-1] + sum(other.shape[-1] for other in others))
             places += [(f"model.layers.{layer}.{name}", tensor, shape) for name in names]
     expected = {
-        name: (*shape[:-2], shape[-1], shape[-2]) if tensor.transposed else shape for name, tensor, shape in places
+        name: (*shape[:-2], shape[-1], *[1] * tensor.channels, shape[-2]) if tensor.transposed else shape
+        for name, tensor, shape in places
     } | head
     for name, shape in expected.items():
         if name not in tensors:
@@ -310,31 +318,40 @@ def _place(leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding, read: Call
     return jax.make_array_from_callback(leaf.shape, target, part)
 
 
-def read_slice(tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds) -> np.ndarray:
-    """These bounds (in memory order) of one tensor; only their bytes are read."""
+def read_slice(
+    tensors: Tensors, tensor: Tensor, prefix: str, bounds: Bounds, cfg: ModelConfig | None = None
+) -> np.ndarray:
+    """These bounds (in memory order) of one tensor; only their bytes are read, of rows those between the first and the
+    last. cfg: of the model, where the tensor has rows."""
     name = prefix + tensor.name
     handle, _, stored = tensors[name]
     whole = handle.get_slice(stored)
     if tensor.alternating:  # both halves are read, for a slice has no step
         bounds = (*bounds[:-1], (2 * bounds[-1][0], 2 * bounds[-1][1]))
         return whole[tuple(slice(*bound) for bound in bounds)][..., tensor.half :: 2]
+    rows = None
     if tensor.transposed:
         *leading, inner, (start, stop) = bounds
         first = tensor.half * whole.get_shape()[-2] // 2 if tensor.half else 0
-        bounds = (*leading, (first + start, first + stop), inner)
+        bounds = (*leading, (first + start, first + stop), *[(0, 1)] * tensor.channels, inner)
+        if tensor.rows and cfg:
+            rows = np.array(tensor.rows(cfg)[start:stop])
+            bounds = (*leading, (int(rows.min()), int(rows.max()) + 1), *bounds[len(leading) + 1 :])
     value = whole[tuple(slice(*bound) for bound in bounds)]
+    value = value[:, 0] if tensor.channels else value
+    value = value if rows is None else value[rows - rows.min()]
     return value.swapaxes(-1, -2) if tensor.transposed else value
 
 
 def _read_stacked(
-    tensors: Tensors, tensor: Tensor, layers: tuple[int, ...], dtype: np.dtype, bounds: Bounds
+    cfg: ModelConfig, tensors: Tensors, tensor: Tensor, layers: tuple[int, ...], dtype: np.dtype, bounds: Bounds
 ) -> np.ndarray:
     """These bounds of a parameter [layers, ...], or [layers, experts, ...], of the layers of these numbers."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
     for row, layer in enumerate(range(*bounds[0])):
         prefix = f"model.layers.{layers[layer]}."
         if not tensor.per_expert:
-            out[row] = read_slice(tensors, tensor, prefix, bounds[1:])
+            out[row] = read_slice(tensors, tensor, prefix, bounds[1:], cfg)
             continue
         for at, e in enumerate(range(*bounds[1])):
             of_one = Tensor(tensor.name.format(e=e), tensor.transposed)
@@ -351,16 +368,20 @@ def _disk_tensors(cfg: ModelConfig, params: dict, dtype: np.dtype, padded: bool)
     def stored(name: str, tensor: Tensor, value: np.ndarray) -> np.ndarray:
         # selections by biases in a narrow type have ties; hub folders hold them in f32 too
         value = value.swapaxes(-1, -2) if tensor.transposed else value
+        value = value[:, None] if tensor.channels else value
         return np.ascontiguousarray(value, np.float32 if name in WIDE else dtype)
 
     for name, tensor in END_TENSORS.items():
         if name in params:
             yield tensor.name, stored(name, tensor, np.asarray(params[name]))
-    for name, tensor, stack, leaves in _layer_parameters(cfg, params):
+    for name, (tensor, *others), stack, leaves in _layer_parameters(cfg, params, _tensors_of(cfg)):
         for layer, *pieces in zip(stack.layers, *map(np.asarray, leaves), strict=True):
             value = np.concatenate(pieces, axis=-1) if pieces[1:] else pieces[0]
             if tensor.alternating:
                 value = np.stack(pieces, axis=-1).reshape(value.shape)
+            if tensor.rows:
+                ours = np.concatenate([x.rows(cfg) for x in (tensor, *others) if x.rows])
+                value = value[..., np.argsort(ours)]
             each = list(enumerate(value)) if tensor.per_expert else [(0, value)]
             if padded and cfg.experts and name in ("experts_gate", "experts_up"):
                 each += [(e, np.zeros_like(value[0])) for e in range(cfg.experts.count, cfg.experts.choices)]

@@ -76,7 +76,9 @@ def text_fields(raw: Json, file: Path) -> Json:
     if text is None:
         raise ValueError(f"{file} has model_type={raw['model_type']!r} and no text_config")
     above = {name: raw[name] for name in (QUANTIZED, "tie_word_embeddings") if name in raw}
-    return {**above, **text, "model_type": TEXT[raw["model_type"]], "architectures": None}
+    # the class with the tower ties by its own field
+    tie = {name: x for name, x in above.items() if name.startswith("tie") and raw["model_type"].startswith("qwen")}
+    return {**above, **text, **tie, "model_type": TEXT[raw["model_type"]], "architectures": None}
 
 
 def read_config(path: str | Path, *, scorer: bool = False) -> ModelConfig:
@@ -174,6 +176,8 @@ def config_json(cfg: ModelConfig, dtype: str, base: dict[str, Any]) -> dict[str,
         scaling = kinds | {name: x for name, x in entries.items() if name not in absent}
     full = {"rope_type": "default", **(scaling or {}), "rope_theta": cfg.rope_theta}
     full |= {"partial_rotary_factor": cfg.rope_part} if cfg.rope_part != 1.0 else {}
+    # how pictures' positions would turn, which text has none of
+    full |= {name: x for name, x in (base.get("rope_parameters") or {}).items() if name.startswith("mrope_")}
     local = max(kind.theta for kind in cfg.kinds)  # base of the layers that have one of their own
     # of transformers 5, beside the hub's own; and how the source packed its weights
     respelled = (*(("num_local_experts",) if cfg.experts else ()), QUANTIZED)

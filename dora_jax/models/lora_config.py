@@ -56,7 +56,9 @@ def adapter_params(cfg: ModelConfig, lora: Lora, *, fsdp: int = 1, tensor: int =
     wide, counts, sublayers = cfg.d_model / cut, dict.fromkeys(ADAPTED, 0.0), 2 if cfg.shortcut else 1
     for layer, kind in enumerate(cfg.every_kind):
         q, own = cfg.q_width(kind), 0 if kind.kv == "read" else 1 if kind.tied_values else 2
-        attention = (2 + own) * wide + (2 * q + own * cfg.kv_width(kind)) / tensor
+        attention = (2 + own + cfg.gated) * wide + ((2 + cfg.gated) * q + own * cfg.kv_width(kind)) / tensor
+        if kind.linear:  # queries, keys, values, their gate and what comes out
+            attention = 5 * wide + (sum(cfg.rule.widths) + 2 * cfg.rule.widths[2]) / tensor
         if cfg.latent is not None:
             m, heads = cfg.latent, cfg.n_heads / tensor
             attention = 2 * wide + m.cache_dim + m.kv_rank / cut + heads * (m.nope_dim + 2 * m.v_dim) + q / tensor

@@ -60,6 +60,8 @@ def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
         found["router_logit_bias"] = Spec((e.choices,), ("router",), 0.0)
     if e.shared:
         found |= dense_specs(d, e.shared * e.width, residual, "shared_{}")
+    if e.shared_gate:
+        found["router_shared"] = Spec((d, 1), ("embed", "router"), d**-0.5)
     if e.beside:
         found |= {f"{x}_norm": Spec((d,), ("norm",), None) for x in ("mlp_inner", "mixture", "mixture_post")}
         found |= {"router_scale": Spec((d,), ("norm",), None), "router_gain": Spec((e.choices,), ("router",), None)}
@@ -132,7 +134,10 @@ def run(
             y_BxLxD = y_BxLxD + (kept_BxL[..., None] * h_BxLxD.astype(jnp.float32)).astype(h_BxLxD.dtype)
     if e.shared:
         with jax.named_scope("shared"):
-            y_BxLxD = y_BxLxD + dense(weights, h_BxLxD, products, "shared_{}")
+            shared_BxLxD = dense(weights, h_BxLxD, products, "shared_{}")
+            if e.shared_gate:
+                shared_BxLxD = shared_BxLxD * jax.nn.sigmoid(products(weights, h_BxLxD, "router_shared"))
+            y_BxLxD = y_BxLxD + shared_BxLxD
     return y_BxLxD, routed
 
 

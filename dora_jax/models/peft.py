@@ -63,6 +63,8 @@ def load(path: str | Path, cfg: ModelConfig, shape: Lora, seed: int) -> lora.Ada
     """The folder's adapter, f32 and stacked, on the host. A matrix that the folder leaves out has a fresh adapter of
     this seed, which changes nothing. ValueError: a sentence."""
     check(path, shape)
+    if "attention" in shape.targets and any(tensor.rows for tensor in family(cfg.family).tensors.values()):
+        raise ValueError(f"lora.path: {path} has adapters of tensors that {cfg.family} holds in several matrices")
     file = Path(path) / TENSORS
     try:
         tensors = {name.replace(TEXT_PREFIX, f"{PREFIX}model."): x for name, x in load_file(file).items()}
@@ -89,6 +91,11 @@ def save(path: str | Path, cfg: ModelConfig, shape: Lora, adapter: lora.Adapter,
     holds something, or peft would not read it."""
     path = Path(path)
     check_vacant(path)
+    if "attention" in shape.targets and any(tensor.rows for tensor in family(cfg.family).tensors.values()):
+        raise ValueError(
+            f"lora.targets: peft has no adapters of the attention of {cfg.family}, several of whose matrices are one "
+            "tensor; the merged weights can be exported"
+        )
     if cfg.experts and "experts" in shape.targets:
         fused = any(tensor.half is not None for tensor in family(cfg.family).tensors.values())
         why = "some of which compute nothing" if cfg.experts.zero else "which are one tensor" if fused else ""

@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.models import linear_attention
 from dora_jax.models.attention import KEPT
 from dora_jax.models.decoder import Attend, Scores
 from dora_jax.models.sharding import spec
@@ -43,9 +44,9 @@ def packed_attention(kind: str, segment_ids_BxL, positions_BxL, mesh: Mesh, pref
     if kind == "splash":
         if prefix_ids_BxL is not None:
             raise ValueError("trainer.attention=splash cannot share prompts: its kernel compares segment ids alone")
-        return splash_attention(segment_ids_BxL, positions_BxL, mesh)
+        return _or_recurrent(splash_attention(segment_ids_BxL, positions_BxL, mesh), segment_ids_BxL)
     if kind == "cudnn":
-        return cudnn_attention(*where, mesh=mesh)
+        return _or_recurrent(cudnn_attention(*where, mesh=mesh), segment_ids_BxL)
     if kind != "reference":
         raise ValueError(f"trainer.attention={kind!r} is unknown: known are reference, splash, cudnn")
     return context_attention(*where, mesh=mesh) if mesh.shape["context"] > 1 else segment_attention(*where)
@@ -182,7 +183,18 @@ def segment_attention(segment_ids_BxL, positions_BxL, *prefix_ids) -> Attend:
         heads = scores, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, sinks_H
         return _attend_blocks(*heads, where_BxL, where_BxL, triangular=True)
 
-    return attend
+    return _or_recurrent(attend, segment_ids_BxL)
+
+
+def _or_recurrent(attend: Attend, segment_ids_BxL) -> Attend:
+    """The same, and in layers of linear attention a recurrence inside each segment."""
+
+    def run(layer, q, k, v, scores, *sinks):
+        if isinstance(scores, linear_attention.Recurrence):
+            return linear_attention.packed(scores, q, k, segment_ids_BxL)
+        return attend(layer, q, k, v, scores, *sinks)
+
+    return run
 
 
 def context_attention(segment_ids_BxL, positions_BxL, *prefix_ids, mesh: Mesh) -> Attend:

@@ -187,7 +187,8 @@ def problems(budget: Budget) -> list[str]:
         )
     needs = memory.total(budget.instance) + (updating if budget.shared else 0.0)
     page_bytes = memory.page_bytes(budget.model, rollout, budget.config.model.dtype)
-    least = needs + budget.crowd * (budget.needed_pages + 1) * page_bytes
+    states = memory.states_bytes(budget.model, rollout, budget.config.model.dtype)
+    least = needs + budget.crowd * ((budget.needed_pages + 1) * page_bytes + states)
     beside = ", the trainer's part included," if budget.shared else ""
     if least > instance.memory_bytes:
         fewer = rollout.residents > 1 and not budget.config.lora.on
@@ -221,6 +222,9 @@ def describe(budget: Budget) -> str:
     note = f"{of_all}{rollout.pages} pages of {rollout.page_size} tokens"
     if rollout.window_pages:
         note += f", and {rollout.window_pages} of the {len(model.windows)} layers with a window"
+    if model.linear_layers:
+        each = model.state_bytes_on(1, memory.BYTES[budget.config.model.dtype]) / (1 << 20)
+        note += f", and {memory.shapes.state_places(rollout)} recurrent states of {each:.1f} MiB"
     pages = PlanLine("KV pages", budget.pages_bytes, note)
     for role, machine, parts in (
         ("trainer", budget.machines.trainer, budget.trainer),

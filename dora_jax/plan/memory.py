@@ -196,7 +196,7 @@ def kernel_results(model: ModelConfig, section: TrainerSection, tokens: int, ten
     if section.attention == "reference" or section.remat == "none" or widest > SMALL * model.d_model:
         return 0.0
     numbers = size * sum(map(model.q_width, model.every_kind)) + 4 * model.n_layers * model.n_heads
-    return model.kv_layers // model.kv_owners * tokens * numbers / tensor
+    return model.sublayers * tokens * numbers / tensor
 
 
 def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int, mesh: Mesh, size: int) -> float:
@@ -311,12 +311,17 @@ def pages_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> floa
     """Bytes of an instance's pages on one device; one page of each pool takes what belongs to no row."""
     share = window_share(model, rollout) if 0 < rollout.window_pages < rollout.pages else 0.0
     pages = (1 - share) * (rollout.pages + 1) + share * (rollout.window_pages + 1)
-    return page_bytes(model, rollout, dtype) * pages
+    return page_bytes(model, rollout, dtype) * pages + states_bytes(model, rollout, dtype)
+
+
+def states_bytes(model: ModelConfig, rollout: RolloutSection, dtype: str) -> float:
+    """Bytes of an instance's recurrent states on one device; one place takes what belongs to no row."""
+    return model.state_bytes_on(rollout.tensor, BYTES[dtype]) * (shapes.state_places(rollout) + 1)
 
 
 def pages_within(model: ModelConfig, rollout: RolloutSection, dtype: str, free_bytes: float) -> tuple[int, int]:
     """(pages, those of the layers with a window) whose bytes are no more than these."""
-    room = free_bytes / page_bytes(model, rollout, dtype)
+    room = (free_bytes - states_bytes(model, rollout, dtype)) / page_bytes(model, rollout, dtype)
     pages = max(int(room) - 1, 0)
     local = window_pages(model, dataclasses.replace(rollout, pages=pages))
     if not local:

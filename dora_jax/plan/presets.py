@@ -149,6 +149,8 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
         dtype = "float32", "a CPU computes bfloat16 no faster"
     model_section = _filled("model", config.model, {"dtype": dtype}, choices)
     chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
+    if is_recurrent(config, model):
+        chosen["share_prompts"] = "off", "the recurrent state of a prompt is not handed on to its answers"
     config = dataclasses.replace(
         config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
     )
@@ -156,10 +158,17 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
     return _with_pages(done)
 
 
+def is_recurrent(config: Config, model: ModelConfig | None) -> bool:
+    """Whether the run's model has linear layers; where it is not known, whether a warm start would make one."""
+    if model is not None:
+        return model.linear_layers > 0
+    family = next((each for each in families.FAMILIES if each.model_type == config.sft.family), None)
+    return bool(config.sft.out and family and any(kind.linear for kind in family.further.get("kinds", ())))
+
+
 def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
     """The plan for this model: with the KV pages that its memory leaves, unless their number was asked for."""
-    planned = dataclasses.replace(planned, model=model)
-    return _with_pages(planned)
+    return plan(planned.asked, planned.machines, model)
 
 
 def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
@@ -210,6 +219,8 @@ def fresh_model(sft: SftSection, vocab_size: int) -> ModelConfig:
         )
     if known.windowed is not None:
         parts |= known.windowed(parts, sft.window)
+    if known.fresh is not None:
+        parts |= known.fresh(parts)
     return families.new_config(sft.family, vocab_size=vocab_size, **parts)
 
 

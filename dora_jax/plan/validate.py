@@ -25,7 +25,7 @@ from dora_jax.models.families.config import MAX_LAYERS, ModelConfig
 from dora_jax.models.hf_config import not_a_model, read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices, hub, presets
-from dora_jax.rollout.shapes import shapes_of
+from dora_jax.rollout.shapes import recurrent_problems, shapes_of
 from dora_jax.tasks import environment, mixture, solved
 from dora_jax.trainer import objective
 
@@ -139,6 +139,15 @@ def model_problems(config: Config) -> list[str]:
     positions = known.max_position if known else None if path else ModelConfig.max_position  # of a new model
     tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     wrong = lora_config.model_problems(config.lora, known) if known else []
+    if presets.is_recurrent(config, known):
+        wrong += recurrent_problems(config.rollout)
+        if config.cluster.hosts_per_instance > 1:
+            wrong.append(
+                "cluster.hosts_per_instance: a recurrent state does not move in parts yet, so that an instance of a "
+                "model with linear attention is of one process"
+            )
+    if known:
+        wrong += objective.model_problems(config.trainer, known)
     if positions is not None and tokens > positions:
         wrong.append(
             f"rollout.max_new_tokens: the longest sample, max_prompt_tokens + max_new_tokens = {tokens}, is longer "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,7 +28,18 @@ from jax.sharding import NamedSharding
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.drafts import CallCosts
 from dora_jax.rollout.pages import places
-from dora_jax.rollout.shapes import FRESH, GROUP, POSITION, REMAINING, SLOT, Option, Shapes
+from dora_jax.rollout.shapes import (
+    FRESH,
+    GROUP,
+    POSITION,
+    PREFILL_STATE,
+    REMAINING,
+    SLOT,
+    SOURCE,
+    STATE,
+    Option,
+    Shapes,
+)
 from dora_jax.types import Version
 
 TIMED, TIMED_RUNG = 8, 2  # calls of which the quickest counts; of a ladder, whose samples wait meanwhile
@@ -54,6 +65,7 @@ class Device:
 
     def prefill(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array | None:
         """Routes [prefill_rows, chunk, M, k], where they are asked for."""
+        self._check_places(control[:, PREFILL_STATE])
         self.pool, routes = self._calls.prefill(params, self._whole_pool(), self._argument(control), blocks=blocks)
         return _on_its_way(routes)
 
@@ -71,6 +83,7 @@ class Device:
         (i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
         [rows, steps, M, k], where they are asked for; the most likely tokens i32[rows, steps, TOP_COLUMNS], where a
         row requests them)."""
+        self._check_places(control[:, [STATE, SOURCE]])
         rows = len(control)
         if (call := self._calls.rungs.get((rows, blocks))) is None:
             wide = rows == self.shapes.rows
@@ -121,6 +134,33 @@ class Device:
             self.pool = self._calls.write(self._whole_pool(), _put(ids, self._calls.replicated), *on_device)
             start += size
 
+    def launch_state(self, place: int) -> dict[str, jax.Array]:
+        """The recurrent state in this place, by the names of kv_states.py, on its way here."""
+        self._check_places(place)
+        return _on_its_way(
+            self._calls.read_state(self._whole_pool(), _put(np.array(place, np.int32), self._calls.replicated))
+        )
+
+    def no_state(self) -> dict[str, np.ndarray]:
+        """The recurrent state of a sample without a past; empty where the model has none."""
+        return fetched(self.launch_state(0)) if self.shapes.states else {}
+
+    def write_state(self, place: int, state: Mapping[str, np.ndarray] | None) -> None:
+        """None: the sample has no recurrent state, or it has come already."""
+        self._check_places(place)
+        if not place or state is None:
+            return
+        where = self._calls.pool_sharding["states"]
+        on_device = {name: _put(np.ascontiguousarray(x), where[name]) for name, x in state.items()}
+        at = _put(np.array(place, np.int32), self._calls.replicated)
+        self.pool = self._calls.write_state(self._whole_pool(), at, on_device)
+
+    def _check_places(self, places: np.ndarray | int) -> None:
+        """RuntimeError: a call would read or write a recurrent state that is not there; JAX would take another."""
+        wrong = np.setdiff1d(places, np.arange(self.shapes.states + 1))
+        if len(wrong):
+            raise RuntimeError(f"recurrent state {wrong[0]} is none of the {self.shapes.states} of this engine")
+
     def warmup(self, params: Any, costs: CallCosts) -> None:
         """Compiles every call by making it once with padding rows only, but for those of a ladder."""
         s = self.shapes
@@ -137,6 +177,9 @@ class Device:
                 self.verify(params, np.zeros(s.verify_control(blocks), np.int32), blocks)[0].block_until_ready()
         for size in (s.copy_pages, s.alone_pages):
             self.write_pages([0] * size, self.read_pages([0] * size))
+        if s.states:
+            nobodys, at = self.launch_state(0), _put(np.array(0, np.int32), self._calls.replicated)
+            self.pool = self._calls.write_state(self._whole_pool(), at, nobodys)
 
     def measure(self, params: Any, costs: CallCosts) -> None:
         """Fills in the costs that are in use and that the configuration does not give."""
@@ -216,22 +259,29 @@ class PagesCopy:
         return bool(piece)
 
     def land(self) -> None:
-        for name, x in self._launched.items():
-            if x.is_fully_addressable:
-                part = np.asarray(x)
-            else:  # what this process holds lies side by side on the axis of heads
-                held = {shard.index[HEADS_AXIS].start or 0: shard.data for shard in x.addressable_shards}
-                part = np.concatenate([np.asarray(held[start]) for start in sorted(held)], axis=HEADS_AXIS)
+        for name, piece in fetched(self._launched).items():
             if name not in self.arrays:
-                self.arrays[name] = np.empty((part.shape[0], len(self._pages), *part.shape[2:]), part.dtype)
-            self.arrays[name][:, self._start : self._stop] = part[:, : self._stop - self._start]
+                self.arrays[name] = np.empty((piece.shape[0], len(self._pages), *piece.shape[2:]), piece.dtype)
+            self.arrays[name][:, self._start : self._stop] = piece[:, : self._stop - self._start]
 
 
-def _on_its_way(found: Any) -> Any:
+def fetched(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Copies; of several processes each gets the heads that it holds."""
+    copies = {}
+    for name, x in arrays.items():
+        if x.is_fully_addressable:
+            copies[name] = np.asarray(x)
+        else:  # what this process holds lies side by side on the axis of heads
+            held = {shard.index[HEADS_AXIS].start or 0: shard.data for shard in x.addressable_shards}
+            copies[name] = np.concatenate([np.asarray(held[start]) for start in sorted(held)], axis=HEADS_AXIS)
+    return copies
+
+
+def _on_its_way(arrays: Any) -> Any:
     """The arrays of it are being copied to the host."""
-    for x in jax.tree.leaves(found):
+    for x in jax.tree.leaves(arrays):
         x.copy_to_host_async()
-    return found
+    return arrays
 
 
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

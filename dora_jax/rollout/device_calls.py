@@ -36,6 +36,7 @@ from dora_jax.models.routes import RouteShape
 from dora_jax.ops import attention
 from dora_jax.rollout import forward, quantize, sample
 from dora_jax.rollout.kv_pallas import Paged
+from dora_jax.rollout.kv_states import WithStates, states_spec
 from dora_jax.rollout.kv_xla import Gathered
 from dora_jax.rollout.shapes import Shapes, kv_layout, shapes_of
 
@@ -93,14 +94,16 @@ class Calls:
     ):
         """routes: what the routers' choices look like, where decode and prefill return them; None: they do not. lora:
         of the adapters, where versions are adapters: the calls take (base weights, all adapters)."""
-        shapes, temperature = shapes_of(section, lora.on, cfg.local_window), section.temperature
+        shapes = shapes_of(section, lora.on, cfg.local_window, cfg.linear_layers > 0)
+        temperature = section.temperature
         self.kv, self.vocab = kv_layout(cfg), cfg.vocab_size
         attention.check_platform(
             shapes.attention, mesh.devices.flat[0].platform, latent=self.kv.rank > 0, sinks=cfg.sinks
         )
         self.shapes = shapes
         mesh = sharding.serving_mesh(cfg, mesh, mesh.shape["tensor"] if shapes.whole_experts else 1)
-        kv = Paged(self.kv, shapes, dtype, mesh) if shapes.paged else Gathered(self.kv, shapes, dtype)
+        kv: Any = Paged(self.kv, shapes, dtype, mesh) if shapes.paged else Gathered(self.kv, shapes, dtype)
+        kv = WithStates(kv, cfg, shapes, dtype) if shapes.states else kv
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pages_sharding = NamedSharding(mesh, kv.pages_spec)
         self.abstract_pool, self.abstract_state = jax.eval_shape(lambda: forward.empty(kv, shapes))
@@ -109,6 +112,9 @@ class Calls:
             # of latents in 8 bits, declared: else XLA turns all of it round before a step writes its rows, and back
             where = Format(Layout((0, 1, 2), ((8, 128), (4, 1))), where)
         self.pool_sharding = jax.tree.map(lambda _: where, self.abstract_pool)
+        if shapes.states:
+            heads = NamedSharding(mesh, states_spec(sharding.serving_table(mesh)["heads"]))
+            self.pool_sharding |= {"states": dict.fromkeys(self.abstract_pool["states"], heads)}
         logits = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit, temperature=temperature or 1.0)
         cuts = {name: getattr(section, name) for name in ("top_k", "top_p", "min_p", "keep_set")}
         draw = functools.partial(sample.draw, greedy=temperature == 0, **cuts)
@@ -160,7 +166,7 @@ class Calls:
         self.param_shardings = self.adapters.one if self.adapters else self.base_shardings  # as versions are published
         self.chooses = shapes.paged and self._platform in CHOOSERS
 
-    def _jit(self, computed: forward.Forward, kv: Gathered | Paged, compiler_options: dict[str, Any] | None) -> None:
+    def _jit(self, computed: forward.Forward, kv, compiler_options: dict[str, Any] | None) -> None:
         pool, rep = self.pool_sharding, self.replicated
         jit = functools.partial(decoder.jitted, dtype=computed.dtype, compiler_options=compiler_options or None)
         self.empty = jax.jit(lambda: forward.empty(kv, self.shapes), out_shardings=(pool, rep))
@@ -176,6 +182,9 @@ class Calls:
         self.verify = jit(computed.verify, static_argnames="blocks", donate_argnums=1, out_shardings=(pool, rep, rep))
         self.read = jit(kv.read, out_shardings=self.pages_sharding)
         self.write = jit(kv.write, donate_argnums=0, out_shardings=pool)
+        if self.shapes.states:
+            self.read_state = jit(kv.read_state, out_shardings=pool["states"])
+            self.write_state = jit(kv.write_state, donate_argnums=0, out_shardings=pool)
 
     @functools.cached_property
     def decode_chosen(self) -> Any:
@@ -228,6 +237,10 @@ class Calls:
             pages = [_placed(x, self.pages_sharding) for x in jax.eval_shape(self.read, pool, ids)]
             found[f"read {size}"] = self.read, (pool, ids), {}
             found[f"write {size}"] = self.write, (pool, ids, *pages), {}
+        if s.states:
+            state = jax.tree.map(_placed, jax.eval_shape(self.read_state, pool, ints()), self.pool_sharding["states"])
+            found["read state"] = self.read_state, (pool, ints()), {}
+            found["write state"] = self.write_state, (pool, ints(), state), {}
         return found
 
     def begin_rung(self, rows: int, blocks: int) -> Future[jax.stages.Compiled]:
@@ -264,6 +277,7 @@ class Calls:
     def compiled(self) -> int:
         """How many shapes have been compiled so far."""
         calls: tuple[Any, ...] = self.decode, self.narrow, self.verify, self.prefill, self.read, self.write
+        calls += (self.read_state, self.write_state) if self.shapes.states else ()
         return sum(call._cache_size() for call in calls) + ("decode_chosen" in self.__dict__)
 
 

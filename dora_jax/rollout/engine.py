@@ -26,7 +26,7 @@ from dora_jax.models.grammar import Matcher
 from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import migrate
-from dora_jax.rollout.device import Device, PagesCopy, Residents
+from dora_jax.rollout.device import Device, PagesCopy, Residents, fetched
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.migrate import HostKV, InFlightSample, SampledTokens
 from dora_jax.rollout.pages import Prefix
@@ -65,7 +65,7 @@ class Engine:
         self.section = section
         self.mesh = mesh
         self._matcher = matcher
-        self.shapes = shapes_of(section, lora.on, cfg.local_window)
+        self.shapes = shapes_of(section, lora.on, cfg.local_window, cfg.linear_layers > 0)
         stop_strings = section.stop_strings
         self._stops = functools.lru_cache(lambda own: StopStrings((*stop_strings, *own), decode))  # by a sample's own
         self._stops(())  # of the section, which cannot do without `decode`
@@ -178,6 +178,7 @@ class Engine:
         self.scheduler.leave(seq)
         kv_len, path = seq.kv_len, seq.path
         copy = PagesCopy(self.device, seq.pages_to_read(self.shapes.pages_for(kv_len)))
+        state = self.device.launch_state(seq.source) if self.shapes.states and copy.more else None
         whole = copy.launch(self.scheduler.copy_room)
         while whole and copy.more:  # each piece lands while the others' next step is on the device
             self._emit.decodes_only = False  # no tick that is timed
@@ -192,8 +193,8 @@ class Engine:
             self._land()
             kv_len = seq.kv_len
         copied, pages = copy.arrays if whole else None, seq.pages_to_read(self.shapes.pages_for(kv_len))
-        left = Preempt(seq, pages, kv_len, self.scheduler.hole(seq))
-        request = self.with_kept(self._request(left, copied))
+        left = Preempt(seq, pages, kv_len, self.scheduler.hole(seq), seq.source)
+        request = self.with_kept(self._request(left, copied, state if whole else None))
         self._forget(seq)
         return request
 
@@ -310,6 +311,7 @@ class Engine:
         for upload in uploads:
             span = slice(upload.start, upload.stop)
             self.device.write_pages(upload.pages, {name: x[:, span] for name, x in upload.request.pages.items()})
+            self.device.write_state(upload.state, upload.request.state)
 
     def _run_prefill(self, call: PrefillCall) -> _Flight:
         return call, None, self.device.prefill(self.residents.of(call.version), call.control, call.blocks), None
@@ -349,10 +351,7 @@ class Engine:
                 self._commit(call, np.asarray(result), *(None if x is None else np.asarray(x) for x in (routes, top)))
             elif routes is not None:
                 for chunk, rows in zip(call.chunks, np.asarray(routes), strict=False):
-                    if isinstance(chunk.of, Seq):
-                        chunk.of.route(chunk.start, rows[: len(chunk.tokens)])
-                    else:
-                        chunk.of.routes = rows[: len(chunk.tokens)].copy()
+                    chunk.of.route(chunk.start, rows[: len(chunk.tokens)])
 
     def _commit(self, call: DecodeCall, result: np.ndarray, routes: np.ndarray | None, top: np.ndarray | None) -> None:
         steps = self.shapes.steps if call.drafts is None else self.shapes.drafts + 1
@@ -370,7 +369,8 @@ class Engine:
             seq.inflight -= planned
             if held.get(seq.id) is not seq:
                 continue  # cancelled while in flight
-            given = 0
+            given, decoded = 0, count
+            text_stops = False  # which the device does not see
             own_stops: tuple[str, ...] = ()
             if (sampling := seq.sampling) is not None:
                 given = max(0, min(count, seq.n_given - seq.n_out))  # no sample ends there
@@ -392,7 +392,9 @@ class Engine:
             emit.tokens += count
             emit.progress[seq.id] = seq.n_out
             if numbers and seq.turn_tokens and (stops or seq.limit == seq.n_out < seq.budget):
-                self.scheduler.rest(seq, len(seq.sequence) - 1)
+                self.scheduler.rest(
+                    seq, len(seq.sequence) - 1, beyond=text_stops and (count < decoded or seq.inflight > 0)
+                )
                 emit.waiting.append(seq.in_flight)  # its environment is to answer
             elif stops or not numbers or seq.n_out == seq.limit:
                 self._end(seq, "error" if not numbers else "stop" if stops else "length")
@@ -412,11 +414,13 @@ class Engine:
             self._emit.tops[seq.id] = request.top
         self.scheduler.remove(seq)
 
-    def _request(self, left: Preempt, copied: dict[str, np.ndarray] | None = None) -> InFlightSample:
+    def _request(self, left: Preempt, copied: dict[str, np.ndarray] | None = None, state=None) -> InFlightSample:
         if left.seq.request is not None:
             return left.seq.request  # it waits or is uploaded, and has not changed since it came
         size, hole = self.shapes.page_size, left.hole if left.pages else ()
-        request = dataclasses.replace(left.seq.in_flight, kv_len=left.kv_len, page_size=size, hole=hole)
+        if self.shapes.states and left.pages:
+            state = fetched(state or self.device.launch_state(left.state))
+        request = dataclasses.replace(left.seq.in_flight, kv_len=left.kv_len, page_size=size, hole=hole, state=state)
         return migrate.with_pages(request, copied or (self.device.read_pages(left.pages) if left.pages else {}))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from dora_jax.models import decoder, moe
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout import quantize
-from dora_jax.rollout.shapes import HEADER, PREFILL_HEADER, TOP_COLUMNS, Shapes
+from dora_jax.rollout.shapes import HEADER, PREFILL_HEADER, PREFILL_STATE, SOURCE, STATE, TOP_COLUMNS, Shapes
 
 
 def empty(kv, shapes: Shapes):
@@ -54,14 +54,15 @@ class Forward:
         own = self.own(options_BxO, masks_BxM)
         widths = blocks * self.shapes.block_pages, self.shapes.window
         header, pages_GxBxP, window_GxBxW, forced_BxN = self._cut(control_BxC, HEADER, *widths)
-        columns = [header[:, i] for i in range(HEADER)]
+        columns = [header[:, i] for i in range(STATE)]
         slot_B, fresh_B, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
+        states = (header[:, SOURCE], header[:, STATE]) if self.shapes.states else ()
         fresh_B = fresh_B > 0
         token_B = jnp.where(fresh_B, token_B, state_Sx3[slot_B, 0])
         repeats_B = jnp.where(fresh_B, repeats_B, state_Sx3[slot_B, 2])
         active_B = (remaining_B > 0) & (fresh_B | (state_Sx3[slot_B, 1] > 0))
         keys_B = jax.vmap(self.key)(group_B, index_B)
-        fixed, moving = self.kv.begin(pool, pages_GxBxP, window_GxBxW, past_B)
+        fixed, moving = self.kv.begin(pool, pages_GxBxP, window_GxBxW, past_B, *states)
         rows, steps = token_B.shape[0], self.shapes.steps
 
         def step(carry):
@@ -122,7 +123,7 @@ class Forward:
         next."""
         length, widths = self.shapes.drafts + 1, (blocks * self.shapes.block_pages, self.shapes.verify_window)
         header, pages_GxBxP, window_GxBxW, drafts_BxK = self._cut(control_BxC, HEADER, *widths)
-        columns = [header[:, i] for i in range(HEADER)]
+        columns = [header[:, i] for i in range(STATE)]
         _, _, token_B, past_B, remaining_B, drawn_B, group_B, index_B, repeats_B, adapter_B = columns
         active_B = remaining_B > 0
         tokens_BxL = jnp.concatenate([token_B[:, None], jnp.maximum(drafts_BxK, 0)], axis=1)
@@ -166,13 +167,14 @@ class Forward:
         )
         head, past_GxRxP, write_GxRxW, _ = self._cut(control_RxC, PREFILL_HEADER + chunk, *widths)
         header, tokens_RxL = jnp.split(head, [PREFILL_HEADER], axis=1)
-        start_R, length_R, kept_R, adapter_R = header.T
+        start_R, length_R, kept_R, _, adapter_R = header.T
+        states = (header[:, PREFILL_STATE],) if self.shapes.states else ()
         positions_RxL = start_R[:, None] + jnp.arange(chunk)[None]
         _, pool, ids = self._run(
             params,
             tokens_RxL,
             positions_RxL,
-            lambda pool: self.kv.attend_chunk(pool, past_GxRxP, write_GxRxW, start_R, length_R, kept_R),
+            lambda pool: self.kv.attend_chunk(pool, past_GxRxP, write_GxRxW, start_R, length_R, kept_R, *states),
             pool,
             adapter_R,
         )

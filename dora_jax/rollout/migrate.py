@@ -49,6 +49,8 @@ class InFlightSample:
     v_pages: np.ndarray | None = None  # [layers, pages, K, page_size, D]; None too where values are a part of the keys
     k2_pages: np.ndarray | None = None  # the same of layers whose rows have other heads; None: there are none
     v2_pages: np.ndarray | None = None
+    # of linear layers, behind kv_len positions: [layers, 1, heads, ...] by the names of kv_states.py
+    state: Mapping[str, np.ndarray] | None = None
     # of the tokens that ran forward, as far as their rows are known
     table: TokenTable = dataclasses.field(default_factory=TokenTable)
     kept: np.ndarray | None = None  # i32[U, top_k]: keep sets so far, where the engine sends them along
@@ -79,7 +81,7 @@ class InFlightSample:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(x.nbytes for x in self.pages.values())
+        return sum(x.nbytes for x in (*self.pages.values(), *(self.state or {}).values()))
 
     @property
     def n_pages(self) -> int:
@@ -124,7 +126,7 @@ def with_pages(request: InFlightSample, pages: Mapping[str, np.ndarray]) -> InFl
 
 def without_pages(request: InFlightSample) -> InFlightSample:
     """The tokens alone: what a journal keeps."""
-    return dataclasses.replace(with_pages(request, {}), kv_len=0, hole=(), page_size=0)
+    return dataclasses.replace(with_pages(request, {}), kv_len=0, hole=(), page_size=0, state=None)
 
 
 def joined(parts: Sequence[InFlightSample]) -> InFlightSample:
@@ -216,8 +218,10 @@ def observed(request: InFlightSample, token_ids: np.ndarray, keep: int | None = 
 
 def cut_kv(request: InFlightSample, kv_len: int) -> InFlightSample:
     """The same tokens with the KV of the first `kv_len` positions, which it has; of fewer, where that of layers with a
-    window is not there."""
+    window is not there; of none, where a recurrent state would have to be cut."""
     hole = request.hole
+    if request.state and kv_len < request.kv_len:
+        return without_pages(request)
     if hole and kv_len < hole[1]:
         kv_len, hole = min(kv_len, hole[0]), ()
     if not kv_len:
@@ -238,6 +242,7 @@ def with_kv_of(request: InFlightSample, held: InFlightSample) -> InFlightSample:
     table = request.table if count_rows(request.table) >= kv_len else rows_of(held.table, slice(kv_len))
     whole = with_pages(request, held.pages)
     whole = dataclasses.replace(whole, page_size=held.page_size, hole=held.hole, table=table)
+    whole = dataclasses.replace(whole, kv_len=held.kv_len, state=held.state)
     return cut_kv(whole, kv_len)
 
 

@@ -7,7 +7,11 @@ first; only a leaf may be shorter than a chunk. Samples of a group, and prompts 
 Where some layers attend within a window and others in full, a page lies in two pools, a smaller one for the former: a
 sample gives back its places there once they are behind the window (`PagePool.shed`), and a node keeps them, so that
 whoever finds the prefix finds all of it.
-Laws: pages and nodes belong to one version; free + nodes' pages + samples' pages = all pages (`check`);
+A recurrent state (models/linear_attention.py) is KV that cannot be cut: it has a place of its own, one a holder, and
+stands for all positions up to one. So a prompt of such a model is one node, which nothing shorter or longer
+shares, and whose state is that of its end; each sample of a group starts from a copy.
+Laws: pages, states and nodes belong to one version; free + nodes' pages + samples' pages = all pages (`check`),
+and so of states;
 a node outlives its users and is evicted, leaf first and least recently used first, when pages run short.
 """
 
@@ -99,6 +103,42 @@ class PagePool:
                 raise RuntimeError(f"{len(free)} free + {len(held_here)} held pages are not {all_of_them}")
 
 
+class StatePool:
+    """Places 1 .. n for recurrent states; the owner version of each in use. Place 0 is nobody's, and all zeros."""
+
+    def __init__(self, places: int):
+        self.places = places
+        self._free = list(range(places, 0, -1))
+        self._owner: dict[int, Version] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, version: Version) -> int:
+        """0 where the model has no states."""
+        if not self.places:
+            return 0
+        if not self._free:
+            raise OutOfPages(f"a recurrent state asked for version {version}, and all {self.places} are in use")
+        place = self._free.pop()
+        self._owner[place] = version
+        return place
+
+    def release(self, place: int) -> None:
+        if place:
+            del self._owner[place]
+            self._free.append(place)
+
+    def check(self, held: Iterable[tuple[Version, int]]) -> None:
+        """`held` lists every holder's (version, place): together they are the owned ones, each once."""
+        places = [(place, version) for version, place in held if place]
+        if len(places) != len(self._owner) or dict(places) != self._owner:
+            raise RuntimeError(f"recurrent states {sorted(places)} are held, and {sorted(self._owner.items())} owned")
+        if sorted([*self._free, *self._owner]) != list(range(1, self.places + 1)):
+            raise RuntimeError(f"{self.free} free + {len(places)} held recurrent states are not {self.places}")
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """One chunk of a prefix: positions start .. start + length, and the pages that hold their KV."""
@@ -113,17 +153,25 @@ class Node:
     ready: bool = False  # its KV is written, or will be before any later call reads it
     uploading: bool = False  # its KV is on its way from the host: not to be computed
     routes: np.ndarray | None = None  # [n, M, k]: the experts of its tokens, where they are asked for
+    filled: int = 0  # of its tokens, those that calls have computed or will
+    state: int = 0  # the place of the recurrent state behind them
 
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
+    def route(self, start: int, rows: np.ndarray) -> None:
+        """The experts of the tokens from `start` on, [n, M, k]; those of the ones before are there."""
+        before = self.routes if start > self.start else None
+        self.routes = rows.copy() if before is None else np.concatenate([before, rows])
+
 
 class PrefixIndex:
     """Prefix trees, one a version, and every allocation: what nobody uses is evicted when pages run short."""
 
-    def __init__(self, pool: PagePool, chunk: int):
-        self._pool = pool
+    def __init__(self, pool: PagePool, chunk: int, states: StatePool | None = None):
+        """chunk: tokens of a node at most. states: of nodes that are whole prompts."""
+        self._pool, self._states = pool, states or StatePool(0)
         self._chunk = chunk
         self._roots: dict[Version, dict[bytes, Node]] = {}
         self._unused: dict[Node, None] = {}  # insertion order = least recently used first, leaves before parents
@@ -137,6 +185,15 @@ class PrefixIndex:
     def lacks(self, n: int, bare: int) -> bool:
         """Whether `allocate` cannot hand out so many, of which `bare` hold nothing of layers with a window."""
         return self._pool.lacks(n - self._evictable, bare)
+
+    def lacks_states(self, n: int) -> bool:
+        """Whether so many recurrent states are not to be had."""
+        return bool(self._states.places) and n > self._states.free + len(self._unused)
+
+    def allocate_state(self, version: Version) -> int:
+        while self._states.places and not self._states.free and self._unused:
+            self._remove(next(iter(self._unused)))
+        return self._states.allocate(version)
 
     def allocate(self, version: Version, n: int, bare: int = 0) -> list[int]:
         while self._pool.lacks(n, bare) and self._unused:
@@ -155,10 +212,10 @@ class PrefixIndex:
 
     def acquire(self, version: Version, tokens: Sequence[int] | np.ndarray) -> list[Node]:
         """The path of these tokens; new nodes are not ready. OutOfPages leaves the index as it was."""
-        if self.cost(version, tokens) > self.available:
+        if self.cost(version, tokens) > self.available or self.lacks_states(1):
             raise OutOfPages(
                 f"a prefix of {len(tokens)} tokens costs {self.cost(version, tokens)} pages, "
-                f"{self.available} are available"
+                f"{self.available} are available; of recurrent states {self._states.free} are free"
             )
         path: list[Node] = []
         siblings = self._roots.setdefault(version, {})
@@ -176,6 +233,7 @@ class PrefixIndex:
         for start, chunk in chunks[len(path) :]:
             pages = self.allocate(version, -(-len(chunk) // self._pool.page_size))
             node = Node(version, path[-1] if path else None, chunk.copy(), start, pages)
+            node.state = self.allocate_state(version)
             siblings[chunk.tobytes()] = node
             node.users = 1
             path.append(node)
@@ -235,6 +293,7 @@ class PrefixIndex:
         del self._unused[node]
         self._evictable -= len(node.pages)
         self._pool.release(node.pages)
+        self._states.release(node.state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

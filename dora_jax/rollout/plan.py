@@ -10,7 +10,7 @@ Laws:
   KV from the host comes in pieces, one a tick, between which the others decode; where none does, in larger ones;
   a sample's calls cut its positions at the same places whatever else runs (prefill at multiples of the chunk,
   decode at multiples of the steps from its first), so that its bits do not depend on the schedule;
-  free + prefixes' + samples' pages = all pages (`check`).
+  free + prefixes' + samples' pages = all pages (`check`), and so of recurrent states.
 
 Stage 2, pure: episodes that wait for their environment and keep their pages in the meantime. No device.
 
@@ -29,7 +29,7 @@ import numpy as np
 from dora_jax.models.routes import RouteShape
 from dora_jax.rollout.drafts import Decoding
 from dora_jax.rollout.migrate import HostKV, InFlightSample, spent
-from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex, places
+from dora_jax.rollout.pages import DUMMY, Node, OutOfPages, PagePool, Prefix, PrefixIndex, StatePool, places
 from dora_jax.rollout.rows import Rows
 from dora_jax.rollout.seq import Seq, Upload
 from dora_jax.rollout.shapes import PREFILL_HEADER, Shapes
@@ -45,6 +45,7 @@ class Rest:
     first_private: int
     kv_len: int
     shed: int = 0  # see Seq
+    state: int = 0  # the place of its recurrent state
 
     @property
     def private(self) -> list[int]:
@@ -60,7 +61,9 @@ class Scheduler:
         self.adapters: dict[Version, int] = {}  # the place of each resident version's adapter, as device.py says it
         self.routes = routes
         self.pool = PagePool(shapes.pages, shapes.page_size, shapes.local_pages)
-        self.index = PrefixIndex(self.pool, shapes.chunk)
+        self.states = StatePool(shapes.states)
+        # a prompt with a recurrent state is one node: the state is that of its end
+        self.index = PrefixIndex(self.pool, shapes.max_context if shapes.states else shapes.chunk, self.states)
         self.host = host or HostKV()
         self.resting: dict[SampleId, Rest] = {}  # the longest-waiting first
         self.seqs: dict[SampleId, Seq] = {}
@@ -106,11 +109,16 @@ class Scheduler:
             self.resuming.remove((seq.arrival, seq))
             heapq.heapify(self.resuming)
 
-    def rest(self, seq: Seq, kv_len: int) -> None:
-        """Its turn has ended: the pages that hold its KV stay until others need them; those beyond are free."""
+    def rest(self, seq: Seq, kv_len: int, beyond: bool = False) -> None:
+        """Its turn has ended: the pages that hold its KV stay until others need them; those beyond are free.
+
+        beyond: it was decoded past its end; a recurrent state is then that of what follows, and all of its KV is
+        made again."""
+        if beyond and self.shapes.states:
+            return self.remove(seq)
         self._leave(seq)
         self.shed(seq)
-        self._keep(Rest(seq, seq.path, seq.table.tolist(), seq.first_private, kv_len, seq.shed), kv_len)
+        self._keep(Rest(seq, seq.path, seq.table.tolist(), seq.first_private, kv_len, seq.shed, seq.state), kv_len)
         self._vacate(seq)
 
     def fit(self, request: InFlightSample) -> bool:
@@ -124,7 +132,7 @@ class Scheduler:
         hole = self.hole(rest)
         if request.version != rest.seq.version or len(request.prompt_ids) != n_prompt or kv_len < n_prompt:
             return False
-        if hole and kv_len < hole[1]:
+        if hole and kv_len < hole[1] or self.shapes.states and kv_len < rest.kv_len:
             return False
         self._keep(rest, kv_len)
         return True
@@ -153,7 +161,8 @@ class Scheduler:
         rest = self.resting.pop(id)
         self.index.release(rest.path)
         self.pool.release(rest.private)
-        return Preempt(rest.seq, rest.table, rest.kv_len, self.hole(rest))
+        self.states.release(rest.state)
+        return Preempt(rest.seq, rest.table, rest.kv_len, self.hole(rest), rest.state)
 
     def running(self, version: Version) -> int:
         return sum(seq.version == version for seq in self.seqs.values())
@@ -201,6 +210,9 @@ class Scheduler:
         held = [(node.version, node.pages) for node in self.index.nodes()]
         resting = [(rest.seq.version, rest.private) for rest in self.resting.values()]
         self.pool.check([*held, *resting, *((seq.version, seq.private) for seq in self._admitted)])
+        states = [(node.version, node.state) for node in self.index.nodes()]
+        states += [(seq.version, seq.state) for seq in self._admitted]
+        self.states.check([*states, *((rest.seq.version, rest.state) for rest in self.resting.values())])
         self.index.check()
         self.rows.check(list(self._admitted))
         slots = [seq.row for seq in self._admitted]
@@ -236,7 +248,7 @@ class Scheduler:
 
     def preempt(self, seq: Seq, plan: TickPlan) -> None:
         pages = seq.pages_to_read(self.shapes.pages_for(seq.kv_len))
-        plan.preempts.append(Preempt(seq, pages, seq.kv_len, self.hole(seq)))
+        plan.preempts.append(Preempt(seq, pages, seq.kv_len, self.hole(seq), seq.source))
         self._free(seq)
         heapq.heappush(self.resuming, (seq.arrival, seq))
 
@@ -249,6 +261,7 @@ class Scheduler:
         self._coming.pop(seq, None)
         self.index.release(seq.path)
         self.pool.release(seq.private)
+        self.states.release(seq.state)
         self._vacate(seq)
 
     def _vacate(self, seq: Seq) -> None:
@@ -257,7 +270,7 @@ class Scheduler:
         heapq.heappush(self._free_slots, seq.row)
         del self._admitted[seq]
         seq.slot, seq.path, seq.first_private, seq.shed, seq.tail_page = None, [], 0, 0, None
-        seq.filled = seq.fill_to = 0
+        seq.filled = seq.fill_to = seq.state = seq.source = 0
         seq.fresh = True
 
     # ------------------------------------------------------- admission
@@ -277,11 +290,16 @@ class Scheduler:
         # with all its KV, or all but that of what an episode has observed, it shares whole chunks of the prompt only
         own = 0 < kv_len == len(prefix) or bool(seq.turn_tokens) and kv_len >= seq.n_prompt
         shared = (seq.n_prompt - 1) // s.chunk * s.chunk if own else len(prefix)
+        if own and s.states:  # its state is behind all of it
+            shared = 0
         first_private = shared // s.page_size
         private = s.pages_for(len(prefix) + min(s.reach, seq.remaining)) - first_private
         gone = max(s.first_seen(kv_len) - first_private, 0) if own else 0
         # one page for each running sample to grow into, so that an admission does not preempt at once
-        while self.index.lacks(self.index.cost(seq.version, prefix[:shared]) + private + len(self._admitted), gone):
+        needed = private + len(self._admitted)
+        while self.index.lacks(self.index.cost(seq.version, prefix[:shared]) + needed, gone) or (
+            self.index.lacks_states(2)  # its own, and that of a prompt that nobody has computed
+        ):
             if not (swaps := self.make_room(self.index.available + 1)):
                 if bare is not None and seq.request is not None:
                     self.host.put(seq.request)
@@ -292,6 +310,9 @@ class Scheduler:
         nodes = [page for node in seq.path for page in node.pages]
         seq.first_private = first_private
         seq.tail_page = nodes[first_private] if len(nodes) > first_private else None
+        seq.state = seq.source = self.index.allocate_state(seq.version)
+        if not own:
+            seq.source = seq.path[-1].state if seq.path else 0
         self._take_slot(seq, nodes[:first_private], private, plan, gone)
         seq.shed = first_private + gone
         if own:
@@ -305,7 +326,7 @@ class Scheduler:
                     node.routes = seq.known_routes(node.start, node.stop)
             if own:
                 pages = seq.table[seq.first_private : self.shapes.pages_for(kv_len)].tolist()
-                seq.uploads.append((Upload(request, seq.first_private, pages), None))
+                seq.uploads.append((Upload(request, seq.first_private, pages, seq.state), None))
             if seq.uploads:
                 self._uploading[seq] = None
             else:
@@ -321,6 +342,7 @@ class Scheduler:
             self.resting = {seq.id: rest, **self.resting}
             return False
         seq.path, seq.first_private, seq.request = rest.path, rest.first_private, None
+        seq.state = seq.source = rest.state
         self._take_slot(seq, rest.table, more, plan)
         seq.filled, seq.fill_to, seq.shed = rest.kv_len, prefix, rest.shed
         return True
@@ -359,7 +381,7 @@ class Scheduler:
             piece = dataclasses.replace(upload, pages=upload.pages[:room])
             room -= len(piece.pages)
             if piece.stop < upload.stop:
-                rest = dataclasses.replace(upload, start=piece.stop, pages=upload.pages[len(piece.pages) :])
+                rest = dataclasses.replace(upload, start=piece.stop, pages=upload.pages[len(piece.pages) :], state=0)
                 seq.uploads.appendleft((rest, node))
             elif node is not None:
                 node.ready, node.uploading = True, False
@@ -389,7 +411,8 @@ class Scheduler:
         read, width, own = PREFILL_HEADER + s.chunk, blocks * s.block_pages, s.chunk // s.page_size
         control = np.full(s.prefill_control(blocks), DUMMY, np.int32)
         for row, chunk in zip(control, chunks.values(), strict=False):
-            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), chunk.kept, self.adapters.get(chunk.version, 0)
+            adapter = self.adapters.get(chunk.version, 0)
+            row[:PREFILL_HEADER] = chunk.start, len(chunk.tokens), chunk.kept, chunk.of.state, adapter
             row[PREFILL_HEADER : PREFILL_HEADER + len(chunk.tokens)] = chunk.tokens
             past_GxP = row[read : read + s.groups * width].reshape(s.groups, -1)
             past_GxP[:, : len(chunk.past)] = places(chunk.past, s.groups)
@@ -398,7 +421,8 @@ class Scheduler:
             if isinstance(chunk.of, Seq):
                 chunk.of.filled = chunk.start + len(chunk.tokens)
             else:
-                chunk.of.ready = True
+                chunk.of.filled += len(chunk.tokens)
+                chunk.of.ready = chunk.of.filled == len(chunk.of.tokens)
         version = None if s.adapters else next(iter(chunks)).version
         return PrefillCall(version, blocks, control, tuple(chunks.values()))
 
@@ -408,8 +432,11 @@ class Scheduler:
             i, node = next((i, node) for i, node in enumerate(holder.path) if not node.ready)
             if node.uploading:
                 return None
-            past = [page for before in holder.path[:i] for page in before.pages]
-            return Chunk(node, node.version, node.start, node.tokens, node.pages, past, kept=0)
+            start, first = node.filled, node.filled // self.shapes.page_size
+            tokens = node.tokens[start : start + self.shapes.chunk]
+            pages = node.pages[first : self.shapes.pages_for(start + len(tokens))]
+            past = [page for before in holder.path[:i] for page in before.pages] + node.pages[:first]
+            return Chunk(node, node.version, node.start + start, tokens, pages, past, kept=0)
         if isinstance(holder, Prefix) or holder.uploads or holder.filled == holder.fill_to:
             return None
         s, first = self.shapes, holder.filled // self.shapes.page_size

@@ -23,7 +23,8 @@ from dora_jax.models import decoder
 
 WEIGHTS = {"": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 KV = {"": None, "float8": jnp.float8_e4m3fn}
-NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
+OF_LINEAR = tuple(f"delta_{x}" for x in "qkvzo")
+NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
 PROJECTIONS = tuple(f"{x}_proj{of_sublayer}" for of_sublayer in ("", "_0", "_1") for x in NAMES)
 
 

@@ -26,13 +26,15 @@ from dora_jax.rollout.shapes import (
     POSITION,
     REMAINING,
     SLOT,
+    SOURCE,
+    STATE,
     Option,
     Shapes,
 )
 from dora_jax.types import Version
 
 # the others are the device's from the first call on
-SENT = (SLOT, FRESH, POSITION, REMAINING, DRAWN, GROUP, INDEX, ADAPTER)
+SENT = (SLOT, FRESH, POSITION, REMAINING, DRAWN, GROUP, INDEX, ADAPTER, STATE, SOURCE)
 
 
 class Rows:
@@ -163,11 +165,12 @@ class Rows:
         elif s.exact:
             used[:, behind:] = [seq.next_forced(s.steps) for seq in seqs]
         self._rows[slots, FRESH] = 0
+        self._rows[slots, SOURCE] = self._rows[slots, STATE]
         for column, sign in ((POSITION, 1), (DRAWN, 1), (REMAINING, -1)):
             self._rows[slots, column] += sign * steps
         for seq, taken in zip(seqs, steps.tolist(), strict=True):
             seq.inflight += taken
-            seq.fresh = False
+            seq.fresh, seq.source = False, seq.state
         return control, tuple(zip(seqs, steps.tolist(), strict=True))
 
     def options(self, slots: np.ndarray, width: int) -> np.ndarray | None:
@@ -224,4 +227,6 @@ class Rows:
             seq.id.index,
             seq.repeats(self.shapes.max_repeats),
             self._adapters.get(seq.version, 0),
+            seq.state,
+            seq.source,
         )

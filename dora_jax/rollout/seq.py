@@ -108,6 +108,7 @@ class Upload:
     request: InFlightSample
     start: int
     pages: list[int]
+    state: int = 0  # the place that its recurrent state goes to; 0: to none
 
     @property
     def stop(self) -> int:
@@ -172,6 +173,7 @@ class Seq:
         self.first_private = 0
         self.shed = 0  # of its own pages, those before it hold nothing of layers with a window
         self.filled = self.fill_to = 0  # of an episode's new tokens: positions with KV in its own pages, and to have it
+        self.state = self.source = 0  # the places of its recurrent state: its own, and where it lies until it decodes
         self.tail_page: int | None = None  # the shared page to read in the place of the first private one, once
         self.fresh = True  # the device does not hold its next token yet
         self.inflight = 0  # decode steps launched and not yet read back

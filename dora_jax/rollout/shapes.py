@@ -70,10 +70,11 @@ def kv_layout(cfg: ModelConfig) -> KVLayout:
     if latent is not None:
         width, rank = latent.cache_dim, latent.kv_rank
         return KVLayout(layers=layers, heads=1, key_dim=width, value_dim=0, rank=rank, windows=(0,) * layers)
-    kinds, ((heads, width), *more) = cfg.every_kind[: cfg.kv_owners], cfg.kv_rows
+    kinds = [kind for kind in cfg.every_kind[: cfg.kv_owners] if not kind.linear]
+    (heads, width), *more = cfg.kv_rows
     if len(more) > 1:
         raise ValueError(f"rows of keys in {1 + len(more)} shapes: an engine has pages for two at most")
-    windows = tuple(kind.window for kind in kinds) * (layers // cfg.kv_owners)
+    windows = tuple(kind.window for kind in kinds) * cfg.sublayers
     second = tuple(i for i, kind in enumerate(kinds) if cfg.kv_row(kind))
     return KVLayout(
         layers=layers,
@@ -87,9 +88,12 @@ def kv_layout(cfg: ModelConfig) -> KVLayout:
 
 
 # columns of a decode call's control array; then the pages to read, then those to write
-SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, ADAPTER, HEADER = range(11)
-# of a prefill call's: the chunk's start, its length, how many of its first positions have KV, adapter
-PREFILL_HEADER = 4
+# STATE: the place of the row's recurrent state; SOURCE: where it lies before the call
+SLOT, FRESH, TOKEN, POSITION, REMAINING, DRAWN, GROUP, INDEX, REPEATS, ADAPTER, STATE, SOURCE, HEADER = range(13)
+# of a prefill call's: the chunk's start, its length, how many of its first positions have KV, place of the recurrent
+# state, adapter
+PREFILL_HEADER = 5
+PREFILL_STATE = 3
 COPY_PAGES = 16  # of a moving sample that one call takes, and one tick: the others decode in between
 ALONE_PAGES = 144  # where nobody decodes, for a call costs as much as many pages: 128, and what has been sampled since
 COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that reading and writing are compiled once
@@ -155,6 +159,7 @@ class Shapes:
     adapters: int  # that lie beside one another: each row of a call takes its own; 0: a call's rows are of one version
     local_window: int  # positions that the layers of a pool of their own see; 0: there is one pool
     local_pages: int  # of these layers
+    states: int  # places for recurrent states; 0: the model has none
     exact: bool  # decode calls take tokens that are to be drawn, so that they can score a sample
 
     @property
@@ -278,12 +283,32 @@ def local_pages(section: RolloutSection, window: int) -> int:
     return max(section.slots * each, longest)
 
 
-def shapes_of(section: RolloutSection, adapters: bool = False, window: int = 0) -> Shapes:
-    """adapters: versions are adapters of the same base weights. window: ModelConfig.local_window. ValueError: the
-    section's sizes cannot work together."""
+def state_places(section: RolloutSection) -> int:
+    """Recurrent states of an engine: a slot's own, and that at the end of its prompt, from which its group starts."""
+    return 2 * section.slots
+
+
+def recurrent_problems(section: RolloutSection) -> list[str]:
+    """What a section asks for that an engine of a model with recurrent states does not do; one sentence each."""
+    rules = (
+        (section.drafts, "drafts", "a state cannot be taken back to the last draft that held; it must be 0"),
+        (
+            section.exact,
+            "exact",
+            "a replay would have to cut a prompt into the chunks that sampling did; it must be off",
+        ),
+    )
+    return [f"rollout.{name} is not for linear attention: {why}" for broken, name, why in rules if broken]
+
+
+def shapes_of(section: RolloutSection, adapters: bool = False, window: int = 0, recurrent: bool = False) -> Shapes:
+    """adapters: versions are adapters of the same base weights. window: ModelConfig.local_window. recurrent: the model
+    has linear layers. ValueError: the section's sizes cannot work together."""
     size, paged = section.page_size, section.attention != "reference"
     rows = section.decode_rows or section.slots
     _check(section, rows)
+    if recurrent and (wrong := recurrent_problems(section)):
+        raise ValueError("; ".join(wrong))
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(
         _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
@@ -309,6 +334,7 @@ def shapes_of(section: RolloutSection, adapters: bool = False, window: int = 0) 
         adapters=section.residents if adapters else 0,
         local_window=window if local else 0,
         local_pages=local,
+        states=state_places(section) if recurrent else 0,
     )
     needed = shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
     for name in ("pages", "window_pages")[: 1 + (local > 0)]:

@@ -26,6 +26,7 @@ class Preempt:
     pages: list[int]
     kv_len: int
     hole: tuple[int, ...] = ()  # see InFlightSample
+    state: int = 0  # the place of its recurrent state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -235,9 +235,14 @@ def attention_problems(section: TrainerSection, platform: str, dtype: str) -> It
         )
 
 
-def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
-    """What a TrainerSection asks of the experts, or the heads, that the model does not have; one sentence each."""
-    experts = model.experts
+def model_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
+    """What a TrainerSection asks of the experts, or the heads, that the model does not have, or of a recurrent state
+    what attention alone can do; one sentence each."""
+    experts, linear = model.experts, model.linear_layers
+    recurrent = [
+        (section.share_prompts == "on", "share_prompts=on", "a prompt's state would have to begin each of its answers"),
+        (section.context > 1, f"context={section.context}", "a state would have to travel along a row"),
+    ]
     rules = [
         (section.routing_replay != "none" and experts is None, "routing_replay", section.routing_replay, "experts"),
         (section.load_balance_coef and experts is None, "load_balance_coef", section.load_balance_coef, "experts"),
@@ -253,12 +258,16 @@ def mixture_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
         f"trainer.{field}={value} needs a model with {needed}, and this {model.family} has none"
         for broken, field, value, needed in rules
         if broken
+    ] + [
+        f"trainer.{setting} is not for linear attention, and this {model.family} has {linear} layers of it: {why}"
+        for broken, setting, why in recurrent
+        if broken and linear
     ]
 
 
 def exact_problems(config: Config) -> list[str]:
     """What a Config asks for that the trainer cannot replay to the bit (score.py); one sentence each."""
-    hosts = max(config.cluster.trainer_hosts, config.cluster.hosts_per_instance)
+    processes = max(config.cluster.trainer_hosts, config.cluster.hosts_per_instance)
     few = config.lora.rank > 0 and 0 < config.rollout.residents <= config.orchestrator.max_versions
     branches, dropped = config.environment.branches > 0, config.environment.name and config.rollout.host_kv_bytes > 0
     rules = [
@@ -267,7 +276,7 @@ def exact_problems(config: Config) -> list[str]:
         (branches, "environment.branches", "what a branch keeps of a turn is not what the turn's calls computed"),
         (dropped, "rollout.host_kv_bytes", "a waiting episode's KV that is dropped is computed again by other calls"),
         (config.serving.train, "serving.train", "clients choose how a turn is sampled"),
-        (hosts > 1, "cluster.trainer_hosts", "one process replays what one process of an instance drew"),
+        (processes > 1, "cluster.trainer_hosts", "one process replays what one process of an instance drew"),
     ]
     return [f"{name}: rollout.exact=True needs another value: {why}" for broken, name, why in rules if broken]
 

@@ -91,7 +91,7 @@ def new_recipe(
 ) -> Recipe:
     """What a trainer of this section compiles; the devices of the mesh may be descriptions."""
     wrong = list(objective.attention_problems(section, mesh.devices.flat[0].platform, dtype))
-    if wrong := wrong + objective.mixture_problems(section, model_cfg):
+    if wrong := wrong + objective.model_problems(section, model_cfg):
         raise ValueError("; ".join(wrong))
     model = Model(
         model_cfg,

@@ -134,6 +134,24 @@ GEMMA4_DENSE = GEMMA4 | {
 GEMMA4_MOE = GEMMA4_DENSE | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 8}
 
 
+HYBRID = {  # three layers of four are linear attention, and what is left over
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-3,  # what a head gives is normed: where a query and a key are at right angles, rounding shows
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+HYBRID_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 16,
+}
+
+
 # families of layer patterns, of sizes at which text is longer than two windows
 NEWER = {
     "gemma3_text": {
@@ -177,6 +195,9 @@ NEWER = {
     "gemma4_text": GEMMA4,
     "gemma4_text dense": GEMMA4_DENSE,
     "gemma4_text moe": GEMMA4_MOE,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID | HYBRID_MOE,
+    "qwen3_next": HYBRID | HYBRID_MOE | {"mlp_only_layers": [1]},
 }  # fmt: skip
 
 
@@ -195,12 +216,15 @@ def torch_model(family: str, *, tied: bool, seed: int = 0, **changes):
     fields = SIZES | (EXTRAS | NEWER)[family] | {"tie_word_embeddings": tied} | changes
     config = library.AutoConfig.for_model(family.split()[0], **fields)
     model = library.AutoModelForCausalLM.from_config(config).eval()
+    # a head's states are normed, however short: larger numbers make rounding grow from layer to layer
+    spread = 0.15 if family.startswith(("qwen3_5", "qwen3_next")) else 0.3
     with torch.no_grad():
         beside = ("e_score_correction_bias", "layer_scalar")
         biases = [(name, x) for name, x in model.named_buffers() if name.endswith(beside)]
         for name, weight in [*model.named_parameters(), *biases]:
-            gain = name.endswith(("layer_scalar", "_scale", ".scale")) or "norm" in name
-            weight.normal_(1.0 if gain and family != "gemma3_text" else 0.0, 0.3)  # its gains are 1 + w
+            gain = name.endswith(("layer_scalar", "_scale", ".scale", "linear_attn.norm.weight"))
+            gain |= "norm" in name and not family.startswith(("gemma3", "qwen3_5", "qwen3_next"))  # theirs are 1 + w
+            weight.normal_(1.0 if gain else 0.0, spread)
             if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight.mul_(0.5)  # scores are not scaled: else they are so large that angles in float32 show
             if family == "gpt_oss" and name.endswith("gate_up_proj"):  # what is beyond 7 is clamped

@@ -42,12 +42,13 @@ def request(group, index=0, version=0, prompt=None, n_prompt=9, limit=30):
 class FakeDevice:
     """Remembers which (version, token, position) each page slot holds, so that a wrong table shows."""
 
-    def __init__(self, section=SECTION, adapters=None):
-        """adapters: {version: place}, where versions are adapters."""
-        self.scheduler = p.Scheduler(shapes_of(section, adapters is not None))
+    def __init__(self, section=SECTION, adapters=None, recurrent=False):
+        """adapters: {version: place}, where versions are adapters. recurrent: samples have states."""
+        self.scheduler = p.Scheduler(shapes_of(section, adapters is not None, recurrent=recurrent))
         self.scheduler.adapters.update(adapters or {})
         self.s = self.scheduler.shapes
         self.kv = {}
+        self.states = {0: ()}  # by place: (version, token) of all that it stands for
         self.done = {}
         self.started = []
         self.plans = []
@@ -62,6 +63,8 @@ class FakeDevice:
         for preempt in plan.preempts:
             self.preempt(preempt)
         for upload in plan.uploads:
+            if upload.state:
+                self.states[upload.state] = upload.request.state["state"]
             for i, page in enumerate(upload.pages):
                 for offset in range(self.s.page_size):
                     self.kv[page, offset] = upload.request.k_pages.get((upload.start + i) * self.s.page_size + offset)
@@ -89,16 +92,21 @@ class FakeDevice:
             logprobs=seq.logprobs.copy(),
             kv_len=preempt.kv_len,
             k_pages=kv,
+            state={"state": self.states[preempt.state]} if preempt.state and preempt.kv_len else None,
         )
 
     def prefill(self, call):
         s = self.s
         n_read = call.blocks * s.block_pages
-        for start, length, kept, adapter, *rest in call.control:
+        for start, length, kept, state, adapter, *rest in call.control:
             version = self.version(call, adapter)
             tokens, past, write = rest[: s.chunk], rest[s.chunk : s.chunk + n_read], rest[s.chunk + n_read :]
             assert start % s.chunk == 0 and start <= n_read * s.page_size
             assert None not in self.read(past, start)
+            if state:
+                held = self.states[state] if start + kept else ()
+                assert len(held) == start + kept and 0 < state <= s.states
+                self.states[state] = (*held, *((version, token) for token in tokens[kept:length]))
             for i in range(kept, length):
                 self.kv[write[i // s.page_size], i % s.page_size] = (version, tokens[i], start + i)
 
@@ -118,7 +126,12 @@ class FakeDevice:
             for i in range(first, position):  # the touched pages are rewritten whole
                 self.kv[window[i // s.page_size - first // s.page_size], i % s.page_size] = old[i]
             seq.inflight -= steps
+            if place := row[columns.STATE]:
+                assert 0 < place <= s.states
+                self.states[place] = self.states[row[columns.SOURCE]]
+                assert self.states[place] == tuple((version, token) for token in seq.sequence[:-1])
             for _ in range(steps):
+                self.states[place] += ((version, seq.sequence[-1]),) if place else ()
                 i = len(seq.sequence) - 1
                 page = window[i // s.page_size - first // s.page_size]
                 assert page != p.DUMMY

@@ -21,6 +21,7 @@ from dora_jax.models.families import (
     olmo3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     smollm3,
 )  # fmt: skip
@@ -29,21 +30,16 @@ from dora_jax.models.families.family import Family
 
 _MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, deepseek_v3, longcat_flash)
 _NEWER = (gemma3, gemma4, glm4_moe, glm4_moe_lite, olmo3, smollm3, gpt_oss)
-FAMILIES = tuple(module.FAMILY for module in (*_MODULES, *_NEWER))
+FAMILIES = (*(module.FAMILY for module in (*_MODULES, *_NEWER)), qwen3_5.FAMILY, qwen3_5.MOE, qwen3_5.NEXT)
 
 used: dict[str, None] = {}  # import paths that `use` was given
 
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type -> the family whose every field and tensor it has
 # a model_type that has a tower beside its text -> the family of its text_config
-TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+TEXT = {name: f"{name}_text" for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")}
 NOT_COMPUTED = {  # model types that people ask for -> what the decoder would have to compute
-    "olmo2": "norms behind attention and feed-forward, and queries and keys normed over all heads at once",
-    "qwen3_next": "layers of linear attention",
-    "qwen3_5": "layers of linear attention",
-    "qwen3_5_text": "layers of linear attention",
-    "qwen3_5_moe": "layers of linear attention",
-    "qwen3_5_moe_text": "layers of linear attention",
+    "olmo2": "norms behind attention and feed-forward, and queries and keys normed over all heads at once"
 }
 
 
@@ -73,11 +69,11 @@ def family(model_type: str) -> Family:
 
 def new_config(model_type: str, **sizes: Any) -> ModelConfig:
     """A config for a fresh model of this family: the family's switches, the given sizes, defaults for the rest."""
-    return ModelConfig(family=model_type, **family(model_type).switches, **sizes)
+    return ModelConfig(family=model_type, **{**family(model_type).switches, **sizes})
 
 
 KNOWN = {  # the sizes that a run may name without a folder
     name: new_config(module.FAMILY.model_type, **sizes)
-    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash, gemma3, gemma4, gpt_oss)
+    for module in (qwen3, qwen3_moe, deepseek_v3, longcat_flash, gemma3, gemma4, gpt_oss, qwen3_5)
     for name, sizes in module.KNOWN.items()
-}
+} | {name: new_config(qwen3_5.MOE.model_type, **sizes) for name, sizes in qwen3_5.KNOWN_MOE.items()}

@@ -96,11 +96,34 @@ class Kind:
     tied_values: bool = False  # values are its keys, before their norm and their rotation
     kv: str = "own"  # shared: the layers that "read", behind all others, take its keys and values, by their window
     d_ff: int = 0  # of its dense feed-forward; 0: the model's
+    linear: bool = False  # linear attention by ModelConfig.delta: a recurrent state, and no keys and values
 
     @property
-    def shape(self) -> tuple[int, int, bool, bool, int]:
+    def shape(self) -> tuple[int, int, bool, bool, int, bool]:
         """Layers of one shape have the same matrices."""
-        return self.head_dim, self.kv_heads, self.tied_values, self.kv == "read", self.d_ff
+        return self.head_dim, self.kv_heads, self.tied_values, self.kv == "read", self.d_ff, self.linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+    """Linear attention by the gated delta rule (arXiv 2412.06464): each value head has a state, a matrix of f32."""
+
+    key_heads: int  # of queries and keys
+    value_heads: int  # which are states; each key head serves as many consecutive ones
+    key_dim: int
+    value_dim: int
+    taps: int = 4  # positions that the causal convolution of queries, keys and values sees, its own the last
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Numbers that a token leaves in queries, keys and values."""
+        key = self.key_heads * self.key_dim
+        return key, key, self.value_heads * self.value_dim
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of the states of one layer."""
+        return self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +164,7 @@ class Experts:
     # stream itself, and has a gain for each expert's weight
     beside: bool = False
     biased: bool = False  # gpt-oss: the router has a bias, which counts in choice and weights, and so have experts
+    shared_gate: bool = False  # what the shared experts give is multiplied by the sigmoid of a score of its own
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "width", "groups", "top_groups"):
@@ -200,6 +224,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     max_position: int = 32768
     latent: Latent | None = None  # None: grouped-query attention
+    delta: Delta | None = None  # of the kinds that are linear
+    gated: bool = False  # what attention gives is multiplied by the sigmoid of a gate, number by number
     experts: Experts | None = None  # None: every feed-forward is dense
     # LongCat: a layer is two sublayers of attention and dense feed-forward beside one of experts
     shortcut: bool = False
@@ -231,11 +257,24 @@ class ModelConfig:
             raise ValueError(f"model norms {self.norms!r} and activation {self.activation!r}: {NORMS} x {ACTIVATIONS}")
         if self.latent and (self.kinds != (Kind(),) or self.rope_part != 1.0 or self.qk_norm):
             raise ValueError("model latent: windows and heads that are normed or partly rotated are of grouped queries")
+        if (linear := self.linear_layers) and (
+            not (m := self.delta) or m.value_heads % m.key_heads or linear == self.n_layers or self.latent
+        ):
+            raise ValueError(
+                f"model delta {m}: linear layers need it, value_heads that are a multiple of key_heads, and other "
+                "layers, whose queries are grouped, beside them"
+            )
         if self.experts and not self.expert_layers:
             raise ValueError(
                 f"model n_layers {self.n_layers} leaves no layer behind experts.first_dense {self.experts.first_dense} "
                 f"and experts.dense {self.experts.dense}"
             )
+
+    @property
+    def rule(self) -> Delta:
+        """`delta`, of a model that has it."""
+        assert self.delta is not None, self.family
+        return self.delta
 
     @property
     def mla(self) -> Latent:
@@ -280,7 +319,9 @@ class ModelConfig:
     @property
     def kv_rows(self) -> tuple[tuple[int, int], ...]:
         """(heads, numbers of a head) of the rows of keys, as the layers have them, the first layer's first."""
-        return tuple(dict.fromkeys((self.kv_heads(kind), self.dim(kind)) for kind in self.every_kind))
+        return tuple(
+            dict.fromkeys((self.kv_heads(kind), self.dim(kind)) for kind in self.every_kind if not kind.linear)
+        )
 
     def kv_row(self, kind: Kind) -> int:
         return self.kv_rows.index((self.kv_heads(kind), self.dim(kind)))
@@ -296,9 +337,32 @@ class ModelConfig:
         return max(self.windows) if 0 < len(self.windows) < self.n_layers else 0
 
     @property
+    def sublayers(self) -> int:
+        """Attentions of a layer: LongCat has two."""
+        return 2 if self.shortcut else 1
+
+    @property
     def kv_layers(self) -> int:
-        """Attentions that keep keys and values: a LongCat layer has two."""
-        return self.kv_owners * (2 if self.shortcut else 1)
+        """Attentions that keep keys and values."""
+        return (self.kv_owners - self.linear_layers) * self.sublayers
+
+    @property
+    def linear_layers(self) -> int:
+        """Layers that keep a recurrent state in their place."""
+        return sum(kind.linear for kind in self.every_kind)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The number of each layer among those that keep the same: keys and values, or a state."""
+        linear = [kind.linear for kind in self.every_kind]
+        return tuple(linear[:i].count(own) for i, own in enumerate(linear))
+
+    def state_bytes_on(self, tensor: int, size: int) -> float:
+        """Bytes of the recurrent state of one sample on one of `tensor` devices, in a model whose numbers take `size`:
+        matrices in f32, and what the convolutions see next."""
+        if not (m := self.delta):
+            return 0.0
+        return self.linear_layers * (4 * m.state_numbers + size * (m.taps - 1) * sum(m.widths)) / tensor
 
     @property
     def cache_heads(self) -> int:
@@ -312,6 +376,7 @@ class ModelConfig:
         if self.latent:
             return self.kv_layers * self.latent.cache_dim
         kinds = [x for x in self.every_kind[: self.kv_owners] if windows is None or bool(x.window) == windows]
+        kinds = [x for x in kinds if not x.linear]
         return sum(2 * self.kv_heads(x) // min(tensor, self.cache_heads) * self.dim(x) for x in kinds)
 
     @property
@@ -328,21 +393,28 @@ class ModelConfig:
         return Scores((self.query_scale or self.dim(kind)) ** -0.5 * gain, kind.window, self.kv_row(kind))
 
     def q_width(self, kind: Kind = Kind()) -> int:
-        return self.n_heads * self.dim(kind)
+        """Numbers that a token leaves in what a layer's attention gives."""
+        return self.rule.widths[2] if kind.linear else self.n_heads * self.dim(kind)
 
     def kv_width(self, kind: Kind = Kind()) -> int:
         """Width of the keys, or values, that a layer makes."""
+        if kind.linear:
+            return sum(self.rule.widths) // 2
         return 0 if kind.kv == "read" else self.kv_heads(kind) * self.dim(kind)
 
     @property
     def head_widths(self) -> int:
         """Numbers that a token leaves in queries and keys of all layers."""
-        return (self.kv_layers // self.kv_owners) * sum(self.q_width(x) + self.kv_width(x) for x in self.every_kind)
+        return self.sublayers * sum(self.q_width(x) + self.kv_width(x) for x in self.every_kind)
 
     def attention_params(self, kind: Kind) -> int:
         """Parameters of one attention's matrices."""
+        if kind.linear:  # with the convolution, the gate and the two scores of each head
+            width, heads = sum(self.rule.widths), self.rule.value_heads
+            return self.d_model * (width + 2 * self.rule.widths[2] + 2 * heads) + self.rule.taps * width
         if self.latent is None:
-            return self.d_model * (2 * self.q_width(kind) + (1 if kind.tied_values else 2) * self.kv_width(kind))
+            queries = (3 if self.gated else 2) * self.q_width(kind)
+            return self.d_model * (queries + (1 if kind.tied_values else 2) * self.kv_width(kind))
         m, d, heads = self.latent, self.d_model, self.n_heads
         query = m.q_rank * (d + self.q_width()) if m.q_rank else d * self.q_width()
         return query + d * m.cache_dim + m.kv_rank * heads * (m.nope_dim + m.v_dim) + heads * m.v_dim * d
@@ -378,6 +450,9 @@ class ModelConfig:
         total = d + self.per_layer + self.n_layers * ((d if self.per_layer else 0) + self.layer_scale)
         for kind in self.every_kind:
             q, kv, dim = self.q_width(kind), self.kv_width(kind), self.dim(kind)
+            if kind.linear:
+                total += 2 * self.rule.value_heads + self.rule.value_dim + 2 * d
+                continue
             attention = (q + kv if self.qk_norm_whole else dim * (1 + (kv > 0))) if self.qk_norm else 0
             attention += q + 2 * kv if self.qkv_bias else 0
             attention += d * self.o_bias + self.n_heads * self.sinks
@@ -392,7 +467,9 @@ class ModelConfig:
     @property
     def wide_params(self) -> int:
         """Parameters that every copy keeps in f32: gains, and the routers with their biases."""
-        routers = self.expert_layers * (self.d_model * self.experts.choices if self.experts else 0)
+        e, routers = self.experts, 0
+        if e is not None:
+            routers = self.expert_layers * self.d_model * (e.choices + e.shared_gate)
         return self.gain_params + routers - self.n_layers * self.layer_scale
 
     @property
@@ -416,7 +493,7 @@ class ModelConfig:
         if e is None or not self.has_experts(layer):
             return sublayers * (attention + dense)
         count = e.per_token * e.count / e.choices if active else e.count  # a zero expert multiplies nothing
-        mixture = round(3 * d * e.width * (count + e.shared)) + d * e.choices
+        mixture = round(3 * d * e.width * (count + e.shared)) + d * (e.choices + e.shared_gate)
         return sublayers * attention + mixture + (sublayers * dense if self.shortcut or e.beside else 0)
 
 
@@ -437,6 +514,10 @@ def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, expert: int = 1, ser
     if e is not None:
         sizes += [("expert", expert, "experts.count", e.count)]
         sizes += [("tensor", tensor, "experts.width", e.width)] if expert == 1 or not serving else []
+    if cfg.delta is not None:
+        sizes += [
+            ("tensor", tensor, f"delta.{name}", getattr(cfg.delta, name)) for name in ("key_heads", "value_heads")
+        ]
     if cfg.latent is not None:
         ranks = [("latent.kv_rank", cfg.latent.kv_rank), ("latent.q_rank", cfg.latent.q_rank)]
         sizes += [("fsdp", cut, name, rank) for name, rank in ranks]

@@ -77,6 +77,10 @@ class Tensor:
     transposed: bool = True  # a matrix is [out, in] on disk
     half: int | None = None  # of the tensor's outputs, where two parameters share one
     alternating: bool = False  # the halves: each takes every second output
+    # those of the tensor's outputs that the parameter has, where several share it otherwise
+    rows: Callable[[ModelConfig], list[int]] | None = None
+    channels: bool = False  # of a convolution: an axis of 1 stands between outputs and taps
+    other: Tensor | None = None  # the same in folders that have it there
 
     @property
     def per_expert(self) -> bool:
@@ -146,6 +150,7 @@ class Family:
     mixture: Mapping[str, Any] | None = None  # of Experts: what the family's router fixes; None: the family has none
     latent: bool = False  # whether attention is latent
     shortcut: bool = False
+    fresh: Callable[[Json], Json] | None = None  # sizes of a fresh model -> its further fields
     # (sizes of a fresh model, its window) -> its further fields; None: the layers of fresh models attend in full
     windowed: Callable[[Json, int], Json] | None = None
     further: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other fields of ModelConfig that it fixes

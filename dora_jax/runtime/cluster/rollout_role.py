@@ -69,7 +69,7 @@ class InstanceParts:
         self.engine = build.new_engine(config, Tokenizer.load(config.model.path), self._model, mesh, host)
         self.engine.warmup()
         self._wanted = like(self._model, self.engine.param_shardings, build.published(config, self._model))
-        self._layout = layout_of(self.engine.page(), self.engine.calls.kv)
+        self._layout = layout_of(self.engine.page(), self.engine.calls.kv, self.engine.device.no_state())
         self._stored = StoredWeights(begin.workdir)
         self._wires: list[Wire] = []  # for weights, and for KV
 

@@ -41,19 +41,24 @@ class PageShape:
     latent: bool = False  # pages are K alone: the values are a part of the keys
     second: tuple[int, int, int] = (0, 0, 0)  # layers, heads and head_dim of rows of another shape; 0: there are none
     windows: tuple[int, ...] = ()  # of each layer, those of `second` last; 0: it attends in full
+    # (name, shape, dtype) of each array of a recurrent state; (): the model has none
+    states: tuple[tuple[str, tuple[int, ...], str], ...] = ()
 
 
 CODEC = Codec(InFlightSample, Key, Shard, Manifest, KVOffer)
 
 
-def layout_of(pages: Mapping[str, np.ndarray], kv: KVLayout | None = None) -> PageShape:
-    """The layout of pages by their names, as InFlightSample.pages has them. kv: of the engine; None: what is behind
-    windows travels too."""
+def layout_of(
+    pages: Mapping[str, np.ndarray], kv: KVLayout | None = None, state: Mapping[str, np.ndarray] | None = None
+) -> PageShape:
+    """The layout of pages by their names, as InFlightSample.pages has them, and of a recurrent state. kv: of the
+    engine; None: what is behind windows travels too."""
     layers, _, heads, dim, _ = pages["k"].shape
     windows = tuple(kv.windows[i] for row in range(len(kv.rows)) for i in kv.layers_of(row)) if kv else ()
     shape = PageShape(
-        layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages, windows=windows
-    )
+        layers=layers, heads=heads, head_dim=dim, dtype=pages["k"].dtype.name, latent="v" not in pages, windows=windows,
+        states=tuple((name, x.shape, x.dtype.name) for name, x in (state or {}).items()),
+    )  # fmt: skip
     if "k2" not in pages:
         return shape
     layers, _, heads, dim, _ = pages["k2"].shape
@@ -67,12 +72,13 @@ def offer(wire: Wire, key: Key, in_flight: InFlightSample, layout: PageShape | N
         raise WireError(f"{words(key)} is a sample of version {in_flight.version}")
     manifest, tokens = None, dataclasses.replace(without_pages(in_flight), hole=in_flight.hole)
     if in_flight.pages:
-        layout = layout or layout_of(in_flight.pages)
+        layout = layout or layout_of(in_flight.pages, state=in_flight.state)
         pieces = {
             shard: pages[_box(shard)]
             for name, pages in in_flight.pages.items()
             for shard in _travelling(name, pages, layout, in_flight.hole, in_flight.page_size)
         }
+        pieces |= {shard_of(name, x): x for name, x in (in_flight.state or {}).items()}
         manifest = wire.give(key, pieces)
     return KVOffer(in_flight=tokens, kv_len=in_flight.kv_len, page_size=in_flight.page_size, manifest=manifest)
 
@@ -99,6 +105,9 @@ def fetch(wire: Wire, offered: KVOffer, key: Key, layout: PageShape, timeout_s: 
     like = {name: jax.ShapeDtypeStruct(shape, layout.dtype) for name, shape in shapes.items()}
     hole, arrived = offered.in_flight.hole, {}
     wanted = {name: _travelling(name, x, layout, hole, offered.page_size) for name, x in like.items()}
+    states = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in layout.states}
+    wanted |= {name: [shard_of(name, x)] for name, x in states.items()}
+    shapes, like = shapes | {name: x.shape for name, x in states.items()}, like | states
     got = wire.take(offered.manifest, list(itertools.chain(*wanted.values())), key, timeout_s)
     for name, shards in wanted.items():
         whole = len(shards) == 1 and math.prod(shapes[name]) == got[shards[0]].size
@@ -106,7 +115,8 @@ def fetch(wire: Wire, offered: KVOffer, key: Key, layout: PageShape, timeout_s: 
         for shard in () if whole else shards:
             arrived[name][_box(shard)] = got[shard]
     in_flight = dataclasses.replace(offered.in_flight, kv_len=offered.kv_len, page_size=offered.page_size)
-    return with_pages(in_flight, arrived)
+    state = {name: arrived.pop(name) for name in states}
+    return dataclasses.replace(with_pages(in_flight, arrived), state=state or None)
 
 
 def _travelling(
