@@ -26,9 +26,11 @@ def python():
 def serving(python, *most):
     program = [python, ROOT / "tests/data/clients/openenv_server.py", *most]
     server = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-    yield f"ws://127.0.0.1:{server.stdout.readline().strip()}/ws"
-    server.kill()
-    server.communicate()
+    try:
+        yield f"ws://127.0.0.1:{server.stdout.readline().strip()}/ws"
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.fixture(scope="module")
