@@ -30,7 +30,7 @@ CODE = {
     "models": 4272,
     "ops": 679,
     "orchestrate": 2910,
-    "plan": 1370,
+    "plan": 1372,
     "report": 1260,
     "rollout": 3517,
     "runtime": 12317,

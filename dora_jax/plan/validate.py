@@ -309,6 +309,8 @@ def _trainer(config: Config) -> Problems:
     t = config.trainer
     yield from objective.check(t, config.rollout)
     yield from objective.exact_problems(config) if config.rollout.exact else ()
+    if config.rollout.exact and config.serving.train:
+        yield "serving.train: rollout.exact=True needs another value: clients choose how a turn is sampled"
     ways = t.micro_batches * t.data * max(t.fsdp, 1)
     if t.rows % ways:
         yield f"trainer.rows: {t.rows} is not divisible by micro_batches * data * fsdp = {ways}"

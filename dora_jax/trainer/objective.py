@@ -275,7 +275,6 @@ def exact_problems(config: Config) -> list[str]:
         (few, "rollout.residents", "an adapter's place decides its last bits: max_versions + 1 have each their own"),
         (branches, "environment.branches", "what a branch keeps of a turn is not what the turn's calls computed"),
         (dropped, "rollout.host_kv_bytes", "a waiting episode's KV that is dropped is computed again by other calls"),
-        (config.serving.train, "serving.train", "clients choose how a turn is sampled"),
         (processes > 1, "cluster.trainer_hosts", "one process replays what one process of an instance drew"),
     ]
     return [f"{name}: rollout.exact=True needs another value: {why}" for broken, name, why in rules if broken]
