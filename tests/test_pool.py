@@ -139,6 +139,18 @@ def test_a_reward_that_fails_is_tried_again_and_then_fails_its_group(opened, fol
     assert stats["rewards/failed_length_p50"] == np.median(result.lengths)
 
 
+def test_quick_rewards_are_asked_about_a_group_at_once_and_none_of_it_is_blamed_for_another(opened, folder):
+    pool, log = opened("trouble", reward_retries=1, reward_timeout_s=20.0), folder / "calls"
+    for i in range(3):  # it is known to be quick after the first
+        assert scored(pool, "fine", "fine", group_id=i, answer=str(log)).rewards.tolist() == [1.0, 1.0]
+    log.write_text("")
+    result = scored(pool, "fine", "raise", "never reached", answer=str(log), group_id=5)
+    assert isinstance(result, GroupFailure)
+    assert result.reason.endswith("(5 tokens, sample (5, 1), 2 attempts)") and result.response == "raise"
+    assert log.read_text() == "....."  # the first two together, the first alone, the second alone and again
+    assert scored(pool, "fine", "fine", answer=str(log)).rewards.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("response", ["hang", "spin"])
 def test_a_reward_that_hangs_is_killed_at_the_deadline(opened, folder, response):
     pool = opened("trouble", reward_retries=0, reward_timeout_s=0.3)

@@ -36,7 +36,7 @@ CODE = {
     "runtime": 12317,
     "serving": 2960,
     "sim": 2039,
-    "tasks": 4629,
+    "tasks": 4644,
     "trainer": 2314,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel

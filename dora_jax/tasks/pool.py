@@ -5,7 +5,8 @@ Consumes a prompt and its G finished samples (submit); produces ScoredGroup or G
     submit -> RewardCall of each sample -> [worker_process.py: worker.py] -> answered -> results -> poll
 
 A RewardCall is about one sample, to all rewards that are plain functions or to one that is awaited; or about a group,
-to one reward that takes its responses. Plain ones run one at a time in each of task.reward_workers processes, awaited
+to one reward that takes its responses, or to plain ones that have been quick: where such a call has no answer, each
+sample is asked about alone. Plain ones run one at a time in each of task.reward_workers processes, awaited
 ones task.reward_concurrency at once, in a process beside these, or in all of them where no reward is plain.
 
 Laws:
@@ -41,6 +42,8 @@ from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Span
 
 FAILED_LENGTHS_KEPT = 10_000  # for the quantiles
 TRIAL_POLL_S = 0.01
+TOGETHER_S = 0.05  # a group whose samples are expected to take no longer is asked about at once
+SLOWEST_FADES = 0.9  # by each answer, of what a sample takes
 INITIAL = 0  # the version that the responses of `try_rewards` pretend to be of
 SHIPPED = ("dora_jax.tasks.rewards.", code.OURS)  # rewards of ours
 
@@ -113,6 +116,7 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
         self._section, self.decode = section, decode
         self.kinds: dict[str, tuple[bool, bool]] = {}  # of each reward: is it awaited, does it see a group
         self._early: list[_Scoring] = []  # submitted before these were known
+        self._sample_s = math.inf  # of plain rewards, what a sample took of late; inf: not known
         self._counts: collections.Counter[str] = collections.Counter()
         self._failed_lengths: collections.deque[int] = collections.deque(maxlen=FAILED_LENGTHS_KEPT)
         self._form = sandbox.WEAK
@@ -184,6 +188,14 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
             if call not in group.calls:
                 return  # the group has failed meanwhile
             if "error" in reply:
+                if len(samples) > 1 and not call.of_group:  # none is blamed for the others
+                    self._sample_s = math.inf
+                    group.calls.remove(call)
+                    for i in reversed(call.samples):
+                        alone = dataclasses.replace(call, samples=range(i, i + 1), responses=[])
+                        group.calls.append(alone)
+                        call.queue.put(alone, first=True)
+                    return
                 if call.attempts <= self._section.reward_retries and not self._closed:
                     call.attempts += 1
                     self._counts["retries"] += 1
@@ -196,6 +208,9 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
                 kind = str(reply.get("kind") or reply["error"])
                 self._fail(group, reason, kind, call.responses[0] if call.responses else "")
                 return
+            if call.queue is self._plain and not call.of_group:
+                took_s = (time.monotonic() - call.sent_s) / len(samples)
+                self._sample_s = took_s if self._sample_s == math.inf else max(took_s, SLOWEST_FADES * self._sample_s)
             for i, scored in zip(call.samples, reply["scores"], strict=True):
                 group.scores[i].update(scored)
             group.calls.remove(call)
@@ -235,7 +250,8 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
             # A process of awaited ones has this deadline itself: it is late where it does not keep it.
             timeout_s = self._section.reward_timeout_s * (2 if awaited else 1)
             n = len(group.samples)
-            for samples in [range(n)] if of_group else [range(i, i + 1) for i in range(n)]:
+            quick = not awaited and n * self._sample_s <= min(TOGETHER_S, timeout_s / 10)
+            for samples in [range(n)] if of_group or quick else [range(i, i + 1) for i in range(n)]:
                 call = RewardCall(
                     name=name, timeout_s=timeout_s, pool=self, group=group, rewards=names, samples=samples,
                     of_group=of_group, queue=self._awaited if awaited else self._plain,
