@@ -33,10 +33,10 @@ CODE = {
     "plan": 1372,
     "report": 1260,
     "rollout": 3517,
-    "runtime": 12317,
+    "runtime": 12319,
     "serving": 2960,
     "sim": 2039,
-    "tasks": 4644,
+    "tasks": 4652,
     "trainer": 2314,
 }
 PIECES = {"functions": 85.8, "lambdas": 5.4}  # in 1,000 lines of code of the wheel

@@ -14,8 +14,9 @@ from dora_jax.config import ConfigError, EnvironmentSection, TaskSection
 from dora_jax.tasks import solved
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge
-from dora_jax.tasks.pool import ScorerPool, try_rewards
+from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.solved import Solved
+from dora_jax.tasks.trial import try_rewards
 from dora_jax.types import Prompt, ScoredGroup
 from tests.fakes.episode_player import Letters, prompt_of
 from tests.fakes.tasks import SUMS, opened

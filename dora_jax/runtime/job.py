@@ -44,7 +44,8 @@ from dora_jax.runtime.training.hf_exports import HfExports
 from dora_jax.tasks.environment import NOISE
 from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge
-from dora_jax.tasks.pool import ScorerPool, try_rewards
+from dora_jax.tasks.pool import ScorerPool
+from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
 

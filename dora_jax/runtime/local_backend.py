@@ -65,9 +65,10 @@ from dora_jax.tasks.environments import EnvironmentPool
 from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
 from dora_jax.tasks.gym import GymSource
-from dora_jax.tasks.pool import ScorerPool, try_rewards
+from dora_jax.tasks.pool import ScorerPool
 from dora_jax.tasks.prompts import Task
 from dora_jax.tasks.rows import RowsSource
+from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.step import Trainer
 from dora_jax.types import InstanceId, Sampling, ScoredGroup, Version
 

@@ -34,17 +34,14 @@ import numpy as np
 
 from dora_jax.config import ConfigError, TaskSection
 from dora_jax.tasks import code, sandbox
-from dora_jax.tasks.rewards import RewardError, plain, summed
+from dora_jax.tasks.rewards import RewardError, summed
 from dora_jax.tasks.sandbox import calls
-from dora_jax.tasks.source import shorten
 from dora_jax.tasks.worker_process import Question, Questions, WorkerPool, WorkerProcess
-from dora_jax.types import GroupId, Prompt, Sample, SampleId, ScoredGroup, Span
+from dora_jax.types import GroupId, Prompt, Sample, ScoredGroup
 
 FAILED_LENGTHS_KEPT = 10_000  # for the quantiles
-TRIAL_POLL_S = 0.01
 TOGETHER_S = 0.05  # a group whose samples are expected to take no longer is asked about at once
 SLOWEST_FADES = 0.9  # by each answer, of what a sample takes
-INITIAL = 0  # the version that the responses of `try_rewards` pretend to be of
 SHIPPED = ("dora_jax.tasks.rewards.", code.OURS)  # rewards of ours
 
 _log = logging.getLogger(__name__)
@@ -291,43 +288,3 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
         self._results.put(
             GroupFailure(group_id=group.prompt.group_id, reason=reason, lengths=lengths, kind=kind, response=response)
         )
-
-
-def try_rewards(
-    pool: ScorerPool, prompt: Prompt, encode: Callable[[str], Sequence[int]], alone: str = ""
-) -> tuple[str, ...]:
-    """Scores one real row before anything is compiled, so that a broken reward is refused in seconds. Returns the terms
-    of the reward, in the order of task.rewards; ConfigError says which response of which row has no score.
-
-    The row is tried with two responses, its own answer and the empty text, because a policy writes anything; both are
-    scored as samples are: decoded, in a worker process, with its deadline and its retries. alone: the field that makes
-    the run submit samples one by one, so that no reward can see a group."""
-    pool.wait_ready()
-    if alone and (together := [name for name, (_, of_group) in pool.kinds.items() if of_group]):
-        raise ConfigError(
-            f"task.rewards: {together[0]} takes responses, all of a prompt together, and with {alone} each "
-            "session is scored alone"
-        )
-    answer, samples = "" if prompt.answer is None else str(plain(prompt.answer)), []
-    for index, text in enumerate((answer, "")):
-        ids = np.asarray(encode(text), np.int32)
-        sample = Sample(
-            id=SampleId(prompt.group_id, index),
-            prompt_ids=prompt.token_ids,
-            out_ids=ids,
-            logprobs=np.zeros(len(ids), np.float32),
-            mask=np.ones(len(ids), bool),
-            spans=(Span(version=INITIAL, start=0, stop=len(ids)),),
-            finish="stop",
-        )
-        samples.append(sample)
-    pool.submit(prompt, tuple(samples))
-    while not (done := pool.poll()):
-        time.sleep(TRIAL_POLL_S)
-    (result,) = done
-    if isinstance(result, GroupFailure):
-        raise ConfigError(
-            f"task.rewards: {result.reason}, tried on the response {shorten(result.response)!r} to the prompt "
-            f"{shorten(prompt.text)!r} with the answer {shorten(answer)!r}"
-        )
-    return tuple(result.parts)

@@ -31,10 +31,10 @@ from dora_jax.tasks.environment import NO_POLICY, NOISE, EpisodePrompt, Message,
 from dora_jax.tasks.environments.bridge import Bridge, Conversation, TokenBridge
 from dora_jax.tasks.environments.environment_worker import resolved
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
-from dora_jax.tasks.pool import TRIAL_POLL_S
 from dora_jax.tasks.rewards import plain
 from dora_jax.tasks.sandbox import calls
 from dora_jax.tasks.source import identity_hash, shorten
+from dora_jax.tasks.trial import TRIAL_POLL_S
 from dora_jax.tasks.worker_process import Question, Questions, WorkerPool, WorkerProcess
 from dora_jax.types import (
     EpisodeEnded,
