@@ -1,8 +1,9 @@
 """Stage 3, before a run begins: its rewards score one real row.
 
 Consumes the pool of a run and the first prompt of its task; produces the terms of its reward, or the sentence that
-names the response and the row that have no score. The responses are what a user would try first: the row's own answer, and
-nothing at all. They take the way of every sample: decoded, asked in a worker process, within its deadline and retries.
+names the response and the row that have no score. The responses are what a user would try first: the row's own answer,
+and nothing at all. They take the way of every sample: decoded, asked in a worker process, within its deadline and
+retries.
 """
 
 from __future__ import annotations
