@@ -30,6 +30,7 @@ POINTS = ("trainer.before_step", "trainer.after_step", "trainer.after_put")
 TIMED = (  # metrics of time, of where samples ran, and of what a new process does once more or has not seen
     "groups/filtered_share",
     "time/",
+    "seconds/",
     "rollout/",
     "trainer/wait_s",
     "trainer/step_s",
