@@ -164,7 +164,7 @@ def test_advantages_are_of_the_whole_step_and_denominators_of_each_update(advant
 
 
 def test_observed_tokens_and_spans():
-    """Observed tokens are no targets; the version of each token is the one of its span, not of the newest."""
+    """Observed tokens are no targets and no version's; that of a sampled one is its span's, not the newest."""
     sample = Sample(
         id=SampleId(0, 0),
         prompt_ids=np.array([1, 2], np.int32),
@@ -178,7 +178,7 @@ def test_observed_tokens_and_spans():
     batch, _ = packed([group])
     assert batch.mask[0, :6].tolist() == [False, True, False, True, True, False]
     assert batch.behavior_logprobs[0, :6].tolist() == [0, -1, 0, -2, -3, 0]
-    assert batch.version[0, :6].tolist() == [-1, 3, 3, 3, 5, -1]
+    assert batch.version[0, :6].tolist() == [-1, 3, -1, 3, 5, -1]
     assert batch.targets[0, :5].tolist() == [2, 3, 4, 5, 6]
 
 

@@ -23,7 +23,7 @@ CODE = {
     "aot": 370,
     "base": 1705,
     "bench": 2999,
-    "buffer": 354,
+    "buffer": 355,
     "cli": 473,
     "config": 852,
     "costs": 437,

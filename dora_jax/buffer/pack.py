@@ -60,7 +60,7 @@ class TrainBatch:
     targets: np.ndarray  # i32, the next token
     segment_ids: np.ndarray  # i32, 0 = padding, 1.. within the row
     positions: np.ndarray  # i32, within the segment
-    version: np.ndarray  # i32, that sampled the target; -1 = padding
+    version: np.ndarray  # i32, that sampled the target; -1: none did
     mask: np.ndarray  # bool, the target was sampled by the policy
     behavior_logprobs: np.ndarray  # f32, of the target, by the engine
     advantages: np.ndarray  # f32
@@ -316,4 +316,5 @@ def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShap
         batch["behavior_logprobs"][response] = np.where(sample.mask, sample.logprobs, 0.0)
         for span in sample.spans:
             batch["version"][place.row, first + span.start : first + span.stop] = span.version
+        batch["version"][response][~np.asarray(sample.mask, bool)] = -1
     return batch
