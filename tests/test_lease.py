@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -187,6 +188,10 @@ def test_a_run_that_is_stopped_while_another_takes_it_over_ends_in_a_sentence_an
             assert first.poll() is None, (tmp_path / "one/log").read_text()
             time.sleep(0.05)
         first.send_signal(signal.SIGSTOP)
+        while list(Path(url.removeprefix("file://")).rglob("*.__lock")):  # of tensorstore's files, held while it stands
+            first.send_signal(signal.SIGCONT)
+            time.sleep(0.01)
+            first.send_signal(signal.SIGSTOP)
         second = started("two")
         assert second.wait(300) == 0, (tmp_path / "two/log").read_text()
         before = held(url)

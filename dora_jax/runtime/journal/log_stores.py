@@ -257,6 +257,8 @@ class ObjectLogStore:
     def _answer(self, asked: tensorstore.Future) -> Any:
         try:
             return asked.result(timeout=ANSWER_S)
+        except TimeoutError as error:
+            raise OSError(f"the journal's store did not answer within {ANSWER_S:g} s") from error
         except ValueError as error:  # tensorstore's statuses: no space, no route, no permission
             raise OSError(f"the journal's store did not do it: {error}") from error
 

@@ -149,7 +149,8 @@ class Objects:
         try:
             return asked.result(timeout=ANSWER_S)
         except (ValueError, OSError) as error:  # tensorstore's statuses: no space, no route, no permission
-            raise StoreError(f"{self.url}: {one_line(error)}") from error
+            reason = f"no answer within {ANSWER_S:g} s" if isinstance(error, TimeoutError) else one_line(error)
+            raise StoreError(f"{self.url}: {reason}") from error
 
 
 @dataclasses.dataclass

@@ -111,7 +111,7 @@ def become_bwrap(
             most = hard if ours == resource.RLIM_INFINITY else min(hard, ours)
             resource.setrlimit(kind, (min(soft, most), most))
         supervisor.prctl(supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user id clears it
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+        for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):  # nohup ignores one
             signal.signal(number, signal.SIG_DFL)
         supervisor.call("personality", ADDR_NO_RANDOMIZE)  # the order of objects by address is the same each time
         command = [*_bwrap(folders), "--", "/bin/sh", "-c", START, "sh", python, "-s", PROGRAM]
