@@ -15,7 +15,7 @@ from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.trainer import objective
 from dora_jax.types import SampleId
-from tests.fakes.hf_models import torch_model, transformers
+from tests.fakes.hf_models import check_greedy, torch_model, transformers
 from tests.fakes.packed_folder import as_mxfp4
 
 NEW, WINDOW = 48, 7
@@ -24,19 +24,6 @@ PROMPTS = [
 ]
 NEAR_TIE = 1e-4  # in log-prob
 HUB = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
-
-
-def theirs(model, prompt):
-    """(tokens, log-probs f64[NEW, V]) of `generate`."""
-    import torch
-
-    torch.set_num_threads(1)  # its threads wait for each other at every operation of so small a model
-    ids = torch.tensor(prompt[None])
-    options = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, output_logits=True)
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
-        logits = torch.stack(out.logits)[:, 0].double()
-    return out.sequences[0, len(prompt) :].numpy(), torch.log_softmax(logits, -1).numpy()
 
 
 def ours(path, tensor=1, dtype="float32", **changes):
@@ -58,21 +45,8 @@ def ours(path, tensor=1, dtype="float32", **changes):
 
 
 def compared(setting, model, samples, atol=1e-4, tie=NEAR_TIE):
-    """Asserts the same tokens, each prompt's up to a near-tie that is taken both ways, which is printed."""
-    equal = 0
-    for prompt, sample in zip(PROMPTS, samples, strict=True):
-        tokens, logprobs = theirs(model, prompt)
-        parted = np.flatnonzero(tokens != sample.out_ids)
-        n = parted[0] if len(parted) else NEW
-        if n < NEW:
-            gap = logprobs[n, tokens[n]] - logprobs[n, sample.out_ids[n]]
-            print(f"{setting}, prompt of {len(prompt)}: a near-tie at token {n}: {gap:.1e}")
-            assert gap < tie
-        expected = logprobs[np.arange(n), tokens[:n]]
-        np.testing.assert_allclose(sample.logprobs[:n], expected, rtol=0, atol=atol)
-        equal += n
-    print(f"{setting}: {equal} of {NEW * len(PROMPTS)} tokens are equal")
-    assert equal > 0.8 * NEW * len(PROMPTS)
+    assert [len(sample.out_ids) for sample in samples] == [NEW] * len(PROMPTS)
+    check_greedy(setting, model, samples, atol=atol, tie=tie, least=0.8)
 
 
 SETTINGS = {  # changes of the model, options of the engine

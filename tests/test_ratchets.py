@@ -32,7 +32,7 @@ CODE = {
     "orchestrate": 2910,
     "plan": 1372,
     "report": 1260,
-    "rollout": 3517,
+    "rollout": 3520,
     "runtime": 12322,
     "serving": 2960,
     "sim": 2039,

@@ -56,16 +56,16 @@ def service(request, tmp_path, monkeypatch):
 def test_a_sandbox_runs_commands_holds_files_and_ends(service):
     make, state = service
     box = make()
-    box.write("/work/deep/a.bin", bytes(range(256)) * 400)
-    assert box.read("/work/deep/a.bin") == bytes(range(256)) * 400
+    box.write("/code/deep/a.bin", bytes(range(256)) * 400)
+    assert box.read("/code/deep/a.bin") == bytes(range(256)) * 400
     ran = box.run(["sh", "-c", "cat; echo why >&2; exit 3"], stdin="4\n")
     assert (ran.stdout, ran.stderr, ran.exit_code, ran.ended_by) == ("4\n", "why\n", 3, "")
-    assert box.run(["wc", "-c", "/work/deep/a.bin"]).stdout == "102400 /work/deep/a.bin\n"
-    for path in ("/work/nothing", "/work/deep"):
+    assert box.run(["wc", "-c", "/code/deep/a.bin"]).stdout == "102400 /code/deep/a.bin\n"
+    for path in ("/code/nothing", "/code/deep"):
         with pytest.raises(FileNotFoundError):
             box.read(path)
     with pytest.raises(FileNotFoundError, match="more than 100 bytes"):
-        box.read("/work/deep/a.bin", most=100)
+        box.read("/code/deep/a.bin", most=100)
     with pytest.raises(SandboxError, match="/usr/a: "):
         box.write("/usr/a", b"")
     box.close()
@@ -100,7 +100,7 @@ def test_what_the_service_does_wrong_is_an_error_and_no_verdict(service, monkeyp
     with pytest.raises(SandboxError, match="the node is gone"):
         box.run(["true"])
     with pytest.raises(SandboxError):
-        box.read("/work/a")
+        box.read("/code/a")
     box.close()
 
 
@@ -127,12 +127,12 @@ def test_a_sandbox_that_cannot_be_made_is_named(tmp_path, monkeypatch):
 
 
 ROW = {
-    "files": {"/work/data.txt": "5"},
-    "keep": ["/work/a.py"],
-    "command": ["python3", "/work/a.py"],
+    "files": {"/code/data.txt": "5"},
+    "keep": ["/code/a.py"],
+    "command": ["python3", "/code/a.py"],
     "tests": [{"stdin": "4\n", "stdout": "20\n"}],
 }
-RIGHT = "```bash\necho 'print(int(input()) * int(open(\"/work/data.txt\").read()))' > /work/a.py\n```"
+RIGHT = "```bash\necho 'print(int(input()) * int(open(\"/code/data.txt\").read()))' > /code/a.py\n```"
 
 
 def test_an_episode_in_a_sandbox_is_scored_in_a_fresh_one(tmp_path, monkeypatch):
@@ -154,10 +154,10 @@ def test_an_episode_in_a_sandbox_is_scored_in_a_fresh_one(tmp_path, monkeypatch)
             pool.open(player.id, player.prompt)
             assert player.observed(player.answer()) == ""
         good, cheat, idle, unlucky = players
-        assert good.observed(good.ask("```python\nprint(open('/work/data.txt').read())\n```")) == "<5\n>"
+        assert good.observed(good.ask("```python\nprint(open('/code/data.txt').read())\n```")) == "<5\n>"
         assert good.observed(good.ask(RIGHT)) == "<>"
         assert good.ask("done") == EpisodeEnded(id=good.id, terms={"right": 1.0})
-        trick = "```sh\necho 'print(0)' > /work/a.py; echo 0 > /work/data.txt; exit 7\n```"
+        trick = "```sh\necho 'print(0)' > /code/a.py; echo 0 > /code/data.txt; exit 7\n```"
         assert cheat.observed(cheat.ask(trick)) == "<[exit code 7]>"
         assert cheat.ask("done") == EpisodeEnded(id=cheat.id, terms={"right": 0.0})
         assert idle.ask(" ") == EpisodeEnded(id=idle.id, terms={"right": 0.0})

@@ -65,7 +65,8 @@ class Device:
 
     def prefill(self, params: Any, control: np.ndarray, blocks: int) -> jax.Array | None:
         """Routes [prefill_rows, chunk, M, k], where they are asked for."""
-        self._check_places(control[:, PREFILL_STATE])
+        if self.shapes.states:
+            self._check_places(control[:, PREFILL_STATE])
         self.pool, routes = self._calls.prefill(params, self._whole_pool(), self._argument(control), blocks=blocks)
         return _on_its_way(routes)
 
@@ -83,7 +84,8 @@ class Device:
         (i32[rows, shapes.result]: tokens, log-prob bits, how many of them count, keep sets; routes
         [rows, steps, M, k], where they are asked for; the most likely tokens i32[rows, steps, TOP_COLUMNS], where a
         row requests them)."""
-        self._check_places(control[:, [STATE, SOURCE]])
+        if self.shapes.states:
+            self._check_places(control[:, [STATE, SOURCE]])
         rows = len(control)
         if (call := self._calls.rungs.get((rows, blocks))) is None:
             wide = rows == self.shapes.rows
@@ -157,7 +159,7 @@ class Device:
 
     def _check_places(self, places: np.ndarray | int) -> None:
         """RuntimeError: a call would read or write a recurrent state that is not there; JAX would take another."""
-        wrong = np.setdiff1d(places, np.arange(self.shapes.states + 1))
+        wrong = np.extract((np.asarray(places) < 0) | (np.asarray(places) > self.shapes.states), places)
         if len(wrong):
             raise RuntimeError(f"recurrent state {wrong[0]} is none of the {self.shapes.states} of this engine")
 

@@ -165,7 +165,8 @@ class Rows:
         elif s.exact:
             used[:, behind:] = [seq.next_forced(s.steps) for seq in seqs]
         self._rows[slots, FRESH] = 0
-        self._rows[slots, SOURCE] = self._rows[slots, STATE]
+        if s.states:
+            self._rows[slots, SOURCE] = self._rows[slots, STATE]
         for column, sign in ((POSITION, 1), (DRAWN, 1), (REMAINING, -1)):
             self._rows[slots, column] += sign * steps
         for seq, taken in zip(seqs, steps.tolist(), strict=True):

@@ -268,3 +268,36 @@ MODEL = {
     "intermediate_size": 24,
     "max_position_embeddings": 300,
 }
+
+
+def greedy(model, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, log-probs f64[count, V]) of `generate`."""
+    import torch
+
+    torch.set_num_threads(1)  # its threads wait for each other at every operation of so small a model
+    ids = torch.tensor(prompt[None])
+    options = dict(max_new_tokens=count, min_new_tokens=count, do_sample=False, output_logits=True)
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
+        logits = torch.stack(out.logits)[:, 0].double()
+    return out.sequences[0, len(prompt) :].numpy(), torch.log_softmax(logits, -1).numpy()
+
+
+def check_greedy(setting: str, model, samples, *, atol: float, tie: float, least: float) -> None:
+    """Asserts that our samples are the model's greedy ones: each up to a near-tie that is taken both ways, which is
+    printed. least: the share of the tokens that must be equal."""
+    equal = 0
+    for sample in samples:
+        tokens, logprobs = greedy(model, sample.prompt_ids, len(sample.out_ids))
+        parted = np.flatnonzero(tokens != sample.out_ids)
+        n = parted[0] if len(parted) else len(tokens)
+        if n < len(tokens):
+            gap = logprobs[n, tokens[n]] - logprobs[n, sample.out_ids[n]]
+            print(f"{setting}, prompt of {len(sample.prompt_ids)}: a near-tie at token {n}: {gap:.1e} between ids "
+                  f"{tokens[n]} and {sample.out_ids[n]}")  # fmt: skip
+            assert gap < tie
+        np.testing.assert_allclose(sample.logprobs[:n], logprobs[np.arange(n), tokens[:n]], rtol=0, atol=atol)
+        equal += n
+    total = sum(len(sample.out_ids) for sample in samples)
+    print(f"{setting}: {equal} of {total} tokens are equal")
+    assert equal > least * total

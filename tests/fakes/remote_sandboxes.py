@@ -1,5 +1,5 @@
 """Services of sandboxes at their wires: the command `docker` (or podman), the API server that the real kubectl asks, and
-E2B's HTTP API. What they run, they run here behind bwrap, in a /tmp and a /work that last as long as the sandbox.
+E2B's HTTP API. What they run, they run here behind bwrap, in a /tmp and a /code that last as long as the sandbox.
 
 `python remote_sandboxes.py STATE ENGINE ARGUMENT...` is the command. In STATE, `boxes/NAME` is a sandbox, and a file
 `broken` holds what the service answers instead of starting commands.
@@ -51,7 +51,7 @@ def inside(state, name, command):
     ]
     for link in (link for link in links if Path(f"/usr/{link}").is_dir()):
         walls += ["--symlink", f"usr/{link}", f"/{link}"]
-    return [*walls, "--bind", box / "tmp", "/tmp", "--bind", box / "work", "/work", "--chdir", "/work", "--", *command]
+    return [*walls, "--bind", box / "tmp", "/tmp", "--bind", box / "work", "/code", "--chdir", "/code", "--", *command]
 
 
 def engine(state, name, *arguments):

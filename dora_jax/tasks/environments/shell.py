@@ -3,9 +3,9 @@
     environment.name = "dora_jax.tasks.environments.shell.Shell"
     environment.params = {"sandbox": "dora_jax.tasks.sandbox.remote.Container", "options": {"image": "python:3.12"}}
 
-The answer of a row: its tests are those of tasks/code.py, of a command that runs in /work:
+The answer of a row: its tests are those of tasks/code.py, of a command that runs in /code:
 
-    {"files": {"/work/a.py": text}, "keep": ["/work/a.py"], "command": ["python3", "/work/a.py"], "tests": [...]}
+    {"files": {"/code/a.py": text}, "keep": ["/code/a.py"], "command": ["python3", "/code/a.py"], "tests": [...]}
 
 A message with a ```bash or ```python block runs it in the episode's sandbox and is answered with its output; any other
 ends the episode. Then a fresh sandbox gets the files, and of the episode's those of `keep`; the command runs there, and

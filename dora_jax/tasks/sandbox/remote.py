@@ -1,8 +1,8 @@
 """Sandboxes elsewhere: a container of docker or podman, an agent-sandbox of Kubernetes, a sandbox of E2B.
 
     box = Container(image="python:3.12-slim")
-    box.write("/work/a.py", b"print(input())")
-    ran = box.run(["python3", "/work/a.py"], stdin="4\n", wall_s=10.0)   # a Ran, as of programs.py
+    box.write("/code/a.py", b"print(input())")
+    ran = box.run(["python3", "/code/a.py"], stdin="4\n", wall_s=10.0)   # a Ran, as of programs.py
     box.close()
 
 The constructor makes one, which ends by itself after lifetime_s, whatever becomes of its owner. Each is a
