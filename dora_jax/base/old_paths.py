@@ -62,7 +62,6 @@ RENAMED = {
     "dora_jax.tasks.program_walls": "dora_jax.tasks.sandbox.bubblewrap",
     "dora_jax.tasks.sandbox.render_worker": "dora_jax.tasks.sandbox.render",
     "dora_jax.tasks.token_bridge": "dora_jax.tasks.environments.bridge",
-    "dora_jax.tasks.trial": "dora_jax.tasks.pool",
     "dora_jax.trainer.routing": "dora_jax.trainer.health",
     "dora_jax.update_costs": "dora_jax.costs.update",
 }

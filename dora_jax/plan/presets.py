@@ -62,7 +62,7 @@ ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
 NONE: tuple[dict[str, Any], str] = ({}, "")
 UNKNOWN = Machines(Machine(), Machine())
 LADDER_ROWS = 16  # of a decode dispatch, from which on narrower ones are worth a compilation
-PAGES, WINDOW_PAGES = "rollout.pages", "rollout.window_pages"
+OF_MODEL = "rollout.pages", "rollout.window_pages", "trainer.share_prompts"  # what a model decides, where it is open
 
 Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
 Section = TypeVar("Section", ModelSection, RolloutSection, TrainerSection)
@@ -149,13 +149,11 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
         dtype = "float32", "a CPU computes bfloat16 no faster"
     model_section = _filled("model", config.model, {"dtype": dtype}, choices)
     chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
-    if is_recurrent(config, model):
-        chosen["share_prompts"] = "off", "the recurrent state of a prompt is not handed on to its answers"
     config = dataclasses.replace(
         config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
     )
     done = Plan(asked=asked, machines=found, config=config, choices=tuple(choices), model=model)
-    return _with_pages(done)
+    return with_model(done, model)
 
 
 def is_recurrent(config: Config, model: ModelConfig | None) -> bool:
@@ -167,8 +165,28 @@ def is_recurrent(config: Config, model: ModelConfig | None) -> bool:
 
 
 def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
-    """The plan for this model: with the KV pages that its memory leaves, unless their number was asked for."""
-    return plan(planned.asked, planned.machines, model)
+    """The plan for this model: with prompts shared in rows where it can share them, and with KV pages: those that were
+    asked for, those that fit beside the model, or where that is not known those that the slots need."""
+    asked = {name: getattr(planned.asked.rollout, name) for name in ("pages", "window_pages")}
+    rollout = dataclasses.replace(planned.config.rollout, **asked)
+    trainer = dataclasses.replace(planned.config.trainer, share_prompts=planned.asked.trainer.share_prompts)
+    choices = [choice for choice in planned.choices if choice.field not in OF_MODEL]
+    shared = _share_prompts(trainer, is_recurrent(planned.config, model))
+    trainer = _filled("trainer", trainer, {"share_prompts": shared}, choices)
+    config = dataclasses.replace(planned.config, rollout=rollout, trainer=trainer)
+    planned = dataclasses.replace(planned, config=config, model=model)
+    pages, why, local = memory.enough_pages(rollout), "every slot can hold a longest sample", 0
+    if not asked["pages"] and planned.machines.instances.platform != "cpu" and planned.memory:
+        why = f"{rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
+        pages, local = planned.memory.pools
+        pages = max(pages, 1)
+    if planned.model and not local:
+        local = memory.window_pages(planned.model, dataclasses.replace(rollout, pages=asked["pages"] or pages))
+    found = {"pages": (pages, why), "window_pages": (local, "what a window has passed is given back")}
+    rollout = _filled("rollout", rollout, found, choices)
+    return dataclasses.replace(
+        planned, config=dataclasses.replace(planned.config, rollout=rollout), choices=tuple(choices)
+    )
 
 
 def resolve(config: Config, found: Machines, model: ModelConfig | None = None) -> tuple[Config, tuple[Choice, ...]]:
@@ -369,33 +387,11 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
     }
 
 
-def _with_pages(planned: Plan) -> Plan:
-    """The plan with KV pages: those that were asked for, those that fit beside the model, or where that is not known
-    those that the slots need."""
-    asked = {name: getattr(planned.asked.rollout, name) for name in ("pages", "window_pages")}
-    rollout = dataclasses.replace(planned.config.rollout, **asked)
-    planned = dataclasses.replace(planned, config=dataclasses.replace(planned.config, rollout=rollout))
-    pages, why, local = memory.enough_pages(rollout), "every slot can hold a longest sample", 0
-    if not asked["pages"] and planned.machines.instances.platform != "cpu" and planned.memory:
-        why = f"{rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
-        pages, local = planned.memory.pools
-        pages = max(pages, 1)
-    if planned.model and not local:
-        local = memory.window_pages(planned.model, dataclasses.replace(rollout, pages=asked["pages"] or pages))
-    found = {"pages": (pages, why), "window_pages": (local, "what a window has passed is given back")}
-    choices = [choice for choice in planned.choices if choice.field not in (PAGES, WINDOW_PAGES)]
-    rollout = _filled("rollout", rollout, found, choices)
-    return dataclasses.replace(
-        planned, config=dataclasses.replace(planned.config, rollout=rollout), choices=tuple(choices)
-    )
-
-
 def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     if machine.platform == "cpu":
         return {
             "attention": ("reference", "the one that XLA compiles for a CPU"),
             "expert_matmul": ("scan", SCAN),
-            "share_prompts": _share_prompts(section, "reference"),
             "logits_bytes": (256 * MIB, "smaller chunks are computed twice"),
         }
     kernel: TrainerKernel = "splash" if machine.platform == "tpu" else "cudnn"
@@ -409,14 +405,15 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     return {
         "attention": (kernel, why),
         "expert_matmul": ("megablox", MEGABLOX) if machine.platform == "tpu" else ("ragged_dot", RAGGED_DOT),
-        "share_prompts": _share_prompts(section, section.attention if section.attention not in OPEN else kernel),
         "logits_bytes": (logits_bytes, "the head is read once for so many logits"),
         "compiler_options": TRAINER_OPTIONS.get(machine.platform, NONE),
     }
 
 
-def _share_prompts(section: TrainerSection, kernel: str) -> tuple[str, str]:
-    if kernel == "splash":
+def _share_prompts(section: TrainerSection, recurrent: bool) -> tuple[str, str]:
+    if recurrent:
+        return "off", "the recurrent state of a prompt is not handed on to its answers"
+    if section.attention == "splash":
         return "off", "splash compares segment ids alone"
     if section.advantage in objective.ALONE:
         return "off", f"the advantage {section.advantage} takes the gradient of each trajectory alone"
