@@ -272,6 +272,31 @@ def test_an_episode_that_is_forwarded_goes_on_though_its_keeper_is_lost(lost):
     assert len(resumed) == 2
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_move_whose_sample_ended_its_turn_takes_nothing_from_the_resume_behind_it(lost):
+    """The source fails the move after the episode was asked to go on elsewhere; both are answered, also if the source
+    is lost in between."""
+    source, there, outbox, resumed, asked = Keeper(0), Keeper(1), queue.SimpleQueue(), [], []
+    source.incarnation, source.spent = 0, dict
+    source.send = lambda message, payload, dst: asked.append((message, payload, dst))
+    there.send = lambda message, payload: resumed.append(message.attempt)
+    up = ev.InstanceUp(instance=0, slots=1, pages=1, page_size=4)
+    proxy, other = OneWorker(up, outbox), OneWorker(dataclasses.replace(up, instance=1), outbox)
+    proxy.begin(source)
+    other.begin(there)
+    proxy.send(move := ev.Move(ids=(REQUEST.id,), src=0, dst=1, attempt=3), None, other)
+    proxy.send(ev.Resume(ids=(REQUEST.id,), instance=1, version=0, attempt=9), REQUEST, other)
+    failed = ev.MoveFailed(id=REQUEST.id, src=move.src, dst=move.dst, attempt=move.attempt, reason="its turn has ended")
+    if lost:
+        proxy.lose(source)
+    proxy.on_message(source, failed)
+    message, payload, dst = asked[1]
+    dst.send(message, payload)
+    assert resumed == [9]
+    failures = [item for item in (outbox.get() for _ in range(outbox.qsize())) if isinstance(item, ev.MoveFailed)]
+    assert [each.attempt for each in failures] == [3]
+
+
 def test_an_instance_of_a_large_fleet_lists_its_samples_in_some_of_its_reports():
     now, outbox = [100.0], queue.SimpleQueue()
     engine = OracleEngine(SECTION, length=lambda *_: 60)

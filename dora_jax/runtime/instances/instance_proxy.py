@@ -67,7 +67,9 @@ class InstanceProxy(Generic[AnyWorker]):
         self._lock = threading.RLock()
         self._worker: AnyWorker | None = None  # that the orchestrator knows of, or will
         self.incarnation = up.incarnation  # the latest
-        self._leaving: dict[SampleId, Callable[[], object]] = {}  # on their way out; what is done if it is lost first
+        # on their way out, by the attempt of the Move or Resume: both may be asked of one sample, whose turn has ended
+        # meanwhile; what is done if it is lost first
+        self._leaving: dict[tuple[SampleId, int], Callable[[], object]] = {}
         self._arriving: dict[SampleId, ev.SampleMoved] = {}  # handed over and not yet in; the answer then
         self._earlier: Mapping[str, float] = {}  # seconds of earlier incarnations
         self._vocab_size = vocab_size
@@ -99,14 +101,14 @@ class InstanceProxy(Generic[AnyWorker]):
                 case _ if worker:
                     worker.send(message, payload)
             return
-        lost: dict[SampleId, Callable[[], object]] = {}
+        lost: dict[tuple[SampleId, int], Callable[[], object]] = {}
         match message:
             case ev.Move(ids=ids, src=src, dst=to, attempt=attempt):
                 for id in ids:
                     failed = ev.MoveFailed(id=id, src=src, dst=to, attempt=attempt, reason=LOST)
-                    lost[id] = functools.partial(self._outbox.put, failed)
-            case _:  # an episode goes on there without the KV that is kept here
-                lost[payload.id] = functools.partial(dst.send, message, payload)
+                    lost[id, attempt] = functools.partial(self._outbox.put, failed)
+            case ev.Resume(attempt=attempt):  # an episode goes on there without the KV that is kept here
+                lost[payload.id, attempt] = functools.partial(dst.send, message, payload)
         with self._lock:
             if (worker := self._worker) is not None:
                 self._leaving |= lost
@@ -143,8 +145,8 @@ class InstanceProxy(Generic[AnyWorker]):
             if self._worker is not worker:
                 return
             match item:
-                case ev.MoveFailed(id=id):
-                    self._leaving.pop(id, None)
+                case ev.MoveFailed(id=id, attempt=attempt):
+                    self._leaving.pop((id, attempt), None)
                 case ev.SampleMoved(id=id):
                     self._arriving.pop(id, None)
             self._outbox.put(item)
@@ -206,11 +208,12 @@ class Destination(Generic[AnyWorker]):
     dst: InstanceProxy[AnyWorker]
     worker: AnyWorker | None  # the incarnation that a Move is meant for
 
-    def send(self, message: Message, payload: Any = None, dst: None = None) -> bool:
+    def send(self, message: ev.Move | ev.Resume, payload: Any = None, dst: None = None) -> bool:
         """payload: the sample, which has an id, is out of the source's engine. False: it does not arrive as it left,
         for one of the two incarnations is over."""
         with self.src._lock:
-            if self.src._worker is not self.source or self.src._leaving.pop(payload.id, None) is None:
+            key = payload.id, message.attempt
+            if self.src._worker is not self.source or self.src._leaving.pop(key, None) is None:
                 return False  # the answer has been given
         if not isinstance(message, ev.Move):
             self.dst.send(message, payload)
