@@ -33,7 +33,7 @@ CODE = {
     "plan": 1372,
     "report": 1260,
     "rollout": 3520,
-    "runtime": 12322,
+    "runtime": 12323,
     "serving": 2960,
     "sim": 2039,
     "tasks": 4652,
