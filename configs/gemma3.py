@@ -55,7 +55,7 @@ def layout(size, slice_name, adapters, tensor, lean):
     c.task.name, c.task.template, c.task.rewards = "rows", "chat", ("dora_jax.tasks.rewards.numeric",)
     c.trainer.remat, c.trainer.learning_rate = "full", 1e-6
     c.eval.every, c.eval.prompts = 20, 64
-    c.rollout.slots, c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 32, 1024, 3072
+    c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 1024, 3072
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 16, 8
     c.trainer.pack_tokens = 4096
     if adapters:
@@ -72,5 +72,5 @@ def layout(size, slice_name, adapters, tensor, lean):
     c.cluster.launcher, c.cluster.wire = "ray", "transfer"
     c.cluster.trainer_slice, c.cluster.trainer_hosts = f"v5p-{8 * hosts}", hosts
     c.cluster.instance_slice, c.rollout.instances = "v5p-8", hosts
-    c.rollout.slots, c.orchestrator.groups_per_step = 128, 32 * hosts
+    c.orchestrator.groups_per_step = 32 * hosts
     return c

@@ -60,7 +60,7 @@ def layout(size, slice_name):
         c.orchestrator.groups_per_step, c.orchestrator.group_size = 4, 4
         c.trainer.pack_tokens = 512
         return c
-    c.rollout.slots, c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 32, 1024, 3072
+    c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 1024, 3072
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 16, 8
     c.trainer.pack_tokens = 4096
     if slice_name.startswith("v5p"):
@@ -76,5 +76,4 @@ def several_hosts(c, slice_name):
     c.cluster.launcher, c.cluster.wire = "ray", "transfer"
     c.cluster.trainer_slice, c.cluster.trainer_hosts = f"v5p-{8 * hosts}", hosts
     c.cluster.instance_slice, c.rollout.instances = "v5p-8", hosts
-    c.rollout.slots = 128
     c.orchestrator.groups_per_step = 32 * hosts

@@ -20,7 +20,7 @@ LONELY = ("types", "version", "publish", "simulate")
 
 # room -> the rooms that it may import, beside itself, `types`, `version` and `base`
 ALLOWED = {
-    "aot": "config models models/families plan runtime/assembly trainer",
+    "aot": "config costs models models/families plan runtime/assembly trainer",
     "buffer": "",
     "cli": "aot config models models/families plan runtime/journal trainer",
     "config": "models models/families",

@@ -14,6 +14,7 @@ from dora_jax.config import (
     Config,
     ConfigError,
     ModelSection,
+    OrchestratorSection,
     RolloutSection,
     SftSection,
     TaskSection,
@@ -138,12 +139,19 @@ def test_what_the_user_sets_is_kept():
     )
     done, choices = resolved(asked)
     assert done.rollout == dataclasses.replace(
-        asked.rollout, residents=1, ladder="off", prefill_chunk=512, prefill_tokens=1024, prefill_call_tokens=1024
+        asked.rollout,
+        slots=32,
+        residents=1,
+        ladder="off",
+        prefill_chunk=512,
+        prefill_tokens=1024,
+        prefill_call_tokens=1024,
     )
     assert done.trainer == dataclasses.replace(
         asked.trainer, attention="splash", share_prompts="off", expert_matmul="megablox"
     )
     assert {choice.field for choice in choices} == {
+        "rollout.slots",
         "rollout.ladder",
         "rollout.prefill_chunk",
         "rollout.prefill_tokens",
@@ -162,6 +170,49 @@ def test_the_page_table_fits_the_scalar_memory(slots, new, size):
     if size > 64:
         refusals = validate.problems(on("v5e-8", rollout | {"page_size": size // 2, "pages": 2000}), "evaluate")
         assert any(refusal.startswith(f"rollout.page_size {size // 2} makes a page table of") for refusal in refusals)
+
+
+@pytest.mark.parametrize(
+    "size, groups, rollout, slots",
+    [
+        ("Qwen3-0.6B", 16, {"memory_share": 0.9}, 40),  # 1.25 x 16 groups of 8 over four instances
+        ("Qwen3-0.6B", 16, {"max_new_tokens": 15360}, 32),  # the pages hold fewer: the fewest that are chosen
+        ("Qwen3-0.6B", 128, {}, 72),
+        ("Qwen3-0.6B", 128, {"decode_rows": 48}, 48),  # calls of so many rows
+        ("Qwen3-0.6B", 2, {}, 32),
+        ("Qwen3-8B", 16, {"tensor": 2}, 56),
+    ],
+)
+def test_slots_are_those_that_groups_ask_for_and_the_memory_holds(size, groups, rollout, slots):
+    """Each chosen slot can hold a sample whose length is three quarters of the limit."""
+    pack = {"pack_tokens": 1024 + rollout.get("max_new_tokens", 3072), "micro_batches": 32}
+    section = OrchestratorSection(groups_per_step=groups, group_size=8)
+    asked = on("v6e-8", rollout, pack, size, orchestrator=section)
+    done, choices = resolved(asked)
+    assert done.rollout.slots == slots and "rollout.slots" in {choice.field for choice in choices}
+    planned = presets.plan(asked, presets.machines(asked), presets.model_of(asked)).memory
+    assert slots == presets.SLOTS or planned.slots >= slots
+    more = dataclasses.replace(asked, rollout=dataclasses.replace(asked.rollout, slots=slots + 48))
+    larger = presets.plan(more, presets.machines(more), presets.model_of(more)).memory
+    unit = rollout.get("decode_rows", presets.SLOTS_MULTIPLE)
+    assert larger.slots < slots + unit or slots + unit > larger.demand
+
+
+def test_8b_on_a_v5p_fills_its_pages_with_samples():
+    tree = config_files.load_file(f"{CONFIGS / 'qwen3.py'}:8B,v5p-16")
+    tree.task.path = "rows.jsonl"
+    planned = presets.with_model(validate.read(tree, "evaluate"), KNOWN["Qwen3-8B"])
+    rollout = planned.config.rollout
+    assert rollout.slots == planned.memory.demand == 320
+    assert rollout.slots * planned.memory.needed_pages > 0.6 * rollout.pages
+
+
+@pytest.mark.parametrize("kernel, fits", [("tpu", 112), ("gpu", 320)])
+def test_slots_are_no_more_than_the_page_table_of_a_kernel_takes(kernel, fits):
+    rollout = {"max_prompt_tokens": 65536, "max_new_tokens": 65536, "pages": 10**6, "attention": kernel}
+    asked = on("v5p-16", rollout, {"pack_tokens": 131072, "micro_batches": 1},
+               orchestrator=OrchestratorSection(groups_per_step=128, group_size=8))  # fmt: skip
+    assert resolved(asked)[0].rollout.slots == fits
 
 
 @pytest.mark.parametrize("slice_name, changes", [("v6e-8", {"pack_tokens": 4160}), ("h100-8", {"context": 2})])
@@ -337,7 +388,9 @@ def test_gemma_gets_a_layout_that_fits(asked, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     asks = [f"--config={CONFIGS / 'gemma3.py'}:{asked}", "--config.model.path=a", "--config.task.path=b.jsonl"]
     settled = flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
-    assert re.search(r"KV pages: \d+ pages of 64 tokens\n", flags.describe(settled)), "all layers' in one pool"
+    assert re.search(
+        r"KV pages: \d+ pages of 64 tokens(, and \d+ of the \d+ layers with a window)?\n", flags.describe(settled)
+    )
     assert bool(settled.config.lora.rank) == asked.endswith("adapters")
 
 

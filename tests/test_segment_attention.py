@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dora_jax.base import chips
 from dora_jax.models import sharding
 from dora_jax.models.families.config import Scores
 from dora_jax.ops import segment_attention as ops
@@ -92,7 +93,7 @@ CASES = [
 def test_splash_gives_the_values_and_gradients_of_the_reference(
     monkeypatch, dtype, shape, context, tensor, fused, window
 ):
-    monkeypatch.setattr(ops, "SPLASH_BLOCK", 128)  # several blocks a shard, masked ones among them
+    monkeypatch.setattr(chips, "SPLASH_BLOCK", 128)  # several blocks a shard, masked ones among them
     monkeypatch.setattr(ops, "SPLASH_FUSED", L if fused else 0)
     ops.splash_kernel.cache_clear()
     segments, positions, inside = packed()

@@ -24,7 +24,9 @@ import jax
 from dora_jax.aot import roles
 from dora_jax.aot.roles import INSTANCE, PROGRAMS, PUBLISH, TRAINER, Compiled, Kernel, Role
 from dora_jax.aot.slices import SlicePlacement, place_of, slice_devices
+from dora_jax.base import chips
 from dora_jax.config import Config, ConfigError, field_context
+from dora_jax.costs import update as costs
 from dora_jax.models import decoder, sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
@@ -48,7 +50,10 @@ class Program:
     loops: int = 1  # how often a loop runs whose count is only known at run time
     compiled: Any = None  # where the assembly has compiled it, in `compile_s`
     compile_s: float = 0.0
-    pool: tuple[float, int] = (math.inf, 1)  # bytes of the KV pool on a device, and the layers that share it
+    pool_bytes: float = math.inf  # of the KV pool on a device,
+    live_bytes: float = 0.0  # and of what one kernel reads of it where samples have their mean length
+    needed: float = 0.0  # FLOPs of all chips that the model needs for full rows
+    splash: float = 1.0  # the share of its blocks that splash attention computes
 
 
 def compile_roles(
@@ -106,8 +111,14 @@ def _trainer(
         call=run.publishing_copy(config, model, place.mesh),
         arguments=(run.publishing_inputs(model, place.mesh, config.lora),),
     )
+    splash = config.trainer.attention == "splash"
     update = Program(
-        name="train", call=step.jitted_update(recipe), arguments=arguments, loops=config.trainer.micro_batches
+        name="train",
+        call=step.jitted_update(recipe),
+        arguments=arguments,
+        loops=config.trainer.micro_batches,
+        needed=costs.model_flops(model, [shape.tokens] * shape.rows, frozen=config.lora.on),
+        splash=costs.splash_share(shape.tokens, config.trainer.context, model.head_dim) if splash else 1.0,
     )
     state, arrays, *frozen = arguments
     held = {"masters": _held(state.params), "moments": _held(state.opt_state), "batch": _held(arrays)}
@@ -139,7 +150,18 @@ def _instance(
     laid_out = functools.partial(decoder.serving_layout, layout=calls.shapes.layout)
     published = jax.eval_shape(laid_out, run.published(config, model))
     pool = _held(at(calls.abstract_pool, calls.pool_sharding))
-    programs = [dataclasses.replace(one, pool=(pool, model.kv_layers)) for one in programs]
+    # What a kernel of one layer reads, the mean over layers: rows that all hold a prompt of half its limit, and where
+    # they decode, half of an answer of half its limit
+    rollout, shapes = config.rollout, calls.shapes
+    windows = memory.window_share(model, rollout) if model.windows else 0.0
+    for i, one in enumerate(programs):
+        kind, *sizes = one.name.split()
+        rows = {"prefill": shapes.prefill_rows, "verify": shapes.verify_control(1)[0]}.get(kind, shapes.rows)
+        rows = int(sizes[0]) if kind == "narrow" else rows
+        context = rollout.max_prompt_tokens / 2 + (0 if kind == "prefill" else rollout.max_new_tokens / 4)
+        seen = context - windows * max(context - max(model.windows, default=0), 0)
+        live = rows * seen * memory.token_bytes(model, rollout, config.model.dtype) / model.kv_layers
+        programs[i] = dataclasses.replace(one, pool_bytes=pool, live_bytes=live)
     residents = config.rollout.residents
     versions = f"{residents} resident version{'s' if residents > 1 else ''}"
     held = {versions: residents * _held(calls.abstract_params)}
@@ -182,18 +204,22 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
         model_s=text.cycles() / roles.chip_of(place.slice_name).clock_hz,
         kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)),
+        chip=roles.chip_of(place.slice_name),
+        links_bytes_per_s=chips.ici_bytes_per_s(chips.parse(place.slice_name)[0], place.chips),
+        needed=program.needed / place.chips,
     )
 
 
 def _kernels(
     program: Program, text: hlo.CompiledText, flops_of: dict[str, float], place: SlicePlacement
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a program. One that gets the pool of all layers reads the pages of one layer at most."""
-    chip, (pool, layers) = roles.chip_of(place.slice_name), program.pool
+    """Yield the kernels of a program. One that gets the pool of all layers reads its rows' pages of one layer."""
+    chip = roles.chip_of(place.slice_name)
     for one in text.kernels():
-        other_layers = pool * (1 - 1 / layers) if one.bytes >= one.runs * pool else 0.0
+        unread = program.pool_bytes - program.live_bytes if one.bytes >= one.runs * program.pool_bytes else 0.0
         done = place.cores * one.runs * flops_of.get(one.name, 0.0)
-        moved = place.cores * (one.bytes - one.runs * other_layers)
+        done *= program.splash if one.name.startswith("splash") else 1.0
+        moved = place.cores * (one.bytes - one.runs * unread)
         floor_s = max(done / chip.flops, moved / chip.hbm_bytes_per_s)
         yield Kernel(name=one.name, runs=one.runs, flops=done, bytes=moved, floor_s=floor_s)
 

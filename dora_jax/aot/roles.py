@@ -12,9 +12,9 @@ import jax
 from dora_jax.base import chips
 from dora_jax.base.chips import Chip
 from dora_jax.config import Config, ConfigError
+from dora_jax.costs.update import KERNEL
 from dora_jax.trainer import hlo
 
-KERNEL_MARGIN = 2  # a kernel is charged so many times its floor: XLA does not know how long it takes
 TRAINER, INSTANCE = "trainer", "instance"
 PUBLISH = "publish"
 PROGRAMS = {TRAINER: ("train", PUBLISH), INSTANCE: ("decode", "narrow", "verify", "prefill", "read", "write")}
@@ -41,7 +41,7 @@ class Kernel:
 
     @property
     def seconds(self) -> float:
-        return KERNEL_MARGIN * self.floor_s
+        return KERNEL * self.floor_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,18 @@ class Compiled:
     model_s: float  # XLA's estimate of the cycles at the chip's clock; neither kernels nor what is sent
     kernels: tuple[Kernel, ...]
     compile_s: float
+    chip: Chip
+    links_bytes_per_s: float  # to the chips of its role
+    needed: float = 0.0  # FLOPs of an update that the model itself needs, the numerator of MFU; 0: of other programs
+
+    @property
+    def sent_s(self) -> float:
+        return sum(kind.bytes for kind in self.sent.values()) / self.links_bytes_per_s
+
+    @property
+    def seconds(self) -> float:
+        """The longer of computing and of sending, which overlap."""
+        return max(self.model_s + sum(kernel.seconds for kernel in self.kernels), self.sent_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +106,7 @@ def describe(one: Compiled) -> list[str]:
     """Lines of a dry run."""
     sent = ", ".join(f"{kind} {t.bytes / 1e9:.2f} GB in {t.runs}" for kind, t in sorted(one.sent.items()))
     host = f", {one.host_bytes / GIB:.2f} in host memory" if one.host_bytes else ""
-    return [
+    lines = [
         (
             f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
             f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}; "
@@ -106,6 +118,13 @@ def describe(one: Compiled) -> list[str]:
             for k in one.kernels
         ),
     ]
+    if one.needed:
+        lines.append(
+            f"    MFU {one.needed / (one.chip.flops * one.seconds):.0%} of an update in {one.seconds:.3g} s: model and "
+            f"kernels {one.model_s + sum(k.seconds for k in one.kernels):.3g} s, meanwhile it sends "
+            f"{one.sent_s:.3g} s; {one.needed / one.flops:.0%} of its FLOPs are the model's own"
+        )
+    return lines
 
 
 def describe_role(role: Role) -> str:

@@ -68,6 +68,9 @@ LAPTOP_BYTES = 32 * GB  # of memory, which virtual devices share
 HOST_CHIPS = 4  # of a TPU host
 LINKS = {"v4": 6, "v5p": 6, "tpu7x": 6, "v5e": 4, "v6e": 4}  # of a chip, two a dimension
 
+LANES = 128  # numbers of a TPU's vector: blocks of splash attention are multiples of it
+SPLASH_BLOCK = 1024  # its queries and keys at once; more of both, of heads of a vector, does not fit a core's memory
+
 
 def ici_bytes_per_s(chip: str, chips: int) -> float:
     """One way, from a chip to the others of its slice of so many, a power of two (v5p-8: 4 chips, 2x2x1, two links).
@@ -82,6 +85,20 @@ def ici_bytes_per_s(chip: str, chips: int) -> float:
     cube = chip not in FLAT and all(side % 4 == 0 for side in sides)
     used = sum(2 if cube or (chip in FLAT and side == 16) else 1 for side in sides if side > 1)
     return CHIPS[chip].ici_bytes_per_s * used / LINKS[chip]
+
+
+def block_of(length: int, most: int) -> int:
+    """The longest divisor of `length` that is a multiple of LANES and at most `most`."""
+    sizes = [size for size in range(LANES, min(length, most) + 1, LANES) if length % size == 0]
+    if not sizes:
+        raise ValueError(f"trainer.attention=splash: {length} positions of a row are not a multiple of {LANES}")
+    return sizes[-1]
+
+
+def splash_blocks(queries: int, keys: int, width: int) -> tuple[int, int]:
+    """Queries and keys of a block of splash attention: those of wider heads are shorter."""
+    most = SPLASH_BLOCK // -(-width // LANES)
+    return block_of(queries, most), block_of(keys, most)
 
 
 def parse(name: str) -> tuple[str, int]:

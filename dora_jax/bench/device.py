@@ -53,7 +53,6 @@ from dora_jax import aot as compilation
 from dora_jax.aot import roles
 from dora_jax.bench import harness
 from dora_jax.config import Config, OrchestratorSection, TrainerSection
-from dora_jax.costs import update as update_costs
 from dora_jax.models import decoder
 from dora_jax.models.families import KNOWN, new_config
 from dora_jax.models.families.config import ModelConfig, Scores
@@ -616,7 +615,7 @@ def aot(only="", programs=(), layers=0) -> Iterator[str]:
             model = dataclasses.replace(model, n_layers=layers)
         yield f"{row.name}{f', {layers} layers' if layers else ''}"
         try:
-            done = lambda one: print(*_aot_lines(one, config, model), sep="\n", flush=True)
+            done = lambda one: print(*roles.describe(one), sep="\n", flush=True)
             for role in compilation.compile_roles(
                 config, model, vocab_limit=VOCAB, eos_ids=(1,), only=chosen, done=done
             ):
@@ -626,20 +625,6 @@ def aot(only="", programs=(), layers=0) -> Iterator[str]:
             fits = False
     if not fits:
         raise SystemExit(1)
-
-
-def _aot_lines(one: roles.Compiled, config: Config, model: ModelConfig) -> list[str]:
-    lines = roles.describe(one)
-    if one.name == "train":
-        t = config.trainer
-        chips = t.data * t.fsdp * t.tensor * t.context * t.expert
-        useful = update_costs.model_flops(model, [t.pack_tokens] * t.rows) / chips
-        seconds = one.model_s + sum(kernel.seconds for kernel in one.kernels)
-        lines.append(
-            f"    {useful / one.flops:.0%} of the FLOPs are the model's own; model and kernels {seconds:.2f} s, "
-            f"sends {sum(kind.bytes for kind in one.sent.values()) / 1e9:.0f} GB"
-        )
-    return lines
 
 
 if __name__ == "__main__":

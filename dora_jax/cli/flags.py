@@ -31,7 +31,7 @@ from dora_jax.config import Config, ConfigError, RunError, workdirs
 from dora_jax.config import files as config_files
 from dora_jax.models.families import config as models
 from dora_jax.models.hf_config import not_a_model, read_config
-from dora_jax.plan import budget, devices, hub, presets, validate
+from dora_jax.plan import budget, devices, hub, presets, rates, validate
 from dora_jax.trainer import objective
 
 CONFIG_HELP = (
@@ -206,6 +206,7 @@ def describe(asked: CommandLine) -> str:
             *presets.table(asked.plan.choices),
             devices.describe(config),
             memory,
+            *(rates.describe(planned) if planned else ()),
             *notes,
         ]
     )
@@ -337,11 +338,14 @@ def _machine(asked: CommandLine, purpose: str) -> list[str]:
     if purpose == "sft":
         return []
     if config.cluster.launcher:
-        hosts, tensor = config.cluster.hosts_per_instance, {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True}
-        if plan.model and plan.model.cache_heads % hosts and hosts % plan.model.cache_heads:
+        processes, tensor = (
+            config.cluster.hosts_per_instance,
+            {"fsdp": 1, "tensor": config.rollout.tensor, "serving": True},
+        )
+        if plan.model and plan.model.cache_heads % processes and processes % plan.model.cache_heads:
             return [
                 (
-                    f"cluster.hosts_per_instance: {hosts} processes can neither split nor share the model's "
+                    f"cluster.hosts_per_instance: {processes} processes can neither split nor share the model's "
                     f"{plan.model.cache_heads} KV heads evenly"
                 )
             ]

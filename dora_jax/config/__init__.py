@@ -70,7 +70,9 @@ class RolloutSection:
     instances: int = field(2, "0: as many as the devices hold", ge=0)
     tensor: int = field(1, "devices an instance (tensor parallel); of more than KV heads, neighbours share one", ge=1)
     residents: int = field(0, "R: versions an instance holds at once; 0: 1, with adapters max_versions + 1", ge=0)
-    slots: int = field(32, "samples that decode at once, per instance", ge=1)
+    slots: int = field(
+        0, "samples that decode at once, per instance; 0: those in flight that memory holds, on a CPU 32", ge=0
+    )
     pages: int = field(0, "KV pages per instance; 0: what memory_share allows, on a CPU what the slots need", ge=0)
     window_pages: int = field(
         0, "of them, pages that layers with a window have; 0: all, or fewer where pages are short", ge=0, tuning=True

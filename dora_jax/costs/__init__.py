@@ -34,8 +34,10 @@ from dora_jax.base.chips import CHIPS, ici_bytes_per_s
 from dora_jax.base.config_tree import field
 from dora_jax.config import ConfigError
 from dora_jax.models import families
+from dora_jax.models.families.config import ModelConfig
 
 FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token
+LAYER_OVERHEAD_S = 46e-6  # of a decode step: a layer's small operations, by XLA's estimates for 8B on v5p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,16 +128,17 @@ def open_costs(model: ModelSizes, hardware: Hardware, options: CostOptions) -> C
     return MeasuredCosts(options.path) if options.path else Roofline(model, hardware, options)
 
 
-def sizes_of(asked: ModelSizes, chips: int) -> ModelSizes:
-    """The sizes of the model that `asked.size` names, on instances of so many chips; without a name what is asked.
+def sizes_of(asked: ModelSizes, chips: int, model: ModelConfig | None = None) -> ModelSizes:
+    """The sizes of this model, or of the one that `asked.size` names, on instances of so many chips; without either
+    what is asked.
 
     ConfigError where no model has the name.
     """
-    if not asked.size:
+    if not asked.size and model is None:
         return asked
-    if asked.size not in families.KNOWN:
+    if model is None and asked.size not in families.KNOWN:
         raise ConfigError(f"model.size: {asked.size!r} is none of {', '.join(families.KNOWN)}")
-    model = families.KNOWN[asked.size]
+    model = model or families.KNOWN[asked.size]
     experts = model.experts
     numbers = model.cache_numbers_on(1)
     return dataclasses.replace(

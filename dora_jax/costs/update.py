@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dora_jax.base.chips import CHIPS, DEVICES_A_CHIP, ici_bytes_per_s
+from dora_jax.base.chips import CHIPS, DEVICES_A_CHIP, ici_bytes_per_s, splash_blocks
 from dora_jax.config import TrainerSection
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF, Lora, adapter_params
@@ -25,7 +25,7 @@ from dora_jax.models.lora_config import OFF, Lora, adapter_params
 BACKWARD = 2  # gradients of weights and of inputs: two products for each of the forward pass
 PRODUCTS = 0.8  # of the peak that matrix products reach
 PASSES = 400  # over a layer's [tokens, D] in 2 bytes, forward and backward: norms, rotations, gates, casts, copies
-KERNEL = 2.0  # times its floor that an attention kernel takes
+KERNEL = 2.0  # times its floor that a kernel takes: XLA does not know how long
 KERNEL_BACKWARD = 2.5  # five products for the forward's two: it computes the scores again
 SCORE_PASSES = 10  # over float32 scores, where they are not in a kernel
 UPDATE_BYTES = 28  # a parameter: masters, two moments and gradient read, three written, all float32
@@ -52,7 +52,7 @@ class Expected(NamedTuple):
     def __str__(self) -> str:
         parts = ", ".join(f"{part.what} {part.seconds:.3g} s ({part.note})" for part in self.parts)
         return (
-            f"an update should take {self.seconds:.3g} s, MFU {self.mfu:.0%}: {parts}; meanwhile {self.sent.what} "
+            f"{self.seconds:.3g} s an update, MFU {self.mfu:.0%}: {parts}; meanwhile {self.sent.what} "
             f"{self.sent.seconds:.3g} s ({self.sent.note})"
         )
 
@@ -91,6 +91,15 @@ def model_flops(cfg: ModelConfig, lengths: Iterable[int], before: Iterable[int] 
     n, seen = (np.asarray(list(x), np.float64) for x in (lengths, before))
     products = (1 + (1 if frozen else BACKWARD)) * 2 * matmul_params(cfg) * n.sum()
     return float(products + (1 + BACKWARD) * score_products(cfg, n, seen).sum())
+
+
+def splash_share(tokens: int, context: int, width: int) -> float:
+    """The share of its blocks that splash attention computes of a causal row, in the shard of `context` that sees the
+    most keys; it skips the others."""
+    own = tokens // context
+    queries, keys = splash_blocks(own, tokens, width)
+    seen = [-(-(tokens - own + last) // keys) for last in range(queries, own + 1, queries)]
+    return sum(seen) / (len(seen) * (tokens // keys))
 
 
 def expected(
@@ -136,7 +145,10 @@ def _attention(
 ) -> UpdateCost:
     """The causal half; over context the last shard, which sees the most keys, is waited for."""
     forward = float(score_products(cfg, tokens)) * rows / (mesh.rows * mesh.tensor * mesh.context)
-    forward *= 2 - 1 / mesh.context
+    causal = 2 - 1 / mesh.context
+    if section.attention == "splash":  # whole blocks
+        causal = 2 * tokens / (tokens + 1) * splash_share(tokens, mesh.context, cfg.head_dim)
+    forward *= causal
     if cfg.latent:  # values come as wide as keys
         forward *= 2 * cfg.head_dim / (cfg.head_dim + cfg.latent.v_dim)
     if section.attention == "reference":

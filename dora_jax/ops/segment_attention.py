@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dora_jax.base.chips import LANES, block_of, splash_blocks
 from dora_jax.models import linear_attention
 from dora_jax.models.attention import KEPT
 from dora_jax.models.decoder import Attend, Scores
@@ -29,9 +30,7 @@ MIN_QUERY_BLOCK = 128  # smaller blocks skip more of the scores, but cost compil
 MAX_QUERY_BLOCKS = 8  # the blocks are unrolled: long rows take larger ones
 LONG_ROW = 8192  # keys; from here on only one block's scores exist at a time, backwards too: they grow with the square
 LONG_BLOCK = 512  # queries of such a block, at most
-LANES = 128  # a TPU's vector: splash's blocks are multiples of it
-SPLASH_BLOCK = 1024  # queries and keys of a block that splash holds on the chip; more of both does not fit its memory
-SPLASH_COMPUTE = 512  # keys of one product in it: f32[1024, 512] scores take 2 MiB
+SPLASH_COMPUTE = 512  # keys of one product of a block: f32[1024, 512] scores take 2 MiB
 SPLASH_FUSED = 8192  # keys; up to here one backward kernel makes all gradients, writing dq once a block of keys
 
 
@@ -101,9 +100,8 @@ def splash_kernel(
 ) -> splash.SplashAttentionKernel:
     """`group` query heads of `width` numbers on one KV head; its tables of blocks are numpy arrays, so that no trace
     owns them. Blocks of wider heads are shorter: they have to fit the chip's vector memory."""
-    most = SPLASH_BLOCK // -(-width // LANES)
-    queries, keys = (_block(n, most) for n in (length // context, length))
-    compute = _block(keys, SPLASH_COMPUTE)
+    queries, keys = splash_blocks(length // context, length, width)
+    compute = block_of(keys, SPLASH_COMPUTE)
     backward: dict[str, Any] = {"block_q_dkv": queries, "block_kv_dkv": keys, "block_kv_dkv_compute": compute}
     if length > SPLASH_FUSED:
         backward |= {"block_q_dq": queries, "block_kv_dq": keys}
@@ -123,14 +121,6 @@ def splash_kernel(
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
-
-
-def _block(length: int, most: int) -> int:
-    """The longest divisor of `length` that is a multiple of LANES and at most `most`."""
-    sizes = [size for size in range(LANES, min(length, most) + 1, LANES) if length % size == 0]
-    if not sizes:
-        raise ValueError(f"trainer.attention=splash: {length} positions of a row are not a multiple of {LANES}")
-    return sizes[-1]
 
 
 def _grouped(q_BxLxHxD, n_kv: int):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from dora_jax.base.chips import Machine
 from dora_jax.config import Config
-from dora_jax.costs.update import expected
 from dora_jax.models.families.config import ModelConfig
+from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices, memory
 from dora_jax.plan.memory import GIB, PlanLine
 
@@ -48,6 +48,7 @@ class Budget:
     mesh: memory.Mesh  # the trainer's
     shared: bool  # trainer and instances have devices in common
     crowd: int  # instances on one device
+    instances: int
     aliased: bool  # all on one CPU: an instance runs the published version itself
 
     @property
@@ -130,6 +131,24 @@ class Budget:
         """Samples that the pages hold at once, if half of them are at full length and the others at half of it."""
         return max(int(self.config.rollout.pages / (0.75 * self.needed_pages)), 1)
 
+    def slots_for(self, least: int, multiple: int) -> int:
+        """Slots of an instance, `least` or more: those that are in flight, as far as pages and the page table of a
+        TPU's kernel hold them; so many times `multiple`."""
+        rollout, count = self.config.rollout, -(-max(self.demand, least) // multiple) * multiple
+        while count > least:
+            section = dataclasses.replace(rollout, slots=count)
+            tried = dataclasses.replace(self, config=dataclasses.replace(self.config, rollout=section))
+            section = dataclasses.replace(section, pages=rollout.pages or tried.pools[0])
+            held = dataclasses.replace(tried, config=dataclasses.replace(self.config, rollout=section)).slots
+            if rollout.attention in ("tpu", "tokamax") and not rollout.decode_rows:
+                held = min(held, int(count * memory.TABLE_BYTES / memory.table_bytes(section, section.page_size)))
+            if held >= count:
+                break
+            count = max(
+                min(count - multiple, max(held, count // 2)) // multiple * multiple, least
+            )  # fewer slots leave more pages
+        return count
+
     @property
     def micro_batches(self) -> int:
         """The fewest micro-batches that fit and leave a tenth for what is only estimated; 0: no number fits."""
@@ -142,6 +161,13 @@ class Budget:
     def rows(self) -> int:
         """Rows of an update on one shard."""
         return memory.batch_layout(self.config, self.mesh).rows // self.mesh.rows
+
+    @property
+    def demand(self) -> int:
+        """Samples that an instance has at once, of those that are outstanding."""
+        section, rollout = self.config.orchestrator, self.config.rollout
+        decisions = OrchestratorConfig.of(section, rollout, total_steps=self.config.steps).decisions
+        return -(-(decisions.target_groups + decisions.over_issued) * section.group_size // self.instances)
 
     def with_trainer(self, **changes: Any) -> Budget:
         section = dataclasses.replace(self.config.trainer, **changes)
@@ -160,11 +186,13 @@ def of(config: Config, machines: Machines, model: ModelConfig | None) -> Budget 
         return None
     count, one = machines.trainer.devices, functools.partial(Budget, config=config, model=model, machines=machines)
     if config.cluster.launcher:
-        return one(mesh=memory.Mesh(*devices.trainer_mesh(count, config)), shared=False, crowd=1, aliased=False)
+        mesh = memory.Mesh(*devices.trainer_mesh(count, config))
+        return one(mesh=mesh, shared=False, crowd=1, instances=config.rollout.instances, aliased=False)
     plan = devices.plan(count, config)
     crowd = max(Counter(itertools.chain(*plan.instances)).values())
     aliased = plan.n_devices == 1 and machines.trainer.platform == "cpu"
-    return one(mesh=memory.Mesh(*plan.trainer_mesh), shared=plan.shared, crowd=crowd, aliased=aliased)
+    mesh, instances = memory.Mesh(*plan.trainer_mesh), len(plan.instances)
+    return one(mesh=mesh, shared=plan.shared, crowd=crowd, instances=instances, aliased=aliased)
 
 
 def problems(budget: Budget) -> list[str]:
@@ -243,10 +271,6 @@ def describe(budget: Budget) -> str:
     )
     if fewest := budget.micro_batches:
         lines.append(f"trainer.micro_batches: {t.micro_batches}; the fewest that fit, and leave a tenth, are {fewest}")
-    if chip := budget.machines.trainer.chip:
-        shape = memory.batch_layout(budget.config, budget.mesh)
-        update = expected(model, t, budget.mesh, chip, shape.rows, shape.tokens, budget.config.lora)
-        lines.append(f"trainer: {update}")
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ GIB = 2**30
 REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
 LAYERS_AT_ONCE = 2.3  # XLA overlaps what its layers do: fitted to updates of 8B at 4,096 to 32,768 tokens a device
 PUBLISHED, BASE = "published versions", "base weights"  # lines that others look for
+TABLE_BYTES = shapes.SMEM_BYTES - shapes.SMEM_SPARE_BYTES  # of a page table that a TPU's kernel takes
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
 
 
@@ -334,7 +335,7 @@ def pages_within(model: ModelConfig, rollout: RolloutSection, dtype: str, free_b
 
 
 def table_fits(rollout: RolloutSection, page_size: int) -> bool:
-    return table_bytes(rollout, page_size) <= shapes.SMEM_BYTES - shapes.SMEM_SPARE_BYTES
+    return table_bytes(rollout, page_size) <= TABLE_BYTES
 
 
 def table_bytes(rollout: RolloutSection, page_size: int) -> int:

@@ -62,7 +62,14 @@ ROLLOUT_OPTIONS = {  # chip -> XLA's options of the engine's calls
 NONE: tuple[dict[str, Any], str] = ({}, "")
 UNKNOWN = Machines(Machine(), Machine())
 LADDER_ROWS = 16  # of a decode dispatch, from which on narrower ones are worth a compilation
-OF_MODEL = "rollout.pages", "rollout.window_pages", "trainer.share_prompts"  # what a model decides, where it is open
+SLOTS = 32  # of an instance on a CPU, and the fewest that are chosen elsewhere
+SLOTS_MULTIPLE = 8  # rows of a TPU's tile
+OF_MODEL = (  # what a model decides, where it is open
+    "rollout.slots",
+    "rollout.pages",
+    "rollout.window_pages",
+    "trainer.share_prompts",
+)
 
 Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
 Section = TypeVar("Section", ModelSection, RolloutSection, TrainerSection)
@@ -165,18 +172,23 @@ def is_recurrent(config: Config, model: ModelConfig | None) -> bool:
 
 
 def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
-    """The plan for this model: with prompts shared in rows where it can share them, and with KV pages: those that were
-    asked for, those that fit beside the model, or where that is not known those that the slots need."""
-    asked = {name: getattr(planned.asked.rollout, name) for name in ("pages", "window_pages")}
-    rollout = dataclasses.replace(planned.config.rollout, **asked)
-    trainer = dataclasses.replace(planned.config.trainer, share_prompts=planned.asked.trainer.share_prompts)
+    """The plan for this model: with prompts shared in rows where it can share them, with slots, and with KV pages:
+    those that were asked for, those that fit beside the model, or where that is not known those that the slots need."""
+    asked = {name: getattr(planned.asked.rollout, name) for name in ("slots", "pages", "window_pages")}
     choices = [choice for choice in planned.choices if choice.field not in OF_MODEL]
+    trainer = dataclasses.replace(planned.config.trainer, share_prompts=planned.asked.trainer.share_prompts)
     shared = _share_prompts(trainer, is_recurrent(planned.config, model))
     trainer = _filled("trainer", trainer, {"share_prompts": shared}, choices)
-    config = dataclasses.replace(planned.config, rollout=rollout, trainer=trainer)
-    planned = dataclasses.replace(planned, config=config, model=model)
+    rollout, on_cpu = planned.config.rollout, planned.machines.instances.platform == "cpu"
+    config = dataclasses.replace(planned.config, trainer=trainer, rollout=dataclasses.replace(rollout, **asked))
+    slots = SLOTS, "a CPU takes as long for more"
+    if not on_cpu and not asked["slots"] and (room := budget.of(config, planned.machines, model)):
+        count = room.slots_for(SLOTS, rollout.decode_rows or SLOTS_MULTIPLE)
+        slots = count, f"{room.demand} are in flight, as far as pages hold them, and {SLOTS} at least"
+    rollout = _filled("rollout", config.rollout, {"slots": slots}, choices)
+    planned = dataclasses.replace(planned, config=dataclasses.replace(config, rollout=rollout), model=model)
     pages, why, local = memory.enough_pages(rollout), "every slot can hold a longest sample", 0
-    if not asked["pages"] and planned.machines.instances.platform != "cpu" and planned.memory:
+    if not asked["pages"] and not on_cpu and planned.memory:
         why = f"{rollout.memory_share:.0%} of what weights and programs leave of a device's memory"
         pages, local = planned.memory.pools
         pages = max(pages, 1)
@@ -304,8 +316,8 @@ def _micro_batches(tree: object) -> tuple[int, str]:
     if not count:
         needed, has = memory.total(planned.trainer) / memory.GIB, planned.machines.trainer.memory_bytes / memory.GIB
         return 0, f"an update needs {needed:.1f} GiB of the {has:.1f} of a device, and less than a tenth is spare"
-    if planned.slots < config.rollout.slots:
-        return 0, f"the pages hold {planned.slots} samples, and rollout.slots are {config.rollout.slots}"
+    if planned.slots < (slots := config.rollout.slots or SLOTS):
+        return 0, f"the pages hold {planned.slots} samples, and rollout.slots are {slots}"
     return count, ""
 
 
@@ -318,7 +330,7 @@ def on_cpu(section: Role) -> Role:
     """Fill in a section that belongs to no Config, as for a CPU."""
     if isinstance(section, TrainerSection):
         return _filled("", section, _trainer(section, Machine(), "float32"), [])
-    section = _filled("", section, _rollout(section, Machine()), [])
+    section = _filled("", section, {**_rollout(section, Machine()), "slots": (SLOTS, "")}, [])
     return _filled("", section, {"pages": (memory.enough_pages(section), ""), "residents": (1, "")}, [])
 
 
@@ -347,7 +359,7 @@ def _ladder(config: Config, machine: Machine) -> Presets:
         why = "a narrower dispatch reads the same weights"
     elif rollout.exact or config.orchestrator.mode == "sync" or config.cluster.hosts_per_instance > 1:
         why = "rollout.exact, mode sync and instances of several processes take every token by dispatches of one shape"
-    elif rollout.narrow_rows or (rollout.decode_rows or rollout.slots) < LADDER_ROWS:
+    elif rollout.narrow_rows or (rollout.decode_rows or rollout.slots or SLOTS) < LADDER_ROWS:
         why = f"rollout.narrow_rows, or fewer than {LADDER_ROWS} rows"
     else:
         on = True
