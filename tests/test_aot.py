@@ -196,6 +196,18 @@ def test_the_head_is_gathered_once_however_many_chunks_there_are():
     assert whole == chunked and sent[0]["all-gather"] == sent[1]["all-gather"]
 
 
+def test_a_scatter_counts_what_it_writes_and_not_the_pool():
+    """XLA estimates no cycles of it; it stands in a fusion, whose update is a computed value or a parameter."""
+    fused = """%write (p: bf16[99,64,4,128], i: s32[8,2], u: bf16[8,4,128]) -> bf16[99,64,4,128] {
+  %u.1 = bf16[8,4,128]{2,1,0:T(4,128)(2,1)} parameter(2)
+  ROOT %s.1 = bf16[99,64,4,128]{3,2,1,0} scatter(%p.1, %i.1, %u.1), update_window_dims={1,2}, to_apply=%add
+}
+"""
+    body = "  %w.1 = bf16[99,64,4,128]{3,2,1,0} fusion(%pool, %at, %kv), kind=kCustom, calls=%write\n"
+    text = (fused + TEXT.replace("  %f.2 = ", body + "  %f.2 = ")).lstrip()
+    assert hlo.CompiledText(text).kernels() == (hlo.CustomCall("scatter", 6, 6 * 2 * 8 * 4 * 128 * 2),)
+
+
 def test_a_kernels_metadata_does_not_end_its_computation():
     """What a Pallas kernel says of itself may stand on lines of its own, and start with a brace."""
     kernel = (
@@ -313,7 +325,13 @@ def test_a_run_is_compiled_for_a_slice_that_is_not_here(monkeypatch):
     tokens = 4 * 256 / 2  # a chip
     assert 6 * tokens * weights < train.flops < 20 * tokens * weights  # recomputed, and the scores
     decode = instance.programs[0]
-    assert decode.name.startswith("decode") and "all-reduce" in decode.sent and decode.kernels[0].bytes > 0
+    assert decode.name.startswith("decode") and "all-reduce" in decode.sent
+    kernels = {kernel.name: kernel for kernel in decode.kernels}
+    # eight rows of 48 tokens in the mean, half of each limit's half, and not the pages of the pool
+    attention = next(kernel for name, kernel in kernels.items() if "ragged" in name)
+    live = 8 * 48 * 2 * 2 * 128 * 2 / 2
+    assert live <= attention.bytes / attention.runs < live + 2**16 < instance.held["KV pool"] / 2
+    assert kernels["scatter"].runs > attention.runs and kernels["scatter"].bytes > 0
     assert (
         instance.held["1 resident version"]
         == instance.held["the incoming one"]

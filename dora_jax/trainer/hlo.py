@@ -1,8 +1,8 @@
 """Stage 5, train: what a compiled program sends and how long XLA takes it to run, read from XLA's text. No JAX.
 
 Consumes HLO of one device; produces how often each kind of collective runs with its bytes, XLA's own estimate of the
-cycles, and the kernels (custom calls) that this estimate leaves out. An operation inside a loop counts as often as the
-loop runs, loops in loops included. XLA overlaps a collective with products by cloning it into several fusions under one
+cycles, and the kernels (custom calls, scatters) that this estimate leaves out. An operation inside a loop counts as
+often as the loop runs, loops in loops included. XLA overlaps a collective with products by cloning it into several fusions under one
 channel: a channel counts once, as often as its rarest clone.
 """
 
@@ -40,6 +40,7 @@ _ALONE = re.compile(r"replica_groups=(\{\{\d+\}(,\{\d+\})*\}|\[\d+,1\])")  # gro
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]* \{([^}]*)\}")  # axes with their sizes, and those of a group
 _COLLECTIVE = re.compile(rf"%?(\S+) = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
 _KERNEL = re.compile(r"%?\S+ = (\(.*?\)|\S+) custom-call\(.*custom_call_target=\"([^\"]+)\"")
+_SCATTER = re.compile(r"%?\S+ = \S+ scatter\(%?[^,]+, %?[^,]+, %?([^,)]+)\)")  # of one array: what it writes
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply|condition)=%?([\w.\-]+)|(?:called|branch)_computations=\{([^}]*)\}")
 
@@ -54,7 +55,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class CustomCall:
-    """A custom call, of which XLA knows neither FLOPs nor cycles; all that have one name together."""
+    """A custom call or a scatter, of which XLA knows neither FLOPs nor cycles; all that have one name together."""
 
     name: str
     runs: int
@@ -114,7 +115,11 @@ class CompiledText:
     def kernels(self) -> tuple[CustomCall, ...]:
         counts: collections.Counter[str] = collections.Counter()
         sizes: collections.Counter[str] = collections.Counter()
-        for _, runs, line in self._lines():
+        for computation, runs, line in self._lines():
+            if written := _SCATTER.match(line):
+                shapes = (re.search(rf"%?{re.escape(written[1])} = (\S+) ", one) for one in self._bodies[computation])
+                counts["scatter"] += runs
+                sizes["scatter"] += 2 * runs * sum(_sizes(next(filter(None, shapes))[1]))  # read, and written
             match = _KERNEL.match(line)
             if match and match[2] not in NOT_KERNELS:
                 # A Pallas kernel's own name, from `.../name/pallas_call`, or that of its function, from
