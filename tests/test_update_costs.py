@@ -44,6 +44,8 @@ def test_a_compiled_update_has_the_mfu_of_the_dry_run():
                          links_bytes_per_s=ici_bytes_per_s("v5p", 8), needed=needed, **sizes)  # fmt: skip
     printed = int(re.search(r"MFU (\d+)% of an update in 3.55 s: .* it sends 0.713 s; 50%", roles.describe(one)[-1])[1])
     assert printed == pytest.approx(100 * of_8b().mfu, abs=2)
+    summed = dataclasses.replace(one, sent={"all-gather": hlo.Traffic(1, 10**10), "all-reduce": hlo.Traffic(1, 10**10)})
+    assert summed.sent_s == pytest.approx(3e10 / ici_bytes_per_s("v5p", 8)), "a sum is sent, and its result comes back"
     slow = dataclasses.replace(one, links_bytes_per_s=1e10)
     assert slow.seconds == slow.sent_s == pytest.approx(19.25)
 
@@ -82,6 +84,14 @@ def test_an_update_sends_over_the_links_that_its_slice_has():
     assert few.note == many.note and few.seconds == pytest.approx(2 * many.seconds)
 
 
+def test_links_carry_what_is_summed_twice():
+    """XLA:TPU sums gradients whole and slices them: its text has no reduce-scatter."""
+    found = of_8b().sent
+    weights = 2 * QWEN_8B.matrix_params * 4
+    assert float(found.note.removesuffix(" GB")) == pytest.approx(3 * weights / 1e9, rel=0.01)
+    assert found.seconds == pytest.approx((2 + 2) * weights / ici_bytes_per_s("v5p", 8))
+
+
 def test_the_parts_are_what_the_mfu_is_made_of():
     found = of_8b()
     assert found.mfu == pytest.approx(
@@ -90,7 +100,7 @@ def test_the_parts_are_what_the_mfu_is_made_of():
     slow = of_8b(micro_batches=128)  # weights travel so often that nothing hides them
     assert slow.seconds == slow.sent.seconds > found.seconds and slow.mfu < found.mfu
     text = str(found)
-    assert "MFU 49%" in text and "matrix products 2.49 s (at 80% of the peak)" in text and "it sends 0.728" in text
+    assert "MFU 49%" in text and "matrix products 2.49 s (at 80% of the peak)" in text and "it sends 0.971" in text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import jax
 from dora_jax.base import chips
 from dora_jax.base.chips import Chip
 from dora_jax.config import Config, ConfigError
-from dora_jax.costs.update import KERNEL
+from dora_jax.costs.update import ALL_REDUCE, KERNEL
 from dora_jax.trainer import hlo
 
 TRAINER, INSTANCE = "trainer", "instance"
@@ -64,7 +64,8 @@ class Compiled:
 
     @property
     def sent_s(self) -> float:
-        return sum(kind.bytes for kind in self.sent.values()) / self.links_bytes_per_s
+        carried = sum((ALL_REDUCE if kind == "all-reduce" else 1) * one.bytes for kind, one in self.sent.items())
+        return carried / self.links_bytes_per_s
 
     @property
     def seconds(self) -> float:

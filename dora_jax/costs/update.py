@@ -28,6 +28,7 @@ PASSES = 400  # over a layer's [tokens, D] in 2 bytes, forward and backward: nor
 KERNEL = 2.0  # times its floor that a kernel takes: XLA does not know how long
 KERNEL_BACKWARD = 2.5  # five products for the forward's two: it computes the scores again
 SCORE_PASSES = 10  # over float32 scores, where they are not in a kernel
+ALL_REDUCE = 2  # times its result that the links carry: it is scattered as it is summed, and gathered
 UPDATE_BYTES = 28  # a parameter: masters, two moments and gradient read, three written, all float32
 ADD_BYTES = 12  # a parameter and micro-batch: its gradient added to the sum
 
@@ -130,8 +131,8 @@ def expected(
         UpdateCost("passes over activations", moved / bandwidth, f"{moved / 1e9:.0f} GB"),
         UpdateCost("gradients and optimizer", state / bandwidth, f"{state / 1e9:.0f} GB"),
     )
-    sent = _sent_bytes(cfg, section, mesh, local, lora.on)
-    sends = UpdateCost("it sends", sent * each / ici_bytes_per_s(chip, devices // each), f"{sent / 1e9:.0f} GB")
+    sent, carried = _sent_bytes(cfg, section, mesh, local, lora.on)
+    sends = UpdateCost("it sends", carried * each / ici_bytes_per_s(chip, devices // each), f"{sent / 1e9:.0f} GB")
     result = Expected(parts, sends, 0.0)
     needed = model_flops(cfg, [tokens] * rows, frozen=lora.on)
     return result._replace(mfu=needed / (devices * peak * result.seconds))
@@ -162,24 +163,29 @@ def _attention(
     )
 
 
-def _sent_bytes(cfg: ModelConfig, section: TrainerSection, mesh: Any, local: float, frozen: bool) -> float:
-    """Results on one device, in 2 bytes: weights gathered forward and backward, their gradients summed, a micro-batch;
-    activations summed over tensor twice a layer each way, and once more under remat; keys and values over context."""
-    total, times = 0.0, 2 if frozen else 3  # a frozen base has no gradient to sum
+def _sent_bytes(
+    cfg: ModelConfig, section: TrainerSection, mesh: Any, local: float, frozen: bool
+) -> tuple[float, float]:
+    """(bytes of results on one device, those that its links carry), in 2 bytes a number: weights gathered forward and
+    backward, their gradients summed, a micro-batch; activations summed over tensor twice a layer each way, and once
+    more under remat; keys and values over context. Sums are all-reduces, which XLA:TPU slices afterwards: a
+    reduce-scatter would carry half of it."""
     experts = cfg.expert_layers * cfg.expert_layer_params
+    weights = 0.0
     if mesh.fsdp * mesh.expert > 1:
-        total += times * 2 * (cfg.matrix_params - experts) / mesh.tensor * section.micro_batches
+        weights += 2 * (cfg.matrix_params - experts) / mesh.tensor * section.micro_batches
     if mesh.fsdp > 1:
-        total += times * 2 * experts / (mesh.tensor * mesh.expert) * section.micro_batches
+        weights += 2 * experts / (mesh.tensor * mesh.expert) * section.micro_batches
+    gathered, summed = 2 * weights, 0.0 if frozen else weights  # a frozen base has no gradient to sum
     if mesh.expert > 1:  # tokens gathered or sent, and their sums, each way
         copies = mesh.expert
         if section.expert_dispatch == "all_to_all":
             copies = cfg.moe.per_token * cfg.moe.count / cfg.moe.choices
-        total += 4 * 2 * local * copies * cfg.d_model * cfg.expert_layers
+        gathered += 4 * 2 * local * copies * cfg.d_model * cfg.expert_layers
     if mesh.tensor > 1:
-        total += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
+        summed += (4 + (section.remat == "full")) * 2 * local * cfg.d_model * cfg.n_layers
     if mesh.context > 1:
         passes, shards = 2 + (section.remat != "none"), math.gcd(cfg.n_kv_heads, mesh.tensor)
         widths = sum(map(cfg.kv_width, cfg.every_kind))
-        total += passes * 2 * 2 * local * mesh.context * widths / shards
-    return total
+        gathered += passes * 2 * 2 * local * mesh.context * widths / shards
+    return gathered + summed, gathered + ALL_REDUCE * summed

@@ -2,8 +2,8 @@
 
 Consumes HLO of one device; produces how often each kind of collective runs with its bytes, XLA's own estimate of the
 cycles, and the kernels (custom calls, scatters) that this estimate leaves out. An operation inside a loop counts as
-often as the loop runs, loops in loops included. XLA overlaps a collective with products by cloning it into several fusions under one
-channel: a channel counts once, as often as its rarest clone.
+often as the loop runs, loops in loops included. XLA overlaps a collective with products by cloning it into several
+fusions under one channel: a channel counts once, as often as its rarest clone.
 """
 
 from __future__ import annotations
