@@ -20,24 +20,24 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
     ".": 1059,
-    "aot": 410,
+    "aot": 411,
     "base": 1714,
     "bench": 2999,
     "buffer": 355,
     "cli": 473,
     "config": 854,
-    "costs": 447,
+    "costs": 451,
     "models": 4272,
     "ops": 679,
     "orchestrate": 2910,
-    "plan": 1574,
+    "plan": 1576,
     "report": 1260,
     "rollout": 3520,
     "runtime": 12323,
     "serving": 2960,
     "sim": 2039,
     "tasks": 4652,
-    "trainer": 2314,
+    "trainer": 2318,
 }
 PIECES = {"functions": 85.4, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 876, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
