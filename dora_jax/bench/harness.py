@@ -353,7 +353,7 @@ def spawned(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
     """(our end of the pipe whose other one the target gets first, its process)."""
     context = multiprocessing.get_context("spawn")
     end, theirs = context.Pipe()
-    child = context.Process(target=target, args=(theirs, *arguments))
+    child = context.Process(target=target, args=(theirs, *arguments), daemon=True)  # it ends with us
     child.start()
     theirs.close()
     return end, child

@@ -534,6 +534,7 @@ def measure_there(context: int, rounds: int, model: ModelConfig) -> list[Any]:
     authority, params = Authority(), harness.serving_params(model)
     end, child = harness.spawned(run_there, context, model, authority.issue("there", 1))
     here, sequence = new_engine(context, 0, params, model), 0
+    layout = layout_of(here.page(), here.calls.kv)
     wire = Wire("127.0.0.1", Credential(authority.issue("here", 1)))
 
     def expect(word: bytes) -> float:
@@ -546,7 +547,7 @@ def measure_there(context: int, rounds: int, model: ModelConfig) -> list[Any]:
         nonlocal sequence
         sequence += 1
         offering = time.perf_counter()
-        end.send_bytes(KV_CODEC.encode(offer(wire, key(sequence), request, layout_of(request.pages, here.calls.kv))))
+        end.send_bytes(KV_CODEC.encode(offer(wire, key(sequence), request, layout)))
         fetched, took = expect(b"fetched") - offering, expect(b"sampled") - began
         wire.release(key(sequence))
         expect(b"forgotten")
