@@ -375,6 +375,11 @@ class Config:
     sft: SftSection = SftSection()
     cluster: ClusterSection = dataclasses.field(default_factory=ClusterSection)
 
+    @property
+    def takes_branches(self) -> bool:
+        """An episode may have branches: no whole trajectory's gradient is asked for, and no replay to the bit."""
+        return not (self.rollout.exact or self.trainer.advantage == "vcpo")
+
 
 RENAMED = {  # former name of a field -> its name; a command or a config file is refused with it, a workdir is read
     "cluster.hosts_per_replica": "cluster.hosts_per_instance",

@@ -132,7 +132,11 @@ class EnvironmentSection:
     max_turns: int = field(8, "of an episode; the policy's last message is still answered", ge=1)
     turn_tokens: int = field(0, "most tokens that one turn samples; 0: rollout.max_new_tokens, that of all turns", ge=0)
     branches: int = field(
-        0, "most times that the chat template may rewrite an episode's earlier turns; one more ends it there", ge=0
+        -1,
+        "most times that the chat template may rewrite an episode's earlier turns; one more ends it there; -1: as many "
+        "as it makes",
+        ge=-1,
+        change=FREE,
     )
     step_timeout_s: float = field(60.0, "for one answer; later ones fail the group", gt=0, change=FREE)
     episode_timeout_s: float = field(

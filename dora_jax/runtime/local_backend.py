@@ -25,7 +25,7 @@ from dora_jax.config import Config, ConfigError, field_context
 from dora_jax.models import sharding
 from dora_jax.models.hf_config import read_config
 from dora_jax.orchestrate.events import InstanceUp
-from dora_jax.plan import devices
+from dora_jax.plan import devices, presets
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.migrate import HostKV
 from dora_jax.runtime.assembly.run import (
@@ -61,7 +61,7 @@ from dora_jax.runtime.live_sessions import POSTED, LiveSessions, SessionPrompts
 from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker, TrainerWorker
 from dora_jax.tasks import solved
 from dora_jax.tasks.environment import PolicyFacts
-from dora_jax.tasks.environments import EnvironmentPool
+from dora_jax.tasks.environments import EnvironmentPool, rewrites
 from dora_jax.tasks.environments.bridge import Bridge
 from dora_jax.tasks.environments.renderer_bridge import RendererBridge
 from dora_jax.tasks.gym import GymSource
@@ -70,7 +70,7 @@ from dora_jax.tasks.prompts import Task
 from dora_jax.tasks.rows import RowsSource
 from dora_jax.tasks.trial import try_rewards
 from dora_jax.trainer.step import Trainer
-from dora_jax.types import InstanceId, Sampling, ScoredGroup, Version
+from dora_jax.types import InstanceId, Prompt, Sampling, ScoredGroup, Version
 
 
 class RunContext:
@@ -115,6 +115,8 @@ class RunContext:
                 bridge: Bridge | RendererBridge = Bridge(self.tokenizer, observation, at, variables)
                 if section.renderer:
                     bridge = RendererBridge(self.tokenizer, section.renderer, at, variables)
+                self.config = config = self._with_branches(config, bridge, prompt)
+                section = config.environment
                 rollout = self.config.rollout
                 policy = PolicyFacts(
                     path=str(self.tokenizer.path.resolve()),
@@ -144,6 +146,31 @@ class RunContext:
                 raise ConfigError("task.rewards: no reward is named, and reward_model.path names no model")
             self.scorer: Scorer = scorer
             undo.pop_all()
+
+    def _with_branches(self, config: Config, bridge: Bridge | RendererBridge, prompt: Prompt) -> Config:
+        """The configuration with as many branches as the chat template makes, where it leaves them open: one at every
+        message of the environment but the last, or none. A micro-batch is as large as without: there are more."""
+        most = config.environment.max_turns - 1
+        if config.environment.branches >= 0 or not config.takes_branches:
+            return config
+        end = list(self.tokenizer.eos_ids[:1])
+        turns = (
+            np.array([*self.tokenizer.encode(text), *end], np.int32) for text in ("<think>\na\n</think>\n\nb", "b")
+        )
+        if not most or not rewrites(bridge, prompt, tuple(turns)):
+            return config
+        trainer = config.trainer
+        if not trainer.rows:
+            trainer = dataclasses.replace(trainer, micro_batches=(1 + most) * trainer.micro_batches)
+        self.remarks.append(
+            f"environment.branches={most}: the chat template rewrites earlier turns, and each time begins a branch; "
+            f"trainer.micro_batches={trainer.micro_batches}, of which those that hold no token are not computed"
+        )
+        environment = dataclasses.replace(config.environment, branches=most)
+        config = dataclasses.replace(config, environment=environment, trainer=trainer)
+        if found := presets.problems(presets.plan(config, presets.here(config), presets.model_of(config))):
+            raise ConfigError([*found, f"environment.branches: -1 is {most} here; 0 ends episodes at the first"])
+        return config
 
     @property
     def prompts(self) -> Prompts:

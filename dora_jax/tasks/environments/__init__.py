@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import math
 import time
@@ -309,7 +310,7 @@ class EnvironmentPool(WorkerPool[Question, Answer]):
             return EpisodeFailed(id=id, reason=f"{self._section.name}: an answer has no token", kind="error")
         if keep is not None and episode.messages:
             episode.branches += 1
-            if episode.branches > self._section.branches:  # ends as at max_turns, with the reward so far
+            if episode.branches > max(self._section.branches, 0):  # ends as at max_turns, with the reward so far
                 self._counts["cut"] += 1
                 return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
         # A message of token ids bounds the tokens of the next turn.
@@ -357,6 +358,16 @@ class EnvironmentPool(WorkerPool[Question, Answer]):
             case None:
                 return
         del self._episodes[id]
+
+
+def rewrites(bridge: Bridge | RendererBridge, prompt: Prompt, turns: Sequence[np.ndarray]) -> bool:
+    """Whether one of these turns, i32[n] each, is written anew in front of a user's next message."""
+    for turn in turns:
+        tokens = np.concatenate([prompt.token_ids, turn])
+        with contextlib.suppress(Exception):  # of a template that takes no such message there, which rewrites nothing
+            if bridge.observe(bridge.begin(prompt), tokens, turn, [{"role": "user", "content": "a"}])[1] is not None:
+                return True
+    return False
 
 
 def worked_dialogues(
