@@ -1,5 +1,7 @@
 """What a checkpoint must be to be believed: its manifest, and the digests of its save."""
 
+import builtins
+import errno
 import random
 import shutil
 import subprocess
@@ -7,7 +9,7 @@ import sys
 
 import pytest
 
-from dora_jax.trainer import checkpoint
+from dora_jax.trainer import checkpoint, manifest
 from tests.fakes.checkpoints import (
     adopting,
     assert_equal,
@@ -177,3 +179,23 @@ gc.collect()
 def test_reads_that_orbax_abandons_beside_an_unreadable_piece_print_no_trace():
     done = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True, check=True)
     assert "reading array index" not in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("unreadable", ["d", "manifest.json"])
+def test_a_step_that_the_disk_does_not_read_is_unusable_and_not_the_end_of_the_start(tmp_path, monkeypatch, unreadable):
+    store, trainer = store_of(tmp_path), small()
+    save(store, trainer, 4)
+    store.wait()
+    opened = builtins.open
+
+    def fails(name):
+        if unreadable in (manifest.Path(name).name, manifest.Path(name).parent.name):
+            raise OSError(errno.EIO, "Input/output error", str(name))
+
+    monkeypatch.setattr(
+        manifest.Path, "open", lambda path, *how, **named: (fails(path), opened(path, *how, **named))[1]
+    )
+    with pytest.raises(checkpoint.UnusableCheckpoint, match="cannot be read: Input/output error"):
+        store.restore(4, trainer.params, trainer.state.opt_state)
+    monkeypatch.undo()
+    store.close()

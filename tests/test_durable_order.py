@@ -9,6 +9,7 @@ from dora_jax.runtime.journal import event_log as jn
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore
 from dora_jax.trainer import manifest
+from tests.fakes.checkpoints import store_of
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def test_a_segment_is_durable_before_it_has_its_name_and_the_name_before_records
     journal = EventLog(FileLogStore(folder := tmp_path / "journal"))
     journal.rotate([b"head"])
     part = f"000001.{os.getpid()}.part"
+    assert calls.pop(0) == ("sync", tmp_path.name), "the folder's own name is durable first"
     assert calls == [("sync", part), ("rename", part, "000001.log"), ("sync", "journal")]
     calls.clear()
     journal.append(b"x")
@@ -75,3 +77,8 @@ def test_a_manifest_is_put_after_the_files_that_it_names_and_before_their_folder
     assert files == [("sync", "b"), ("sync", "a"), ("sync", "manifest.json.part")]
     assert put == ("rename", "manifest.json.part", "manifest.json")
     assert sorted(folders) == [("sync", "7"), ("sync", "checkpoints"), ("sync", "params")]
+
+
+def test_the_name_of_the_folder_of_checkpoints_is_durable_before_a_step_is_saved(tmp_path, calls):
+    store_of(tmp_path / "run" / "checkpoints").close()
+    assert calls == [("sync", "run")]

@@ -171,12 +171,37 @@ def test_objects_of_a_segment_without_manifest_are_not_read():
     assert not any(b"dead" in key for key in store.list().result())
 
 
-def test_a_damaged_manifest_is_an_error_with_a_sentence():
-    for content in (b"", b"{}", b"[]", b'{"segments": [2, 1]}', b'{"segments": {"a": "b"}}', b"\xff"):
-        store = tensorstore.KvStore.open("memory://j/").result()
-        store.write("MANIFEST", content).result()
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b'{"segments": [2, 1]}', b'{"segments": {"a": "b"}}', b"\xff", None]
+)
+def test_where_the_manifest_is_damaged_a_writer_takes_the_segments_that_lie_there(content):
+    store = tensorstore.KvStore.open("memory://j/").result()
+    filled(ObjectLogStore(store))
+    before = EventLog(ObjectLogStore(store)).read(1).records
+    assert before and not ObjectLogStore(store).repaired
+    store.write("000001-00000000/000000", b"of a run that was killed before it was named").result()
+    store.write("MANIFEST", content).result()
+    if content is not None:
         with pytest.raises(JournalError, match="MANIFEST is damaged"):
-            ObjectLogStore(store)
+            ObjectLogStore(store, read_only=True)
+    log = ObjectLogStore(store)
+    assert ("is damaged" if content is not None else "is missing") in log.repaired
+    journal = EventLog(log)
+    assert journal.segments() == [1] and journal.read(1).records == before
+    journal.rotate([b"mine"])
+    again = ObjectLogStore(store)
+    assert not again.repaired and EventLog(again).read(2).records == (b"mine",)
+
+
+def test_a_last_segment_that_is_gone_leaves_the_others():
+    store = tensorstore.KvStore.open("memory://j/").result()
+    filled(ObjectLogStore(store))
+    EventLog(ObjectLogStore(store)).rotate([b"gone"])
+    for key in store.list().result():
+        if key.startswith(b"000002-"):
+            store.write(key, None).result()
+    journal = EventLog(ObjectLogStore(store))
+    assert journal.segments() == [1, 2] and journal.read(1).records and not journal.read(2).records
 
 
 def test_a_full_disk_is_alarmed_and_nothing_is_lost_once_space_returns(tmp_path, monkeypatch):

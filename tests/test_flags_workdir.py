@@ -73,6 +73,8 @@ def test_a_config_of_a_run_that_was_cut_short_or_is_nested_too_deep(workspace):
         (RuntimeError("Failed writing: Disk quota exceeded"), "the disk is full"),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
         (OSError(errno.EROFS, "Read-only file system", "a/b"), "a/b: Read-only file system"),
+        (OSError(errno.EIO, "Input/output error", "a/b"), "a/b: Input/output error; the same command goes on"),
+        (OSError(errno.EIO, "Input/output error"), "the disk: Input/output error"),
         (MemoryError(), "out of memory: of this machine"),
         (RuntimeError("trainer failed: RESOURCE_EXHAUSTED: 8 GB"), "out of memory: trainer failed"),
         (RuntimeError("Unable to initialize backend 'tpu': NOT_FOUND"), "JAX_PLATFORMS=cpu: this machine has no such"),

@@ -6,9 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
 from dora_jax.models import sharding
+from dora_jax.orchestrate.events import StepPublished
 from dora_jax.orchestrate.modes import OrchestratorConfig
+from dora_jax.runtime.job import RunStorage
 from dora_jax.runtime.journal import resume
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.records import Published
@@ -74,3 +77,28 @@ def test_a_trainer_goes_on_with_the_optimizer_state_that_it_was_given():
     trainer.load(jax.tree.map(np.array, trainer.params), given, 7)
     assert int(trainer.state.step) == 7
     jax.tree.map(np.testing.assert_array_equal, trainer.state.opt_state, given)
+
+
+def storage(alive, known, **options):
+    """The storage of a run with these live versions and these checkpoints."""
+    trainer = types.SimpleNamespace(state=types.SimpleNamespace(step=4, params=0, opt_state=0))
+    side = Anything(trainer=trainer, checkpoints=Anything(steps=lambda: known))
+    begun = Anything(orchestrator=Anything(state=types.SimpleNamespace(alive=alive)))
+    return RunStorage(side, None, begun, every=2, last=4, keep_all=False, **options)
+
+
+@pytest.mark.parametrize(("alive", "known", "forgotten"), [((2, 4), [3], []), ((3, 4), [3, 4], [3]), ((3, 4), [], [])])
+def test_the_journal_reaches_back_to_where_every_live_version_can_be_made_again(alive, known, forgotten):
+    """Version 2 lives, and its only start is the initial weights: what came since is needed."""
+    backing, dropped = storage(alive, known), []
+    backing.durable = Anything(forget_before=dropped.append)
+    backing.observe([StepPublished(version=5)], ())
+    assert dropped == forgotten
+
+
+def test_a_run_whose_last_checkpoint_is_not_there_does_not_end_well():
+    backing = storage((4,), [2])
+    backing.log = types.SimpleNamespace(metrics={})
+    with pytest.raises(Stop, match="the checkpoint of version 4 is not saved; the same command makes it"):
+        backing.save_last()
+    storage((4,), [2, 4]).save_last()

@@ -84,6 +84,8 @@ def refusal(error: BaseException) -> str | None:
             return f"the disk is full: {text}; make room, and the same command goes on from what is written"
         if code is not None and code in NOT_ALLOWED and where:
             return f"{where}: {os.strerror(code)}"
+        if code == errno.EIO:
+            return f"{where or 'the disk'}: {os.strerror(code)}; the same command goes on from what is written"
         if isinstance(cause, MemoryError) or any(words in str(cause) for words in XLA_NO_MEMORY):
             less = "fewer slots, shorter rows or more micro_batches need less, and the same workdir goes on with them"
             return f"out of memory: {text or 'of this machine'}; {less}"

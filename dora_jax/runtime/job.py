@@ -157,8 +157,9 @@ class RunStorage(RunPlugin):
         self.side.checkpoints.wait()
         if self.mirror:
             self.mirror.settle()
-            if self.due(version) and version not in self.steps:
-                raise Stop(f"the checkpoint of version {version} is not in the bucket; the same command makes it")
+        if self.due(version) and version not in self.steps:
+            where = "in the bucket" if self.mirror else "saved"
+            raise Stop(f"the checkpoint of version {version} is not {where}; the same command makes it")
         if self.exports:
             self.exports.finish(self.steps)
 
@@ -178,7 +179,8 @@ class RunStorage(RunPlugin):
         durable, checkpoints = self.durable, self.side.checkpoints
         for event in events:
             if isinstance(event, StepPublished):
-                checkpoints.protect(min(self.begun.orchestrator.state.alive))
+                floor = min(self.begun.orchestrator.state.alive)
+                checkpoints.protect(floor)
                 checkpoints.poll()
                 if self.mirror:
                     self.mirror.poll()
@@ -188,7 +190,8 @@ class RunStorage(RunPlugin):
                     self.save(event.version)
                     if durable is not None:
                         durable.rotate_due = True
-                if durable is not None and not self.keep_all and (known := self.steps):
+                # a live version that is older than every checkpoint is made again from the initial weights
+                if durable is not None and not self.keep_all and (known := self.steps) and known[0] <= floor:
                     durable.forget_before(known[0])
         self.journal_saves()
 

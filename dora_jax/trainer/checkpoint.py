@@ -14,6 +14,7 @@ for.
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import functools
 import json
 import logging as python_logging
@@ -111,6 +112,7 @@ class Checkpoints:
     ):
         self._dir = Path(directory).absolute()
         self._dir.mkdir(parents=True, exist_ok=True)
+        manifest.sync_folder(self._dir.parent)
         self._section = section
         self._notify, self._put = notify, put
         self._seals = put is not None or jax.process_index() == 0
@@ -217,7 +219,9 @@ class Checkpoints:
         try:
             return proved(self._dir, step, params, opt_state, digests, cast=cast)
         except UnusableCheckpoint as error:
-            if isinstance(cause := error.__cause__, Exception) and exits.refusal(cause) is not None:
+            cause = error.__cause__
+            unread = getattr(cause, "errno", None) == errno.EIO  # a file on a damaged disk
+            if isinstance(cause, Exception) and not unread and exits.refusal(cause) is not None:
                 raise cause from None  # too little memory, say: the files are as they were written
             raise
 
@@ -281,10 +285,10 @@ class Checkpoints:
         if full := [words for words in NO_ROOM_WORDS if words in why]:
             why = f"{self._dir}: {full[0]}"  # of which file, and how TensorStore met it, helps nobody
         sentence = f"the checkpoint of step {step} failed in the background: {why}"
-        self._notify(f"{sentence}; training goes on, and the newest good one is {latest(self._dir)}")
         for path in self._dir.iterdir():
             if path.name == str(step) or path.name.startswith(f"{step}{TEMPORARY}"):
                 shutil.rmtree(path, ignore_errors=True)
+        self._notify(f"{sentence}; training goes on, and the newest good one is {latest(self._dir)}")
         self._manager.reload()
         return sentence
 

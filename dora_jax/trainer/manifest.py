@@ -9,6 +9,7 @@ for whatever a folder holds, and never raises for what is in it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -52,10 +53,13 @@ def fault(root: Path, full: bool) -> str | None:
         return (path.stat().st_size, checksum(path) if full else None) if path.is_file() else None
 
     try:
-        vouched = (root / MANIFEST).read_bytes()
+        return fault_of((root / MANIFEST).read_bytes(), int(root.name), held)
     except FileNotFoundError:
         return "it has no manifest"
-    return fault_of(vouched, int(root.name), held)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EISDIR):
+            raise
+        return f"{error.filename or root} cannot be read: {error.strerror}"
 
 
 def fault_of(vouched: bytes, step: int, held: Callable[[str], Held | None]) -> str | None:

@@ -312,9 +312,9 @@ def _reached(folder: Path, truth: Truth, undamaged: Resumed, segments: Sequence[
     steps = [int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json")]
     lost = truth.published_behind(victim.name, at)
     if victim == segments[-1]:
-        return max([max(steps), *(truth.newest,) * (not lost), *(v - 1 for v in lost[:1])])
-    start = max(step for step in steps if step <= min(undamaged.remade, default=truth.newest))
-    return max(steps) if any(version > start for version in lost) else truth.newest
+        return max([*steps, 0, *(truth.newest,) * (not lost), *(v - 1 for v in lost[:1])])
+    start = max((step for step in steps if step <= min(undamaged.remade, default=truth.newest)), default=0)
+    return max(steps, default=0) if any(version > start for version in lost) else truth.newest
 
 
 # ---------------------------------------------------------------- the rest
@@ -410,6 +410,53 @@ def _other_json(path: Path, draw: random.Random) -> str:
     path.write_text(json.dumps(tree))
     return f"{key} is {tree[key]!r}"
 
+
+def stale(folder: Path, older: Path, truth: Truth, undamaged: Resumed, draw: random.Random) -> Damage:
+    """Files as they were when the workdir was copied to `older`, among those of today: a snapshot that was not of one
+    moment, or a restore that ended half way."""
+    root, what = folder / "checkpoints", []
+    if draw.random() < 0.5:
+        for step in [path for path in root.iterdir() if not (older / "checkpoints" / path.name).exists()]:
+            remove(step)
+            what.append(f"checkpoint {step.name} missing")
+    good = any(path.name == "manifest.json" for path in root.glob("*/manifest.json"))
+    allowed = Allowed(truth.newest, all_samples=good, refusal=not good)
+    segments = sorted(path for path in (folder / "journal").glob("*.log") if path.is_file())
+    if not what or draw.random() < 0.5:
+        victim = segments[-1] if draw.random() < 0.6 else draw.choice(segments)
+        before = older / "journal" / victim.name
+        at = before.stat().st_size if before.exists() else 0
+        if at:
+            victim.write_bytes(before.read_bytes())
+        else:
+            remove(victim)
+        what.append(f"{victim.name} as of {at} bytes")
+        left = _left(folder, truth, undamaged, segments, victim, at)
+        allowed = dataclasses.replace(left, refusal=not good)
+    if draw.random() < 0.3 and (metrics := older / "metrics.jsonl").exists():
+        shutil.copy(metrics, folder / metrics.name)
+        what.append("metrics.jsonl as it was")
+    return Damage("stale", "; ".join(what), allowed)
+
+
+def kind_of(damage: Damage) -> str:
+    """One word for what was done."""
+    for word, signs in KINDS.items():
+        if any(sign in damage.what for sign in signs):
+            return word
+    return "other"
+
+
+KINDS = {
+    "flip": ("flipped",),
+    "short": ("truncated", "empty"),
+    "zeros": ("zeros",),
+    "swapped": ("exchanged", "once more", "twice"),
+    "extra": ("extra", "folder", "file", "copy of", "behind its end", "before line", "a byte where"),
+    "missing": ("missing", "gone"),
+    "changed": (" is ",),
+    "manifest": ("manifest",),
+}
 
 SUBJECTS: dict[str, tuple[int, Callable[[Path, Truth, Resumed, random.Random], Damage]]] = {
     "checkpoint": (7, checkpoint),

@@ -1,25 +1,27 @@
-"""Storage that fails under the journal and its recovery, in virtual time: does every run go on exactly?
+"""Storage that fails under a whole workdir, in virtual time: does every run go on exactly, or from the best that is left?
 
-    python -m tests.soak.storage_faults [--trials=10000] [--first=0] [--planted]
+    python -m tests.soak.storage_faults [--trials=10000] [--first=0] [--planted=reader|restore]
 
-A trial is a run of the orchestrator's virtual world (tests/fakes/journal_world.py: no engine, no compile) behind the
-real journal in the real stores of segments: `folder`, on a disk, or `bucket`, over tensorstore's memory driver. It is
-begun again after each fault, then goes to its end. Faults:
+A trial is a run with the real journal, recovery, checkpoints, metrics and mirror, and nothing that compiles
+(tests/fakes/virtual_workdir.py). Of the first kinds a fault comes while it runs (tests/fakes/faulty_storage.py); it is
+begun again after each, then goes to its end. Of the others a kept workdir is damaged, resumed, and goes to its end.
 
-    folder    cut       power is lost in a write: of what was not yet durable any part is there
-              sync      fdatasync fails, once or more
-              full      writes find no room, once or more
-              torn      killed before or after a new segment has got its name
-              extra     files and folders that no run wrote lie among the segments
-    bucket    refused   puts are not done, and say so
-              lost      puts are done, and their answers are lost
-              cut       killed before or after a put
+    folder    killed    at any write, sync, rename or deletion, which is done, or not, or in part
+              power     is lost at any of them: of what was not synced any part is there, of renames any
+              sync      fails; full: writes and new names find no room; errors: any operation, now and then
+              slow      operations take minutes; clock: jumps by seconds, hours, years
+    bucket    killed, errors, slow (a put without an answer is done later), clock
+              refused   operations are not done, and say so; lost: puts are done, and their answers are lost
               zombie    an earlier writer, paused, goes on behind its successor
+    at rest   flip, short, zeros, missing, extra, swapped, stale (older files among newer ones), manifest
+              of journal, checkpoints, metrics, in a folder and in a bucket
 
-An outsider, which shares no code with recovery, holds the books: what was published, trained and known (`History`). The
-verdict of a trial is `exact`; `refused`, a sentence; `wrong`, the books do not balance; `trace`, any other exception.
---planted reads segments without their last frame, which the outsider must find. A trial depends on its number alone.
-The exit code is 1 where one is wrong or a trace.
+Two judges share no code with recovery: an outsider, who keeps what the run told and reads the bytes of the end itself,
+and for damage tests/soak/damage_truth.py, which says what could still be had. Verdicts: `exact`; `older`, where nothing
+better was left; `refused`, where nothing at all was; `wrong`: bytes or books are others, or something better was left;
+`trace`: any exception but a sentence. `stopped` counts processes that ended in a sentence while their storage failed.
+--planted makes a reader lose its last frame, or a restore lie by one bit, which the judges must find. A trial depends
+on its number alone. The exit code is 1 where one is wrong or a trace.
 """
 
 from __future__ import annotations
@@ -27,259 +29,329 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import errno
-import os
+import dataclasses
+import json
 import random
 import shutil
 import sys
 import tempfile
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import tensorstore
+import numpy as np
 
-from dora_jax.orchestrate.events import GroupScored
+from dora_jax.base import exits
+from dora_jax.config import ConfigError, RunError
 from dora_jax.orchestrate.modes import OrchestratorConfig
-from dora_jax.runtime.journal import event_log, log_stores
 from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
-from tests.fakes.journal_world import History, Killed
+from tests.fakes.faulty_storage import Bucket, Faults
 from tests.fakes.orchestrator_shape import Shape
+from tests.fakes.virtual_workdir import History, Trainer
+from tests.soak import damage_kinds
+from tests.soak.damage_kinds import Damage, kind_of
+from tests.soak.damage_truth import EXACT, OLDER, REFUSED, TRACE, WRONG, Allowed, Truth, judge
 
-FAULTS = {"folder": ("cut", "sync", "full", "torn", "extra"), "bucket": ("refused", "lost", "cut", "zombie")}
+LIVE = {
+    "folder": ("killed", "power", "sync", "full", "errors", "slow", "clock"),
+    "bucket": ("killed", "refused", "lost", "errors", "slow", "clock", "zombie"),
+}
+AT_REST = ("journal", "checkpoint", "metrics", "stale")
 MODES = ("dora", "dora_paper", "sync", "one_step")
-EXACT, REFUSED, WRONG, TRACE = "exact", "refused", "wrong", "trace"
-BEGUN, WRITES = 4, 60  # a fault comes behind the writes of a start, within so many
+VERDICTS = (EXACT, OLDER, REFUSED, WRONG, TRACE)
+OPERATIONS = 250  # within so many a fault comes; a run has as many or more
+SENTENCES = (ConfigError, RunError, JournalError, exits.Stop)
 
 
-class Faults:
-    """When something happens to the writes of one incarnation. at: the number of the first one; none where 0. last: of
-    that at which the process is killed, as soon as no record waits in memory: it would be lost."""
-
-    def __init__(self, kind: str, at: int, last: int, draw: random.Random):
-        self.kind, self.at, self.last, self.draw = kind, at, last, draw
-        self.writes, self.all, self.errors = 0, 0, draw.choice((1, 1, 2, 4))
-        self.happened = 0
-        self.refusing = False  # records wait in memory
-
-    def end(self) -> None:
-        """Counts a write; Killed: it is the last."""
-        self.all += 1
-        if 0 < self.last <= self.all and not self.refusing:
-            self.happened += self.kind in ("extra", "zombie")
-            raise Killed
-
-    def due(self, *kinds: str) -> bool:
-        """Counts a write of these kinds; whether it is the one."""
-        self.writes += self.kind in kinds
-        is_due = self.kind in kinds and 0 < self.at <= self.writes and not self.refusing
-        self.happened += is_due
-        return is_due
-
-    def fails(self, *kinds: str) -> bool:
-        if self.due(*kinds) or (self.kind in kinds and self.refusing and self.errors):
-            self.errors -= 1
-            self.refusing = self.errors >= 0
-        return self.kind in kinds and self.refusing and self.errors >= 0
-
-
-class Folder(FileLogStore):
-    """The folder of an incarnation, on a disk whose power may be cut."""
-
-    lasting = True
-
-    def __init__(self, directory: Path, faults: Faults, planted: bool = False):
-        super().__init__(directory)
-        self._faults, self._planted, self._durable = faults, planted, 0
-
-    def read(self, segment: int) -> bytes:
-        data = super().read(segment)
-        return data[:-1] if self._planted else data
-
-    def append(self, data: bytes) -> None:
-        faults = self._faults
-        faults.end()
-        if faults.fails("full"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if faults.due("cut"):
-            os.write(self._file, data[: faults.draw.randrange(len(data) + 1)])
-            size = os.fstat(self._file).st_size
-            os.ftruncate(self._file, faults.draw.randint(self._durable, size))
-            raise Killed
-        faults.refusing &= faults.kind != "full"
-        super().append(data)
-
-    def sync(self) -> None:
-        if self._faults.fails("sync"):
-            with mock.patch.object(log_stores.os, "fdatasync", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
-                super().sync()
-        super().sync()
-        self._faults.refusing = False
-        self._durable = self._size
-
-    def begin(self, segment: int, data: bytes, staged: bool = False) -> None:
-        if self._faults.due("torn"):
-            if self._faults.draw.random() < 0.5:
-                super().begin(segment, data, staged)
-            else:
-                self.head(segment).write_bytes(data[: self._faults.draw.randrange(len(data) + 1)])
-            raise Killed
-        super().begin(segment, data, staged)
-        self._durable = self._size
-
-
-class Bucket:
-    """tensorstore's store for one incarnation, with faults before and behind its writes."""
-
-    def __init__(self, store: tensorstore.KvStore, faults: Faults):
-        self._store, self._faults = store, faults
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def write(self, *args: Any, **options: Any) -> Any:
-        faults = self._faults
-        faults.end()
-        if faults.fails("refused"):
-            raise OSError("503")
-        if faults.due("cut"):
-            if faults.draw.random() < 0.5:
-                self._store.write(*args, **options).result()
-            raise Killed
-        done = self._store.write(*args, **options)
-        if faults.fails("lost"):
-            done.result()
-            raise OSError("504")
-        faults.refusing = False
-        return done
-
-
-class PlantedBucket(ObjectLogStore):
-    def read(self, segment: int) -> bytes:
-        return super().read(segment)[:-1]
+class Refused(Exception):
+    """The process ended in a sentence."""
 
 
 class Trial(NamedTuple):
     place: str
     mode: str
-    fault: str
+    kind: str
     verdict: str
     why: str = ""
-    happened: int = 0  # faults that came, where it is exact
+    happened: int = 0  # faults
+    stopped: int = 0  # processes that ended in a sentence while their storage failed
 
 
-def trial(number: int, planted: bool = False) -> Trial:
+def trial(number: int, planted: str = "") -> Trial:
     """The trial of this number."""
     draw = random.Random(number)
-    place = draw.choice(tuple(FAULTS))
-    fault, mode = draw.choice(FAULTS[place]), draw.choice(MODES)
+    kinds = [(place, kind) for place, kinds in LIVE.items() for kind in kinds]
+    kinds += [(place, kind) for place in LIVE for kind in (*AT_REST, *AT_REST[:2])] + [("bucket", "manifest")]
+    place, kind = kinds[number % len(kinds)]
+    mode = MODES[number // len(kinds) % len(MODES)]
     config = OrchestratorConfig(
         mode=mode, groups_per_step=draw.randint(1, 3), group_size=draw.choice((1, 2, 4)), max_filtered_rounds=50,
-        total_steps=draw.randint(2, 5), max_versions=draw.randint(1, 3), eval_every=draw.randint(0, 2), eval_groups=3,
+        total_steps=draw.randint(5, 7), max_versions=draw.randint(1, 3), eval_every=draw.randint(0, 2), eval_groups=3,
     )  # fmt: skip
     shape = Shape(
         instances=tuple((draw.choice((1, 2, 5)), 1.0, 1) for _ in range(draw.randint(1, 3))), seed=number,
         train_s=draw.choice((0.1, 1.0)), filtered=draw.choice((0.0, 0.2)), deaths=draw.choice((0.0, 0.3)),
     )  # fmt: skip
-    folder = Path(tempfile.mkdtemp(prefix="storage_faults-"))
+    root = Path(tempfile.mkdtemp(prefix="storage_faults-", dir=Path("/dev/shm") if Path("/dev/shm").is_dir() else None))
+    history = History(config, shape, root, Bucket() if place == "bucket" else None, draw)
     try:
-        history = History(config, shape, draw.randint(1, 3), draw.randint(1, 3))
-        happened = run_through(history, place, fault, draw, folder, planted)
+        with _planted(history, planted):
+            if kind in LIVE[place]:
+                return Trial(place, mode, kind, EXACT, "", *_live(history, kind, draw))
+            found, verdict, why = _at_rest(history, kind, draw, root)
+            return Trial(place, mode, found, verdict, why.replace(str(root), ""), 1)
     except AssertionError as error:
-        return Trial(place, mode, fault, WRONG, f"{error}"[:200])
-    except JournalError as error:
-        return Trial(place, mode, fault, REFUSED, f"{error}"[:200])
+        return Trial(place, mode, kind, WRONG, f"{error}"[:300])
+    except Refused as error:  # a good state was there
+        return Trial(place, mode, kind, WRONG, f"refused: {error}"[:300])
     except Exception as error:
-        return Trial(place, mode, fault, TRACE, f"{type(error).__name__}: {error}"[:200])
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return Trial(place, mode, kind, TRACE, f"{type(error).__name__}: {error} ({where.name})"[:300])
     finally:
-        shutil.rmtree(folder)
-    return Trial(place, mode, fault, EXACT, happened=happened)
+        shutil.rmtree(root)
 
 
-def run_through(history: History, place: str, fault: str, draw: random.Random, folder: Path, planted: bool) -> int:
-    """Incarnation after incarnation, the last without a fault; returns how many faults came. AssertionError: the books
-    do not balance."""
-    brains: list[Any] = []
-    happened = 0
-    arm, bucket = history.arm, tensorstore.KvStore.open("memory://journal/").result()
-
-    filtered: set[int] = set()  # in the world; a kill right behind the write may have kept it from the outsider
-
-    def armed(body: Any, *rest: Any) -> None:
-        brains.append(body.brain)
-        payload_of = body.payload_of
-
-        def noted(event: Any) -> None:
-            if isinstance(event, GroupScored) and not event.trainable:
-                filtered.add(event.group_id)
-            payload_of(event)
-
-        body.payload_of = noted
-        arm(body, *rest)
-
-    history.arm = armed
-    faults_to_come, paused, halt = draw.randint(1, 5), None, None
-    while halt is None:
-        at = draw.randint(1, 5) if fault == "torn" else draw.randint(BEGUN, WRITES)
-        last = at + draw.randint(0, WRITES)  # of a process that the fault does not end
-        faults = Faults(fault, at, last, draw) if faults_to_come > 0 else Faults("", 0, 0, draw)
-        faults_to_come -= 1
-        if place == "folder":
-            if fault == "extra" and folder.exists():
-                (folder / f"{draw.choice(('000000.log', '1.log', 'notes', 'x.part'))}").write_bytes(b"theirs")
-                (folder / f"{draw.randint(500, 999):06d}.part").mkdir(exist_ok=True)
-            store: Any = Folder(folder, faults, planted)
-            with contextlib.suppress(JournalError):
-                Folder(folder, faults)
-                raise AssertionError("a second writer was let in")
-        else:
-            kind = PlantedBucket if planted else ObjectLogStore
-            store = kind(Bucket(bucket, faults))  # type: ignore[arg-type]
-        history.disk = store
-        with mock.patch.object(event_log, "RETRY_PERIOD_S", 0.0):
-            halt = history.live()
-        store.close()
+def _live(history: History, kind: str, draw: random.Random) -> tuple[int, int]:
+    """Incarnation after incarnation, the last without a fault; (faults that came, processes that stopped)."""
+    halt, happened, stopped, paused = None, 0, 0, None
+    if kind == "power":
+        history.sync_s = 0.0  # what is later on the disk than it is told of may be lost
+    for faults_to_come in reversed(range(draw.randint(2, 5))):
+        at = draw.randint(1, OPERATIONS)
+        faults = Faults(kind, draw, at, at + draw.randint(0, OPERATIONS)) if faults_to_come else Faults("", draw)
+        try:
+            halt = _life(history, faults)
+        except Refused:
+            if not faults.happened or kind in ("killed", "power", "clock", "zombie"):
+                raise
+            stopped += 1
+        if kind == "power" and faults.dead and faults.happened and halt is None:
+            history.disk.cut()
+        if paused is not None:
+            _wake(history, *paused)
+        paused = (history.journal, history.mirror, faults) if kind == "zombie" and history.journal else None
         happened += faults.happened
-        if paused is not None:  # it wakes behind its successor; what no segment names is swept
-            held = readable(bucket)
-            with contextlib.suppress(JournalError):
-                paused.append(b"late")
-            assert readable(bucket) == held, "a writer that was taken for dead changed the journal"
-        paused, faults.last = store if fault == "zombie" else None, 0
-    assert halt is not None and halt.ok, halt
-    trained = {group for groups in history.batches.values() for group in groups}
-    live = {*brains[-1].state.ledger.live, *brains[-1].state.redo}
-    for group in filtered - trained - live - set(history.ends):
-        history.ends[group] = "filtered"  # the audit compares with what the ledger has counted
-    history.audit(brains[-1])
-    return happened
+        if halt is not None:
+            break
+    history.look_at_the_end(halt, whole=history.bucket is None and kind not in ("power", "full", "errors"))
+    history.books()
+    return happened, stopped
 
 
-def readable(store: tensorstore.KvStore) -> dict[int, bytes]:
-    """What a reader finds."""
-    log = ObjectLogStore(store, read_only=True)
-    return {segment: log.read(segment) for segment in log.segments()}
+def _life(history: History, faults: Faults, begin_only: bool = False) -> Any:
+    """Refused: the process ended in a sentence."""
+    try:
+        return history.life(faults, begin_only)
+    except (*SENTENCES, OSError) as error:
+        sentence = str(error) if isinstance(error, SENTENCES) else exits.refusal(error)
+        if sentence is None or "\n" in sentence:
+            raise AssertionError(f"no sentence, but {type(error).__name__}: {error}") from error
+        raise Refused(sentence) from error
+
+
+def _wake(history: History, journal: Any, mirror: Any, faults: Faults) -> None:
+    """A writer that was taken for dead goes on behind its successor: it must not change what is there."""
+    assert history.bucket is not None
+    faults.dead, faults.last, faults.kind = False, 0, ""
+    held = {key: data for key, data in history.bucket.content().items()}
+    with contextlib.suppress(*SENTENCES, OSError):
+        journal.append(b"late")
+        journal.commit(sync=True)
+        journal.rotate([b"late"])
+    with contextlib.suppress(*SENTENCES, OSError):
+        mirror.poll()
+        mirror.settle()
+    with contextlib.suppress(*SENTENCES, OSError):
+        mirror.close()
+    faults.dead = True
+    named = json.loads(held["journal/MANIFEST"])["segments"].values()  # what no segment names is swept later
+
+    def readable(content: dict[str, bytes]) -> dict[str, bytes]:
+        return {
+            key: data
+            for key, data in content.items()
+            if not key.startswith("journal/") or key.split("/")[1] in (*named, "MANIFEST")
+        }
+
+    now = readable(history.bucket.content())
+    changed = sorted(key for key in {*now, *readable(held)} if now.get(key) != readable(held).get(key))
+    assert not changed, f"a writer that was taken for dead changed {changed[:3]}"
+
+
+# ---------------------------------------------------------------- at rest
+
+
+def _at_rest(history: History, kind: str, draw: random.Random, root: Path) -> tuple[str, str, str]:
+    """(kind of damage, verdict, why)"""
+    history.checkpoint = dataclasses.replace(history.checkpoint, every=1, keep=draw.randint(2, 3))
+    facts, version = draw.randint(0, 25), draw.randint(4, history.config.total_steps - 1)
+    older_at = draw.randint(1, version)
+    true, older = root / "true", root / "older"
+
+    def since(passed: int) -> bool:
+        if history.told == older_at and not older.exists():
+            _to_files(history, older)
+        return history.told >= version and passed >= facts
+
+    history.since = since
+    history.keep_rows()
+    _life(history, Faults("", draw))
+    history.since = lambda passed: False
+    _to_files(history, true)
+    assert history.rows is not None
+    (root / "truth.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history.rows))
+    truth, scratch = Truth(root / "truth.jsonl"), root / "scratch"
+    shutil.copytree(history.folder, scratch)
+    history.judged = False
+    history.rows = None
+    _life(history, Faults("", draw), begin_only=True)
+    undamaged = history.resumed
+    assert undamaged is not None
+    verdict, why = judge(truth, undamaged, undamaged, Allowed(truth.newest, all_samples=True))
+    assert verdict == EXACT, f"undamaged: {why}"
+    work = root / "work"
+    shutil.copytree(true, work)
+    if kind == "stale":
+        damage = damage_kinds.stale(work, older, truth, undamaged, draw)
+    elif kind == "manifest":
+        damage = _manifest(work, truth, draw)
+    else:
+        if kind == "metrics" and not (work / "metrics.jsonl").is_file():
+            kind = "journal"  # a bucket gets them now and then
+        damage = damage_kinds.SUBJECTS[kind][1](work, truth, undamaged, draw)
+    if damage.subject == "checkpoint" and (true / "journal" / "000001.log").exists():  # all of it is made again
+        damage = dataclasses.replace(damage, allowed=Allowed(truth.newest, all_samples=True))
+    shutil.rmtree(history.folder)
+    if history.bucket:
+        _to_bucket(history, work)
+        if draw.random() < 0.5:  # on the same machine
+            shutil.copytree(scratch, history.folder)
+    else:
+        work.rename(history.folder)
+    label = kind if kind in ("stale", "manifest") else kind_of(damage)
+    try:
+        for _ in range(2 if draw.random() < 0.3 else 1):  # what the first resume has left is resumed too
+            _life(history, Faults("", draw), begin_only=True)
+            found = history.resumed
+            assert found is not None
+            verdict, why = judge(truth, undamaged, found, damage.allowed)
+            if verdict not in (EXACT, OLDER):
+                return label, verdict, f"{damage.what}: {why}"
+    except Refused as error:
+        return label, REFUSED if damage.allowed.refusal else WRONG, f"{damage.what}: refused: {error}"
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return label, TRACE, f"{damage.what}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+    strict = verdict == EXACT and damage.allowed.all_samples
+    if not strict:
+        history.batches = {base: batch for base, batch in history.batches.items() if base < found.version}
+        history.made = {version: made for version, made in history.made.items() if version <= found.version}
+        history.known = set()
+    try:
+        halt = _life(history, Faults("", draw))
+        history.look_at_the_end(halt, False, found.version)
+        if strict:
+            history.books()
+    except (AssertionError, Refused) as error:
+        return label, WRONG, f"{damage.what}: at the end: {error}"
+    trained = [group for batch in history.batches.values() for group in batch]
+    if len(set(trained)) != len(trained):
+        return label, WRONG, f"{damage.what}: a group is trained twice"
+    return label, verdict, ""
+
+
+def _manifest(work: Path, truth: Truth, draw: random.Random) -> Damage:
+    """What says which objects count is damaged: the journal's manifest, or the lease."""
+    steps = [int(path.parent.name) for path in (work / "checkpoints").glob("*/manifest.json")]
+    if draw.random() < 0.3:
+        what = damage_kinds.edit(work / "lease", draw)[0]
+        return Damage("lease", f"lease: {what}", Allowed(truth.newest, all_samples=True))
+    path, roll = work / "journal" / "MANIFEST", draw.random()
+    if roll < 0.2:
+        path.unlink()
+        what = "missing"
+    else:
+        what = damage_kinds.edit(path, draw)[0]
+    allowed = Allowed(max(steps, default=0), all_samples=False, refusal=not steps)
+    return Damage("manifest", f"journal/MANIFEST: {what}", allowed)
+
+
+def _to_files(history: History, folder: Path) -> None:
+    """What the run has kept, as a workdir in a folder: a segment is one file."""
+    if history.bucket is None:
+        shutil.copytree(history.folder, folder)
+        return
+    for key, data in sorted(history.bucket.content().items()):
+        parts = key.split("/")
+        segment = parts[0] == "journal" and len(parts) == 3
+        path = folder / "journal" / f"{parts[1][:6]}.log" if segment else folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(data)
+
+
+def _to_bucket(history: History, folder: Path) -> None:
+    """The other way: a segment is one object, where the manifest had it."""
+    assert history.bucket is not None
+    folders = json.loads(history.bucket.content()["journal/MANIFEST"])["segments"]
+    history.bucket = Bucket()
+    store = history.bucket.store()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        key, number = str(path.relative_to(folder)), path.name.removesuffix(".log")
+        if path.parent.name == "journal" and path.suffix == ".log" and number.isascii() and number.isdigit():
+            inside = folders.get(str(int(number)))
+            key = f"journal/{inside}/000000" if inside and path.name == f"{int(number):06d}.log" else key
+        store.write(key, path.read_bytes()).result()
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+@contextlib.contextmanager
+def _planted(history: History, planted: str) -> Iterator[None]:
+    """reader: segments are read without their last frame's last byte. restore: the trainer's state is one bit off."""
+
+    def one_bit_off(trainer: Trainer) -> None:
+        words = np.array(trainer.opt_state["w"])
+        words[-1] ^= np.uint64(1)
+        trainer.opt_state = {"w": words}
+
+    with contextlib.ExitStack() as undo:
+        if planted == "restore":
+            history.planted = one_bit_off
+        elif planted:
+            for kind in (FileLogStore, ObjectLogStore):
+                read = kind.read
+                undo.enter_context(
+                    mock.patch.object(kind, "read", lambda log, segment, read=read: read(log, segment)[:-1])
+                )
+        yield
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=10000)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--planted", default="", choices=("", "reader", "restore"))
     asked = parser.parse_args(argv)
-    rows: collections.defaultdict[tuple[str, str], collections.Counter[str]]
+    rows: collections.defaultdict[tuple[str, str, str], collections.Counter[str]]
     rows = collections.defaultdict(collections.Counter)
+    bad = 0
     for number in range(asked.first, asked.first + asked.trials):
-        place, mode, fault, verdict, why, happened = trial(number, asked.planted)
-        rows[place, fault] += collections.Counter({verdict: 1, "faults": happened})
-        rows["mode", mode][verdict] += 1
-        if verdict != EXACT and sum(row[verdict] for row in rows.values()) < 40:
-            print(f"trial {number} ({place}, {mode}, {fault}): {verdict}: {why}")
-    print(f"{'':18}{'trials':>8}{'faults':>8}" + "".join(f"{verdict:>9}" for verdict in (EXACT, REFUSED, WRONG, TRACE)))
-    for (place, kind), row in sorted(rows.items()):
-        counts = "".join(f"{row[verdict]:9}" for verdict in (EXACT, REFUSED, WRONG, TRACE))
-        print(f"{place:8}{kind:10}{row.total() - row['faults']:8}{row['faults']:8}{counts}")
-    return int(any(row[WRONG] + row[TRACE] for row in rows.values()))
+        each = trial(number, asked.planted)
+        counted = collections.Counter({each.verdict: 1, "faults": each.happened, "stopped": each.stopped, "trials": 1})
+        for row in ((each.place, each.kind, each.mode), (each.place, each.kind, "all"), ("", "", "all")):
+            rows[row] += counted
+        bad += each.verdict in (WRONG, TRACE)
+        if each.verdict in (WRONG, TRACE) and bad < 40:
+            print(f"--first={number} --trials=1 ({each.place}, {each.kind}, {each.mode}): {each.verdict}: {each.why}")
+    columns = ("trials", "faults", "stopped", *VERDICTS)
+    print(f"{'':26}" + "".join(f"{column:>9}" for column in columns))
+    for (place, kind, mode), row in sorted(rows.items(), key=lambda item: (item[0][2] != "all", item[0])):
+        print(f"{place:7}{kind:9}{mode:10}" + "".join(f"{row[column]:9}" for column in columns))
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

@@ -8,15 +8,18 @@
 
 Laws of objects: a segment exists from the moment the manifest names it; an object is put where none is, or not at all.
 Opening the store seals its last segment, so a run that was taken for dead is refused at its next commit, not believed.
+Where the manifest is damaged or missing, a writer takes the segments that lie there, and says so.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import itertools
 import json
 import os
+import re
 import tempfile
 import zlib
 from pathlib import Path
@@ -24,18 +27,24 @@ from typing import IO, Any
 
 import tensorstore
 
+from dora_jax.base.exits import Stop
 from dora_jax.base.state_files import set_aside
 from dora_jax.config import RunError, UnknownFormat
 from dora_jax.trainer.manifest import sync_folder
 
 MANIFEST = "MANIFEST"
 MANIFEST_FORMAT = 2
+FOLDER = re.compile(r"(\d{6,})-[0-9a-f]{8}", re.ASCII)  # of a segment
 ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
 ANSWER_S = 60.0  # a store that has not answered by then has failed
 
 
 class JournalError(RunError):
     """The journal can no longer keep its promise."""
+
+
+class StoreError(OSError, Stop):
+    """The store did not do it: an alarm where the run can go on without it, else the end of the run for now."""
 
 
 class FileLogStore:
@@ -54,6 +63,7 @@ class FileLogStore:
         if not read_only:
             try:
                 self._dir.mkdir(parents=True, exist_ok=True)
+                sync_folder(self._dir.parent)
                 path = self._dir / "lock"
                 if path.is_dir():  # no run made that, and it says nothing of the journal
                     set_aside(path)
@@ -167,17 +177,32 @@ class ObjectLogStore:
         found = self._answer(store.read(MANIFEST))
         self._unanswered = b""  # a manifest that was put, or not
         self._generation = found.stamp.generation
-        self._folders = _folders(found.value) if found.state == "value" else {}
+        self.repaired = ""  # why the segments are those that lie there, not those that the manifest names
+        self._folders: dict[int, str] = {}
+        try:
+            if found.state == "value":
+                self._folders = _folders(found.value)
+        except JournalError as error:
+            if read_only:
+                raise
+            self.repaired = f"{error}; what lies there of segments is read"
+        if not read_only and (self.repaired or found.state != "value"):
+            objects = collections.Counter(key.decode().partition("/")[0] for key in self._answer(store.list()))
+            for folder, _ in reversed(objects.most_common()):  # of two of a number, the one that was written further
+                if named := FOLDER.fullmatch(folder):
+                    self._folders[int(named[1])] = folder
+            if self._folders and not self.repaired:
+                self.repaired = f"the journal's {MANIFEST} is missing; what lies there of segments is read"
         self._folder = self._staged = ""
         self._next = 0
         self._done = self._tried = 0  # bytes of the append that was refused: put, and put or perhaps put
         if self._folders and not read_only:
             folder = self._folders[max(self._folders)]
             # puts an empty object where the writer of the segment would put its next one
-            while keys := self._keys(folder):
-                if self._answer(store.write(f"{folder}/{len(keys):06d}", b"", if_equal=ABSENT)).generation:
-                    return
-            raise JournalError(f"the manifest names {folder}, which is not there")
+            while not self._answer(
+                store.write(f"{folder}/{len(self._keys(folder)):06d}", b"", if_equal=ABSENT)
+            ).generation:
+                continue
 
     def segments(self) -> list[int]:
         return sorted(self._folders)
@@ -258,9 +283,9 @@ class ObjectLogStore:
         try:
             return asked.result(timeout=ANSWER_S)
         except TimeoutError as error:
-            raise OSError(f"the journal's store did not answer within {ANSWER_S:g} s") from error
+            raise StoreError(f"the journal's store did not answer within {ANSWER_S:g} s") from error
         except ValueError as error:  # tensorstore's statuses: no space, no route, no permission
-            raise OSError(f"the journal's store did not do it: {error}") from error
+            raise StoreError(f"the journal's store did not do it: {error}") from error
 
     def _tidy(self) -> None:
         """Deletes the objects that no manifest names: of dropped segments, and of runs that died before they named

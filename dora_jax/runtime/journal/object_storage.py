@@ -7,6 +7,7 @@ written under a lease is written by the last controller that took it, whatever a
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,9 +21,8 @@ from typing import Any
 
 import tensorstore
 
-from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
-from dora_jax.runtime.journal.log_stores import ABSENT, ANSWER_S
+from dora_jax.runtime.journal.log_stores import ABSENT, ANSWER_S, StoreError
 from dora_jax.trainer.manifest import MANIFEST, Files
 
 STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
@@ -35,29 +35,22 @@ TRIES = 5  # of a conditional write that meets another one
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # short: a thread with other work waits
 
 
-class StoreError(OSError, Stop):
-    """The store did not do it: an alarm where the run can go on without it, else the end of the run for now."""
-
-
 class LeaseLost(StoreError):
     """Another controller has taken the lease: nothing of this one is to be written any more."""
 
 
 class Lease:
     """The right of one controller to write what a run has under a URL: journal, steps, weights and rosters share its
-    number, which only rises. Taking it ends that of every earlier controller, a paused one too. StoreError: it was not
-    to be had."""
+    number, which only rises, from 1 again where the lease is damaged. Taking it ends that of every earlier controller,
+    a paused one too. StoreError: it was not to be had."""
 
     def __init__(self, url: str):
         objects = Objects(url)
         for _ in range(TRIES):
             held, generation = objects.stamped(LEASE)
-            try:
-                self.number = 1 + (int(json.loads(held)["number"]) if held is not None else 0)
-            except (ValueError, KeyError, TypeError) as error:
-                raise StoreError(
-                    f"{url}/{LEASE} is not what a controller writes: delete it if no run is left"
-                ) from error
+            self.number = 1
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                self.number += int(json.loads(held or b"")["number"])
             self._mine = json.dumps({"number": self.number, "owner": os.urandom(8).hex()}).encode()
             if objects.replace(LEASE, self._mine, generation):
                 self._objects = objects

@@ -58,9 +58,10 @@ def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Even
         if not section.on:
             raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
         try:
-            return EventLog(
-                ObjectLogStore(object_storage.opened(f"{url}/{object_storage.JOURNAL}")), writer.note, section.sync_s
-            )
+            store = ObjectLogStore(object_storage.opened(f"{url}/{object_storage.JOURNAL}"))
+            if store.repaired:
+                writer.note(store.repaired)
+            return EventLog(store, writer.note, section.sync_s)
         except (JournalError, OSError) as error:
             raise ConfigError(f"workdir: {error}") from error
     if not section.on:
