@@ -1,7 +1,7 @@
 """Storage that fails: a folder on a disk whose power may be cut, a bucket whose answers get lost, and a clock that jumps.
 
 `Disk` stands under everything that this process does to files, by the system calls it makes; `Bucket` under everything
-that it puts through tensorstore. What happens to an operation is said by the `Faults` of the incarnation, by the
+that it puts through tensorstore. What happens to an operation is up to the `Faults` of the incarnation, by the
 number of the operation, so that one draw gives one history. Laws: what was synced is there after a cut, a name once its
 folder was synced; of anything else any part may be; an incarnation that is dead changes nothing any more.
 """

@@ -3,7 +3,7 @@ the engines and the trainer of `journal_world`, in virtual time.
 
 An incarnation is what `runtime/job.py` makes of a workdir; only what computes stands in: weights are a hash of all that
 they were trained on, written out as an array, and `Orbax` lays files out as Orbax does. `History` is the outsider: it
-keeps what it was told, and reads the bytes of the folder or the bucket itself.
+keeps what was reported, and reads the bytes of the folder or the bucket itself.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Orbax:
     there, some looks after the save began."""
 
     def __init__(self, directory: Path, **options: Any):
-        self.folder, self.under_way, self.looks = directory, None, 0
+        self.folder, self.looks = directory, 0
+        self.under_way: Any = None
         self.reload()
 
     def reload(self) -> None:
@@ -156,7 +157,7 @@ class Orbax:
 
 
 def read_arrays(directory: Any, step: int, name: str, like: Any = None, cast: bool = False) -> Any:
-    """As Orbax reads: metadata is looked at, payload is believed."""
+    """Read as Orbax does: metadata is looked at, payload is believed."""
     folder = Path(directory) / str(step) / name
     if json.loads((folder / "_METADATA").read_bytes()) != {"words": WORDS}:
         raise ValueError(f"{folder}: its metadata is of other arrays")
@@ -246,11 +247,12 @@ class Stages(Body):
 
     def adopt(self, outstanding: Any, payloads: Any, now_s: float) -> None:
         self.now_s = now_s
-        self.heap = [(now_s + t, n, what) for t, n, what in self.heap]
+        late: Any = [(now_s + t, n, what) for t, n, what in self.heap]  # type: ignore[has-type]
+        self.heap = late
         super().adopt(
             types.SimpleNamespace(
                 orchestrator=self.brain, payloads=payloads, outstanding=outstanding, base=self.brain.state.ledger.base
-            )  # type: ignore[arg-type]
+            )
         )
 
     def follow(self, version: int, redo: Any) -> None:
@@ -261,7 +263,7 @@ class Stages(Body):
 
 class History(journal_world.History):
     """The outsider of one workdir: a folder, or a bucket with its scratch folder. AssertionError: what it sees is not
-    what it was told."""
+    what was reported."""
 
     def __init__(self, config: Any, shape: Any, root: Path, bucket: Bucket | None, draw: random.Random):
         super().__init__(config, shape)
@@ -269,20 +271,25 @@ class History(journal_world.History):
         self.checkpoint = sections.CheckpointSection(every=draw.randint(1, 2), keep=draw.randint(1, 3))
         self.sync_s = 0.0 if bucket else draw.choice((0.0, 0.0, 0.2))  # stages do not bear commands that come late
         self.large = draw.choice((0, 20_000, 20_000))  # samples from which on a child begins a segment
-        self.quiet, self.journal, self.mirror, self.brain = Quiet(), None, None, None
+        self.quiet = Quiet()
+        self.journal: Any = None
+        self.mirror: Any = None
+        self.brain: Any = None
         self.made: dict[int, int] = {0: FIRST}  # version -> weights
-        self.told = 0  # the newest version that was published
+        self.published = 0  # the newest version that was published
         self.filtered: set[int] = (
             set()
         )  # in the world; a kill right behind the write may have kept it from the outsider
         self.rows: list[dict[str, Any]] | None = None  # what damage_truth.Truth reads, where it is wanted
-        self.since: Callable[[int], bool] = lambda facts: False  # whether the process dies, so many facts behind `told`
+        self.since: Callable[[int], bool] = lambda facts: (
+            False
+        )  # whether the process dies, so many facts behind `published`
         self.resumed: Resumed | None = None
-        self.judged = True  # by what it was told; else by damage_truth
+        self.judged = True  # by what was reported; else by damage_truth
         self.planted: Callable[[Trainer], None] = lambda trainer: None
         self._proved: tuple[Any, ...] = set(), {}, 0
         self.lines_lost = False
-        self._exposed = False  # it was told what the journal could not write, with an alarm
+        self._exposed = False  # what the journal could not write was reported, with an alarm
 
     def life(self, faults: Faults, begin_only: bool = False) -> Any:
         """One process; Halt, or None where it was killed. Raises what it ends of."""
@@ -369,10 +376,10 @@ class History(journal_world.History):
                 self.disk.faults.dead = True
                 raise Killed
 
-        body.do_train, body.payload_of, body.execute = trained, noted, watched  # type: ignore[method-assign]
+        body.do_train, body.payload_of, body.execute = trained, noted, watched
         log: Any = types.SimpleNamespace(metrics={PRIZE: 0.5})
         body.listen(self._hear)
-        world = backing.behind(body, log)  # type: ignore[arg-type]
+        world = backing.behind(body, log)
         halt = run(begun.orchestrator, world, [observed])  # type: ignore[arg-type]
         backing.journal_saves(wait=True)
         self.journal.close()
@@ -384,7 +391,12 @@ class History(journal_world.History):
         writer.__exit__()
         return halt
 
-    # ------------------------------------------------------------ what it is told
+    def cut_to(self, version: int) -> None:
+        """What was trained from this version on may be trained otherwise."""
+        kept: Any = {base: batch for base, batch in self.batches.items() if base < version}  # type: ignore[has-type]
+        self.batches = kept
+
+    # ------------------------------------------------------------ what is reported
 
     def _tell(self, event: Any) -> None:
         match event:
@@ -396,19 +408,19 @@ class History(journal_world.History):
             case ev.GroupScored(group_id=group_id, trainable=False):
                 self.ends[group_id] = "filtered"
             case ev.StepPublished(version=version):
-                self.told = version
+                self.published = version
                 self._fact("published", version)
         if self.journal.durable:
             self._exposed = False
         elif isinstance(event, journaled_world.HARD) and not self._exposed:
             self._exposed = True
         if not self._exposed and isinstance(event, journaled_world.HARD):
-            self._proved = set(self.known), dict(self.ends), self.told
+            self._proved = set(self.known), dict(self.ends), self.published
 
-    def _hear(self, told: Any) -> None:
+    def _hear(self, record: Any) -> None:
         if self.rows is None:
             return
-        match told:
+        match record:
             case Finished(sample=sample):
                 self.rows.append({"kind": "finished", "id": list(sample.id), "sample": sample_of(sample)})
             case Partial(id=id, start=start, out_ids=out):
@@ -447,11 +459,13 @@ class History(journal_world.History):
 
     def _look(self, found: Resumed, epoch: int) -> None:
         """The trainer holds what was published last, and everything that lives is what was published."""
-        if self._exposed:  # the alarm has said that the last of it may be made anew
-            self.known, self.ends, self.told = self._proved
-            self.batches = {base: batch for base, batch in self.batches.items() if base < found.version}
+        if self._exposed:  # an alarm announced that the last of it may be made anew
+            self.known, self.ends, self.published = self._proved
+            self.cut_to(found.version)
             self._exposed = False
-        assert found.version >= self.told, f"it goes on from version {found.version}, and {self.told} was published"
+        assert found.version >= self.published, (
+            f"it goes on from version {found.version}, and {self.published} was published"
+        )
         assert not epoch, "the replay gives other weights"
         for what, held in (("params", found.params), ("opt_state", found.opt_state)):
             true = hashes(item(self.made.get(found.version, 0), what))

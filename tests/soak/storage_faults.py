@@ -16,7 +16,7 @@ begun again after each, then goes to its end. Of the others a kept workdir is da
     at rest   flip, short, zeros, missing, extra, swapped, stale (older files among newer ones), manifest
               of journal, checkpoints, metrics, in a folder and in a bucket
 
-Two judges share no code with recovery: an outsider, who keeps what the run told and reads the bytes of the end itself,
+Two judges share no code with recovery: an outsider, who keeps what the run reported and reads the bytes of the end itself,
 and for damage tests/soak/damage_truth.py, which says what could still be had. Verdicts: `exact`; `older`, where nothing
 better was left; `refused`, where nothing at all was; `wrong`: bytes or books are others, or something better was left;
 `trace`: any exception but a sentence. `stopped` counts processes that ended in a sentence while their storage failed.
@@ -117,7 +117,7 @@ def _live(history: History, kind: str, draw: random.Random) -> tuple[int, int]:
     """Incarnation after incarnation, the last without a fault; (faults that came, processes that stopped)."""
     halt, happened, stopped, paused = None, 0, 0, None
     if kind == "power":
-        history.sync_s = 0.0  # what is later on the disk than it is told of may be lost
+        history.sync_s = 0.0  # what is later on the disk than it is reported may be lost
     for faults_to_come in reversed(range(draw.randint(2, 5))):
         at = draw.randint(1, OPERATIONS)
         faults = Faults(kind, draw, at, at + draw.randint(0, OPERATIONS)) if faults_to_come else Faults("", draw)
@@ -191,9 +191,9 @@ def _at_rest(history: History, kind: str, draw: random.Random, root: Path) -> tu
     true, older = root / "true", root / "older"
 
     def since(passed: int) -> bool:
-        if history.told == older_at and not older.exists():
+        if history.published == older_at and not older.exists():
             _to_files(history, older)
-        return history.told >= version and passed >= facts
+        return history.published >= version and passed >= facts
 
     history.since = since
     history.keep_rows()
@@ -230,12 +230,12 @@ def _at_rest(history: History, kind: str, draw: random.Random, root: Path) -> tu
             shutil.copytree(scratch, history.folder)
     else:
         work.rename(history.folder)
+    found: Any = None
     label = kind if kind in ("stale", "manifest") else kind_of(damage)
     try:
         for _ in range(2 if draw.random() < 0.3 else 1):  # what the first resume has left is resumed too
             _life(history, Faults("", draw), begin_only=True)
             found = history.resumed
-            assert found is not None
             verdict, why = judge(truth, undamaged, found, damage.allowed)
             if verdict not in (EXACT, OLDER):
                 return label, verdict, f"{damage.what}: {why}"
@@ -246,7 +246,7 @@ def _at_rest(history: History, kind: str, draw: random.Random, root: Path) -> tu
         return label, TRACE, f"{damage.what}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
     strict = verdict == EXACT and damage.allowed.all_samples
     if not strict:
-        history.batches = {base: batch for base, batch in history.batches.items() if base < found.version}
+        history.cut_to(found.version)
         history.made = {version: made for version, made in history.made.items() if version <= found.version}
         history.known = set()
     try:
@@ -342,8 +342,8 @@ def main(argv: list[str]) -> int:
     for number in range(asked.first, asked.first + asked.trials):
         each = trial(number, asked.planted)
         counted = collections.Counter({each.verdict: 1, "faults": each.happened, "stopped": each.stopped, "trials": 1})
-        for row in ((each.place, each.kind, each.mode), (each.place, each.kind, "all"), ("", "", "all")):
-            rows[row] += counted
+        for about in ((each.place, each.kind, each.mode), (each.place, each.kind, "all"), ("", "", "all")):
+            rows[about] += counted
         bad += each.verdict in (WRONG, TRACE)
         if each.verdict in (WRONG, TRACE) and bad < 40:
             print(f"--first={number} --trials=1 ({each.place}, {each.kind}, {each.mode}): {each.verdict}: {each.why}")

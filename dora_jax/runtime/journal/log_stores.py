@@ -8,7 +8,7 @@
 
 Laws of objects: a segment exists from the moment the manifest names it; an object is put where none is, or not at all.
 Opening the store seals its last segment, so a run that was taken for dead is refused at its next commit, not believed.
-Where the manifest is damaged or missing, a writer takes the segments that lie there, and says so.
+Where the manifest is damaged or missing, a writer takes the segments that lie there, and a note names the damage.
 """
 
 from __future__ import annotations
