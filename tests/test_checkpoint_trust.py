@@ -199,3 +199,13 @@ def test_a_step_that_the_disk_does_not_read_is_unusable_and_not_the_end_of_the_s
         store.restore(4, trainer.params, trainer.state.opt_state)
     monkeypatch.undo()
     store.close()
+
+
+def test_a_file_with_the_name_of_a_step_to_come_makes_room_for_it(tmp_path):
+    (tmp_path / "4").write_bytes(b"no step")
+    store = store_of(tmp_path, notes := [])
+    assert store.aside() == ["4.broken"] and "4 is a file, no checkpoint, and is moved aside" in notes
+    save(store, small(), 4)
+    store.wait()
+    assert store.latest(full=True) == 4
+    store.close()

@@ -376,3 +376,28 @@ def test_a_child_holds_nothing_of_its_parent(tmp_path):
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     for fd in pipe:
         os.close(fd)
+
+
+def test_a_kill_while_what_a_failed_sync_left_is_written_again_takes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jn, "RETRY_PERIOD_S", 0.0)
+    journal = EventLog(FileLogStore(tmp_path))
+    journal.rotate([b"head"])
+
+    def fails(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def dies(*args):
+        raise KeyboardInterrupt
+
+    journal.append(b"reported")
+    with monkeypatch.context() as broken:
+        broken.setattr(jn.os, "fdatasync", fails)
+        assert not journal.commit()
+    journal.append(b"next")
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        for name in ("write", "pwrite"):
+            killed.setattr(jn.os, name, dies)
+        journal.commit()
+    assert EventLog(FileLogStore(tmp_path, read_only=True)).read(1).records == (b"head", b"reported")
+    journal.close()
+    assert EventLog(FileLogStore(tmp_path)).read(1).records == (b"head", b"reported", b"next")

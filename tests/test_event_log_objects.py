@@ -1,5 +1,6 @@
 """The journal in object storage: whose it is, what it holds back, and what an answer that is lost costs."""
 
+import pytest
 import tensorstore
 
 from dora_jax.runtime.journal import event_log as jn
@@ -62,3 +63,38 @@ def test_a_put_whose_answer_was_lost_is_not_taken_for_another_writers(monkeypatc
         journal.append(b"two")
         assert journal.commit()
     assert journal.read(1).records == (b"head", b"one", b"two", b"one", b"two") and len(notes) == 4
+
+
+@pytest.mark.parametrize("arrives", ["before the next record", "behind it", "never"])
+def test_a_manifest_that_had_no_answer_takes_no_later_record_with_it(arrives):
+    """It names a segment that the writer has given up; what it puts into the one before would not be read."""
+    store, held, holds = tensorstore.KvStore.open("memory://j/").result(), [], []
+
+    class Unanswered:
+        def result(self, timeout=None):
+            raise TimeoutError
+
+    class Late:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def write(self, key, *args, **options):
+            if key != "MANIFEST" or not holds:
+                return store.write(key, *args, **options)
+            held.append(lambda: store.write(key, *args, **options).result())
+            return Unanswered()
+
+    journal = EventLog(ObjectLogStore(Late()))
+    journal.rotate([b"head"])
+    holds.append(True)
+    with pytest.raises(OSError, match="did not answer"):
+        journal.rotate([b"given up"])
+    holds.clear()
+    if arrives.startswith("before"):
+        held.pop()()
+    journal.append(b"record")
+    assert journal.commit(sync=True)
+    if arrives.startswith("behind"):
+        held.pop()()
+    again = EventLog(ObjectLogStore(store))
+    assert again.segments() == [1] and again.read(1).records == (b"head", b"record")

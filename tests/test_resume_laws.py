@@ -87,10 +87,15 @@ def storage(alive, known, **options):
     return RunStorage(side, None, begun, every=2, last=4, keep_all=False, **options)
 
 
-@pytest.mark.parametrize(("alive", "known", "forgotten"), [((2, 4), [3], []), ((3, 4), [3, 4], [3]), ((3, 4), [], [])])
-def test_the_journal_reaches_back_to_where_every_live_version_can_be_made_again(alive, known, forgotten):
-    """Version 2 lives, and its only start is the initial weights: what came since is needed."""
+@pytest.mark.parametrize(
+    ("alive", "known", "synced", "forgotten"),
+    [((2, 4), [3], True, []), ((3, 4), [3, 4], True, [3]), ((3, 4), [3, 4], False, []), ((3, 4), [], True, [])],
+)
+def test_the_journal_reaches_back_to_where_every_live_version_can_be_made_again(alive, known, synced, forgotten):
+    """Version 2 lives, and its only start is the initial weights: what came since is needed. What is not on the disk
+    comes back as it was before."""
     backing, dropped = storage(alive, known), []
+    backing.journal = Anything(commit=lambda sync: synced)
     backing.durable = Anything(forget_before=dropped.append)
     backing.observe([StepPublished(version=5)], ())
     assert dropped == forgotten

@@ -127,6 +127,7 @@ class RunStorage(RunPlugin):
     mirror: Mirror | None = None  # the workdir is in a bucket
     exports: HfExports | None = None
     durable: JournaledWorld | None = dataclasses.field(init=False, default=None)  # from `behind` on
+    floor: Version = dataclasses.field(init=False, default=-1)  # the oldest live version, as far as it is durable
     log: RunLog = dataclasses.field(init=False)  # the same
 
     @property
@@ -180,7 +181,10 @@ class RunStorage(RunPlugin):
         for event in events:
             if isinstance(event, StepPublished):
                 floor = min(self.begun.orchestrator.state.alive)
-                checkpoints.protect(floor)
+                # else a power cut brings back a version whose start is gone
+                if floor > self.floor and (self.journal is None or self.journal.commit(sync=True)):
+                    self.floor = floor
+                    checkpoints.protect(floor)
                 checkpoints.poll()
                 if self.mirror:
                     self.mirror.poll()
@@ -191,7 +195,7 @@ class RunStorage(RunPlugin):
                     if durable is not None:
                         durable.rotate_due = True
                 # a live version that is older than every checkpoint is made again from the initial weights
-                if durable is not None and not self.keep_all and (known := self.steps) and known[0] <= floor:
+                if durable is not None and not self.keep_all and (known := self.steps) and known[0] <= self.floor:
                     durable.forget_before(known[0])
         self.journal_saves()
 

@@ -14,6 +14,7 @@ for.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import functools
 import json
@@ -287,6 +288,8 @@ class Checkpoints:
         sentence = f"the checkpoint of step {step} failed in the background: {why}"
         for path in self._dir.iterdir():
             if path.name == str(step) or path.name.startswith(f"{step}{TEMPORARY}"):
+                with contextlib.suppress(OSError):
+                    (path / MANIFEST).unlink()  # first: what is left of the step is none
                 shutil.rmtree(path, ignore_errors=True)
         self._notify(f"{sentence}; training goes on, and the newest good one is {latest(self._dir)}")
         self._manager.reload()
@@ -426,8 +429,11 @@ def tidy(directory: Path, notify: Callable[[str], None]) -> None:
         if TEMPORARY in path.name:
             notify(f"{path.name} was never finished and is removed")
             shutil.rmtree(path)
-        elif not path.name.isdigit() or not path.is_dir():
+        elif not path.name.isdigit():
             continue
+        elif not path.is_dir():
+            notify(f"{path.name} is a file, no checkpoint, and is moved aside")  # it has the name of a step to come
+            set_aside(path, "broken")
         elif not (path / MANIFEST).exists():
             if not any(inside.is_file() for inside in path.rglob("*")):
                 notify(f"{path.name} is empty, no checkpoint, and is removed")

@@ -115,20 +115,24 @@ def trial(number: int, planted: str = "") -> Trial:
 
 def _live(history: History, kind: str, draw: random.Random) -> tuple[int, int]:
     """Incarnation after incarnation, the last without a fault; (faults that came, processes that stopped)."""
-    halt, happened, stopped, paused = None, 0, 0, None
-    if kind == "power":
-        history.sync_s = 0.0  # what is later on the disk than it is reported may be lost
+    halt: Any = None
+    happened, stopped, paused = 0, 0, None
     for faults_to_come in reversed(range(draw.randint(2, 5))):
         at = draw.randint(1, OPERATIONS)
         faults = Faults(kind, draw, at, at + draw.randint(0, OPERATIONS)) if faults_to_come else Faults("", draw)
         try:
             halt = _life(history, faults)
         except Refused:
-            if not faults.happened or kind in ("killed", "power", "clock", "zombie"):
+            if kind == "slow" and not faults_to_come and stopped < 10:  # what a dead process had put has arrived
+                stopped += 1
+                halt = _life(history, Faults("", draw))
+            elif not faults.happened or kind in ("killed", "power", "clock", "zombie"):
                 raise
             stopped += 1
         if kind == "power" and faults.dead and faults.happened and halt is None:
             history.disk.cut()
+            if history.sync_s:  # the last of it is made again, a step of the same groups
+                history.known, history.published = set(), max(0, history.published - 1)
         if paused is not None:
             _wake(history, *paused)
         paused = (history.journal, history.mirror, faults) if kind == "zombie" and history.journal else None
@@ -185,6 +189,7 @@ def _wake(history: History, journal: Any, mirror: Any, faults: Faults) -> None:
 
 def _at_rest(history: History, kind: str, draw: random.Random, root: Path) -> tuple[str, str, str]:
     """(kind of damage, verdict, why)"""
+    history.large = 20_000  # what a child copies into its segment stands in the one before, too
     history.checkpoint = dataclasses.replace(history.checkpoint, every=1, keep=draw.randint(2, 3))
     facts, version = draw.randint(0, 25), draw.randint(4, history.config.total_steps - 1)
     older_at = draw.randint(1, version)

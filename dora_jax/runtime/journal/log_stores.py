@@ -100,9 +100,9 @@ class FileLogStore:
         head that `stage` has brought."""
         path, part = self._path(segment), self.head(segment)
         try:
-            how = os.O_APPEND if staged else os.O_CREAT | os.O_TRUNC
-            fd = os.open(part, os.O_WRONLY | how | os.O_CLOEXEC, 0o644)
+            fd = os.open(part, os.O_WRONLY | (0 if staged else os.O_CREAT | os.O_TRUNC) | os.O_CLOEXEC, 0o644)
             try:
+                os.lseek(fd, 0, os.SEEK_END)
                 write_all(fd, data)
                 os.fsync(fd)
                 os.rename(part, path)
@@ -122,10 +122,12 @@ class FileLogStore:
         """Adds to the last segment, behind the bytes that a failed sync has left unproved. OSError: nothing was
         added."""
         if self._doubtful:
-            # after a failed sync the kernel may have forgotten pages that it could not write
+            # after a failed sync the kernel may have forgotten pages that it could not write. They are written over
+            # and not cut off first: a kill would take what has been reported
             recent = b"".join(self._recent)
-            self._cut(self._size - len(recent))
-            write_all(self._file, recent)
+            view = memoryview(recent)
+            while view:
+                view = view[os.pwrite(self._file, view, self._size - len(view)) :]
             self._doubtful = False
         try:
             write_all(self._file, data)
@@ -175,7 +177,7 @@ class ObjectLogStore:
     def __init__(self, store: tensorstore.KvStore, read_only: bool = False):
         self._store = store
         found = self._answer(store.read(MANIFEST))
-        self._unanswered = b""  # a manifest that was put, or not
+        self._unanswered: set[bytes] = set()  # manifests that were put, or not, or not yet
         self._generation = found.stamp.generation
         self.repaired = ""  # why the segments are those that lie there, not those that the manifest names
         self._folders: dict[int, str] = {}
@@ -232,6 +234,8 @@ class ObjectLogStore:
     def append(self, data: bytes) -> None:
         """Puts one object. `data` begins with the bytes that were refused before: they are put as they were then,
         because perhaps only the answer was lost."""
+        if self._unanswered:  # it may name another segment as the last, and what follows in this one would not be read
+            self._name(self._folders)
         for end in (self._tried, len(data)):
             if end > self._done:
                 self._tried = end
@@ -260,15 +264,21 @@ class ObjectLogStore:
 
     def _name(self, folders: dict[int, str]) -> None:
         """Puts the manifest, if the one that is there is still the one that was read or written last."""
-        if self._unanswered:
-            found = self._answer(self._store.read(MANIFEST))
-            if found.value == self._unanswered:
-                self._generation = found.stamp.generation
         names = {str(number): folder for number, folder in folders.items()}
         content = {"format": MANIFEST_FORMAT, "segments": names}
-        self._unanswered = json.dumps({**content, "crc32": _checksum(content)}).encode()
-        self._generation = self._put(MANIFEST, self._unanswered, self._generation)
-        self._unanswered, self._folders = b"", folders
+        data = json.dumps({**content, "crc32": _checksum(content)}).encode()
+        while True:
+            before = self._unanswered.copy()
+            if before and (found := self._answer(self._store.read(MANIFEST))).value in before:
+                self._generation = found.stamp.generation
+            self._unanswered.add(data)
+            try:
+                self._generation = self._put(MANIFEST, data, self._generation)
+                break
+            except JournalError:
+                if self._answer(self._store.read(MANIFEST)).value not in before:  # else one of ours came meanwhile
+                    raise
+        self._unanswered, self._folders = set(), folders
 
     def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
         # the new generation; empty: another one was found
