@@ -21,7 +21,7 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 CODE = {
     ".": 1059,
     "aot": 411,
-    "base": 1714,
+    "base": 1716,
     "bench": 2999,
     "buffer": 355,
     "cli": 473,
@@ -33,11 +33,11 @@ CODE = {
     "plan": 1576,
     "report": 1260,
     "rollout": 3520,
-    "runtime": 12347,
+    "runtime": 12379,
     "serving": 2960,
     "sim": 2039,
     "tasks": 4661,
-    "trainer": 2318,
+    "trainer": 2332,
 }
 PIECES = {"functions": 85.4, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 876, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
