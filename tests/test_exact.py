@@ -24,6 +24,7 @@ from tests.fakes import trainer_cases
 from tests.fakes.engine_rig import CFG, EOS, SIZES, VOCAB, finish, ids, params, prompt, submit
 from tests.fakes.episode_rig import begin, play
 from tests.fakes.step_seconds import unaccounted
+from tests.fakes.two_processes import alone_and_together
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,6 +127,16 @@ def test_episodes_have_the_bits_of_sampling_through_moves_and_short_pages():
     for sample, logprobs in zip(done.values(), scored, strict=True):
         np.testing.assert_array_equal(sample.logprobs.view(np.int32), logprobs.view(np.int32))
         assert not logprobs[~sample.mask].any()
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_trainer_score_what_those_of_an_instance_drew():
+    """An instance of both processes: all score together; instances of one: each scores its share. Nine samples."""
+    alone, together = alone_and_together("exact_process")
+    for shares, (of_two, of_one) in ((1, alone.values()), (2, together[0].values()), (2, together[1].values())):
+        assert of_two[0] > 100 and of_one[0] > 100
+        assert of_two[1:] == [0, 9] and of_one[1] == 0 and of_one[2] in (9 // shares, -(-9 // shares))
+    assert together[0]["1"][2] + together[1]["1"][2] == 9
 
 
 @pytest.mark.parametrize("share", [False, True])

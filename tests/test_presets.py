@@ -274,6 +274,31 @@ def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
 # ------------------------------------------------------------------ refusals
 
 
+def scored(trainer_hosts, hosts_per_instance, tensor):
+    """A cluster whose trainer has rollout.exact, two virtual devices a process."""
+    section = ClusterSection(
+        launcher="process", trainer_hosts=trainer_hosts, hosts_per_instance=hosts_per_instance, devices_per_host=2
+    )
+    return Config(cluster=section, rollout=RolloutSection(exact=True, instances=2, tensor=tensor))
+
+
+@pytest.mark.parametrize(
+    ("processes", "fits"),
+    [
+        ((2, 2, 4), True),
+        ((4, 2, 4), True),
+        ((3, 1, 2), True),
+        ((3, 1, 1), True),
+        ((1, 2, 4), False),
+        ((4, 2, 2), False),
+    ],
+)
+def test_a_trainer_that_scores_makes_up_instances(processes, fits):
+    assert (not sentences(scored(*processes))) == fits, sentences(scored(*processes))
+    with pytest.raises(ConfigError, match="rollout.exact: .* its 2 devices do not make up instances of .*tensor = 3"):
+        devices.plan(8, Config(trainer=TrainerSection(fsdp=2), rollout=RolloutSection(exact=True, tensor=3)))
+
+
 @pytest.mark.parametrize(
     "asked, problem",
     [
@@ -301,6 +326,10 @@ def test_virtual_devices_of_a_cluster_are_a_cpu_wherever_ray_puts_them():
         (
             dataclasses.replace(cluster(), rollout=dataclasses.replace(cluster().rollout, exact=True)),
             "rollout.exact: the trainer scores with the instances' own calls, whose last bits differ on v5p-8 and on v6e-4",
+        ),
+        (
+            scored(trainer_hosts=3, hosts_per_instance=2, tensor=4),
+            "rollout.exact: the trainer scores with the instances' own calls, and its 3 processes of 2 devices (cluster.",
         ),
     ],
 )

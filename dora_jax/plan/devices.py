@@ -112,6 +112,11 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
             f"rollout.instances: {count} instances of {rollout.tensor} devices do not fit the {len(rest)} devices "
             f"that the trainer leaves; ask for fewer instances or a smaller mesh, or set placement=shared"
         )
+    if rollout.exact and used % rollout.tensor:
+        raise ConfigError(
+            f"rollout.exact: the trainer scores with the instances' own calls, and its {used} devices do not make up "
+            f"instances of rollout.tensor = {rollout.tensor}"
+        )
     own = tuple(range(used))
     lent = tuple(own[i : i + rollout.tensor] for i in range(0, used - rollout.tensor + 1, rollout.tensor))
     if config.orchestrator.elastic and config.orchestrator.colocated:

@@ -442,7 +442,7 @@ def _refusals(planned: Plan) -> Iterator[str]:
         )
     if model and planned.asked.rollout.window_pages and not model.local_window:
         yield f"rollout.window_pages: no layers of this {model.family} attend within a window beside others in full"
-    kernel, hosts = config.rollout.attention, config.cluster.hosts_per_instance
+    kernel, span = config.rollout.attention, config.cluster.hosts_per_instance
     if instance.platform not in KERNELS[kernel]:
         yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {instance}"
     for heads, width in model.kv_rows if model and not model.latent else ():
@@ -477,11 +477,20 @@ def _refusals(planned: Plan) -> Iterator[str]:
             f"rollout.exact: the trainer scores with the instances' own calls, whose last bits differ on {trainer} and "
             f"on {instance}"
         )
+    if config.rollout.exact and config.cluster.launcher:
+        own, wanted = config.cluster.trainer_hosts, max(config.rollout.tensor // span, 1)
+        each = trainer.devices // own or wanted  # not known: as those of an instance
+        if own % span or (each % wanted if span == 1 else each != wanted):
+            yield (
+                f"rollout.exact: the trainer scores with the instances' own calls, and its {own} processes of {each} "
+                f"devices (cluster.trainer_hosts) do not make up instances of {span} processes of {wanted} "
+                "(cluster.hosts_per_instance)"
+            )
     # Of a cluster: processes of the trainer's gang are an instance while they are lent
     if config.cluster.launcher and config.orchestrator.elastic and trainer.devices and instance.devices:
-        lent = hosts * (trainer.devices // config.cluster.trainer_hosts)
+        lent = span * (trainer.devices // config.cluster.trainer_hosts)
         if trainer.chip != instance.chip or lent != config.rollout.tensor:
             yield (
-                f"orchestrator.elastic: {hosts} of the trainer's processes have {lent} devices of {trainer}, and an "
+                f"orchestrator.elastic: {span} of the trainer's processes have {lent} devices of {trainer}, and an "
                 f"instance is of {config.rollout.tensor} of {instance} (cluster.hosts_per_instance, rollout.tensor)"
             )

@@ -267,7 +267,6 @@ def model_problems(section: TrainerSection, model: ModelConfig) -> list[str]:
 
 def exact_problems(config: Config) -> list[str]:
     """What a Config asks for that the trainer cannot replay to the bit (score.py); one sentence each."""
-    processes = max(config.cluster.trainer_hosts, config.cluster.hosts_per_instance)
     few = config.lora.rank > 0 and 0 < config.rollout.residents <= config.orchestrator.max_versions
     branches, dropped = config.environment.branches > 0, config.environment.name and config.rollout.host_kv_bytes > 0
     rules = [
@@ -275,7 +274,6 @@ def exact_problems(config: Config) -> list[str]:
         (few, "rollout.residents", "an adapter's place decides its last bits: max_versions + 1 have each their own"),
         (branches, "environment.branches", "what a branch keeps of a turn is not what the turn's calls computed"),
         (dropped, "rollout.host_kv_bytes", "a waiting episode's KV that is dropped is computed again by other calls"),
-        (processes > 1, "cluster.trainer_hosts", "one process replays what one process of an instance drew"),
     ]
     return [f"{name}: rollout.exact=True needs another value: {why}" for broken, name, why in rules if broken]
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 
 from dora_jax.base.lanes import doing
 from dora_jax.buffer.layout import BatchShape, layout
@@ -29,7 +30,7 @@ from dora_jax.models.routes import RouteShape
 from dora_jax.orchestrate.events import InstanceUp
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices
-from dora_jax.publish import offered_copy, placed, sliced
+from dora_jax.publish import offered_copy
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.engine import Engine
 from dora_jax.rollout.migrate import HostKV, observed
@@ -48,9 +49,10 @@ if TYPE_CHECKING:
 
 
 class EngineReplay:
-    """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.score.Replay` on the first
-    devices of the trainer's mesh, as many as an instance has. The weights take the way of a published version: a copy
-    in the engines' dtype, then the serving layout.
+    """Scores the trainer's samples with an engine's calls, for `rollout.exact`: `trainer.score.Replay`. The processes
+    of the trainer make up replicas of an instance (plan/presets.py refuses what does not), each of which scores its
+    share of the answers with an engine on as many devices. The weights are those of a published version: a copy in the
+    engines' dtype in the serving layout, which all processes make in one call.
 
     Law: where the weights are those that drew an answer, its log-probs are the ones that sampling reported, bit for
     bit: the same compiled calls take the same positions at the same places, and a forced token enters as a drawn one;
@@ -68,19 +70,47 @@ class EngineReplay:
         pages = shapes.slots * shapes.worst_pages(section.max_prompt_tokens, section.max_new_tokens)
         residents = 1 if base is None else section.residents
         held = dataclasses.replace(section, pages=min(section.pages, pages), residents=residents)
-        where = sharding.make_mesh(list(mesh.devices.flat[: section.tensor]), 1, 1, section.tensor)
-        self._engine = Engine(model, held, where, **options)
+        here = mesh.local_devices
+        self._span = max(section.tensor // len(here), 1)  # processes of a replica
+        # within a replica the order of the devices is that of an instance, whose world its processes are
+        devices = sorted(mesh.devices.flat, key=lambda device: device.process_index // self._span)
+        self._replicas = len({device.process_index // self._span for device in devices})
+        self._replica = here[0].process_index // self._span % self._replicas
+        self._devices = np.reshape(np.array(devices, dtype=object), (-1, section.tensor))
+        own = next(devices for devices in self._devices.tolist() if here[0] in devices)
+        self._engine = Engine(model, held, sharding.make_mesh(own, 1, 1, section.tensor), **options)
         self.warmup = self._engine.warmup
         self._copied = offered_copy(str(np.dtype(options["dtype"])))
+        self._laid_out: dict[jax.tree_util.PyTreeDef, Callable[[Tree], Tree]] = {}  # of versions, and of their base
         if base is not None:
-            self._engine.residents.take_base(placed(sliced(self._copied(base)), self._engine.base_shardings))
+            self._engine.residents.take_base(self._placed(base, self._engine.base_shardings))
+
+    def _placed(self, masters: Tree, shardings: Tree) -> Tree:
+        """Stacked masters, on the trainer's devices, on these shardings of the engine; every replica has a copy."""
+        if (tree := jax.tree.structure(shardings)) not in self._laid_out:
+            one = jax.tree.leaves(shardings)[0].mesh  # its first axis, "data", is 1, and counts the replicas here
+            grid = self._devices.reshape(-1, *one.devices.shape[1:])
+            every = Mesh(grid, one.axis_names, axis_types=one.axis_types)
+            self._laid_out[tree] = jax.jit(
+                functools.partial(decoder.serving_layout, layout=self._engine.shapes.layout),
+                out_shardings=jax.tree.map(lambda where: NamedSharding(every, where.spec), shardings),
+            )
+        made = self._laid_out[tree](self._copied(masters))
+        leaves = [
+            jax.make_array_from_single_device_arrays(
+                x.shape, where, [shard.data for shard in x.addressable_shards if shard.device in where.device_set]
+            )
+            for x, where in zip(jax.tree.leaves(made), jax.tree.leaves(shardings), strict=True)
+        ]
+        return jax.tree.unflatten(tree, leaves)
 
     def __call__(
         self, params: Any, answers: Sequence[Answer], masks: Masks | None = None, version: Version = 0
     ) -> list[np.ndarray]:
-        engine = self._engine
-        engine.load(version, placed(sliced(self._copied(params)), engine.param_shardings))
+        engine, everyone = self._engine, answers
+        engine.load(version, self._placed(params, engine.param_shardings))
         masks = [np.ones(len(out_ids), bool) for _, out_ids in answers] if masks is None else masks
+        answers, masks = answers[self._replica :: self._replicas], masks[self._replica :: self._replicas]
         # where each answer's runs of sampled tokens begin and end
         edges = [np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist() for mask in masks]
         drawn = [np.asarray(out_ids[mask], np.int32) for (_, out_ids), mask in zip(answers, masks, strict=True)]
@@ -109,7 +139,14 @@ class EngineReplay:
                     f"{len(scored)} tokens of an answer of {of_turns[-1]} were scored: it ends earlier here"
                 )
             reported[i] = np.pad(scored, (0, len(answers[i][1]) - len(scored)))  # what was observed at its end has none
-        return reported
+        if self._replicas == 1:
+            return reported
+        # as integers, which no collective rounds
+        bits = np.zeros((-(-len(everyone) // self._replicas), max(len(out_ids) for _, out_ids in everyone)), np.int32)
+        for i, scored in enumerate(reported):
+            bits[i, : len(scored)] = scored.view(np.int32)
+        of_replicas = multihost_utils.process_allgather(bits)[:: self._span].view(np.float32)
+        return [of_replicas[i % self._replicas, i // self._replicas, : len(out)] for i, (_, out) in enumerate(everyone)]
 
 
 def new_engine(
