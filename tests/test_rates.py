@@ -46,13 +46,14 @@ def measured(tmp_path):
 def test_rates_by_hand(measured):
     speeds = rates.RoleTimes(costs=measured, update_s=lambda micro_batches: 0.5 * micro_batches)
     found = rates.of(planned(), speeds, prompt=100, answer=300)
+    # a sample stops within a call of 8 steps, whose result is read one call late
     assert (found.instances, found.rows, found.samples) == (4, 40, 128)  # 1.25 x 16 groups of 8 on four instances
     assert found.decode_s == pytest.approx(0.01 + 40 * 252 * 1e-6) and found.prefill_s == pytest.approx(0.001)
-    assert found.tokens_per_s == pytest.approx(300 / (300 * found.decode_s / 40 + 0.001))
+    assert found.tokens_per_s == pytest.approx(300 / ((300 + 3.5 + 8) * found.decode_s / 40 + 0.001))
     assert found.rollout_s == pytest.approx(128 * 300 / (4 * found.tokens_per_s))
     # 128 samples of 400 tokens fill 12.5 rows of 4,096, and a micro-batch of the 128 rows has 8
     assert found.micro_batches == 2 and found.trainer_s == 1.0 and found.apart
-    assert found.step_s == found.rollout_s and "the trainer waits 79% of a step for samples" in found.balance
+    assert found.step_s == found.rollout_s and "the trainer waits 80% of a step for samples" in found.balance
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_rates_by_hand(measured):
 def test_who_waits(measured, update_s, changes, step, words):
     speeds = rates.RoleTimes(costs=measured, update_s=lambda micro_batches: update_s)
     found = rates.of(planned(**changes), speeds, prompt=100, answer=12)
-    found = found._replace(prefill_s=0.0, decode_s=0.0, rows=1.0)
+    found = found._replace(prefill_s=0.0, unused=0.0, rows=1.0)
     found = found._replace(decode_s=0.79 * found.instances / (found.samples * found.answer))
     assert found.rollout_s == pytest.approx(0.79)
     assert found.step_s == pytest.approx(step((0.79, update_s))) and words in found.balance
@@ -82,6 +83,16 @@ def test_slots_beyond_a_dispatch_take_turns_and_pages_bound_them(measured):
     )
     assert (whole.rows, turns.rows, few.rows) == (64, 128, 128 * 64 / 256)
     assert turns.decode_s == pytest.approx(2 * whole.decode_s)
+
+
+def test_instances_on_one_device_take_turns(measured):
+    times = rates.RoleTimes(costs=measured, update_s=lambda micro_batches: 1.0)
+    one, two = (
+        rates.of(planned("laptop", rollout={"instances": n}, placement="auto"), times, prompt=100, answer=300)
+        for n in (1, 2)
+    )
+    assert one.rows == two.rows == 64 and not two.apart
+    assert two.tokens_per_s == pytest.approx(one.tokens_per_s / 2) and two.rollout_s == pytest.approx(one.rollout_s)
 
 
 def dry_run(arg, *more):

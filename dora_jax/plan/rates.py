@@ -42,6 +42,7 @@ class Rates(NamedTuple):
     answer: float  # and of an answer
     instances: int
     rows: float  # samples that an instance decodes at once
+    unused: float  # steps of a row after its sample has stopped, before another takes its place
     decode_s: float  # one token of all of them, while instances on one device take turns
     prefill_s: float  # of a sample: its share of the group's prompt
     samples: int  # of a step
@@ -52,7 +53,7 @@ class Rates(NamedTuple):
     @property
     def tokens_per_s(self) -> float:
         """Tokens that an instance samples, prefill included."""
-        return self.answer / (self.answer * self.decode_s / self.rows + self.prefill_s)
+        return self.answer / ((self.answer + self.unused) * self.decode_s / self.rows + self.prefill_s)
 
     @property
     def rollout_s(self) -> float:
@@ -95,6 +96,7 @@ def of(planned: Budget, times: RoleTimes, prompt: float = 0.0, answer: float = 0
         answer=answer,
         instances=planned.instances,
         rows=rows,
+        unused=(rollout.decode_steps - 1) / 2 + rollout.decode_steps * (rollout.late_results == "on"),
         decode_s=planned.crowd * (math.ceil(rows / width) * costs.decode_base_s(width) + rows * moved_s),
         prefill_s=planned.crowd * costs.prefill_s(round(prompt)) / section.group_size,
         samples=samples,
