@@ -30,7 +30,7 @@ CODE = {
     "models": 4272,
     "ops": 679,
     "orchestrate": 2910,
-    "plan": 1590,
+    "plan": 1592,
     "report": 1260,
     "rollout": 3520,
     "runtime": 12411,
