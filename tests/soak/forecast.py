@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +61,9 @@ def decoding(policy: Policy, rows: int, costs: Path) -> list:
     _, batch, prefill, _, seconds = np.array(engine.ticks[len(engine.ticks) // 8 :], float).T
     columns = np.stack([run.rollout.decode_steps * (batch > 0), prefill], 1).astype(float)
     (step_s, token_s), _ = scipy.optimize.nnls(columns, seconds)
-    known = dict.fromkeys(("train_fixed_s", "train_s_per_token", "load_s", "move_fixed_s", "move_s_per_token"), 0.0)
+    known: dict[str, Any] = dict.fromkeys(
+        ("train_fixed_s", "train_s_per_token", "load_s", "move_fixed_s", "move_s_per_token"), 0.0
+    )
     known |= {"score_s": 0.0, "pages": run.rollout.pages, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0}
     known |= {"prefill_s_per_token": token_s, "decode": [[run.rollout.slots, step_s]]}
     costs.write_text(json.dumps(known, indent=1))
