@@ -1,76 +1,14 @@
 # python -m dora_jax.train --config=configs/gemma3.py:4B,v5p-16 --config.model.path=FOLDER
 # --config.task.path=train.jsonl --workdir=gs://BUCKET/mine
-"""RL of a Gemma 3 or 4 model, text, on TPUs: answers of up to 3072 tokens to rows of your own.
+"""RL of a Gemma 3 or 4 model, text, on TPUs; slices.py has the layouts, and says what SLICE and adapters are.
 
-Argument: SIZE,SLICE or SIZE,SLICE,adapters. Sizes: 1B, 4B, 27B of Gemma 3, E2B of Gemma 4. Slices: v5e-8, v6e-8,
-v5p-16, v5p-32, v5p-64, v5p-128. A slice of one host runs everything in one process; of the others half trains, and
-v5p-8 slices beside it sample, which launch/ray and launch/gke allocate. This file looks for the least lean layout that
-the memory plan of --dry_run has no objection to; `--dry_run --aot` compiles it. Adapters have rank 16.
+Argument: SIZE,SLICE or SIZE,SLICE,adapters. Sizes: 1B, 4B, 27B of Gemma 3, E2B of Gemma 4.
 """
 
-import itertools
-
-from dora_jax import config
-from dora_jax.base import chips
-from dora_jax.plan import presets
+from dora_jax.config.files import load_module
 
 SIZES = {"1B": "Gemma-3-1B", "4B": "Gemma-3-4B", "27B": "Gemma-3-27B", "E2B": "Gemma-4-E2B"}
-SLICES = ("v5e-8", "v6e-8", "v5p-16", "v5p-32", "v5p-64", "v5p-128")  # the smallest first
-TENSORS = (1, 2, 4)  # devices of an instance
 
 
 def get_config(arg="4B,v5p-16"):
-    size, slice_name, *trained = [*arg.split(","), ""] if "," not in arg else arg.split(",")
-    if size not in SIZES or slice_name not in SLICES or trained not in ([], ["adapters"]):
-        raise ValueError(
-            f"the argument is {arg!r}; it is SIZE,SLICE or SIZE,SLICE,adapters with a size of {', '.join(SIZES)} and a "
-            f"slice of {', '.join(SLICES)}"
-        )
-    adapters = bool(trained)
-    found = fitting(size, slice_name, adapters)
-    if found is None:
-        smallest = next((name for name in SLICES if fitting(size, name, adapters)), "larger than all of these")
-        lacking = presets.shortfall(layout(size, slice_name, adapters, TENSORS[-1], presets.LEAN[-1]))
-        raise ValueError(
-            f"{SIZES[size]} does not fit {slice_name}: {lacking}; the smallest slice that holds it is {smallest}"
-        )
-    return found
-
-
-def fitting(size, slice_name, adapters):
-    """The first layout whose memory plan fits with room for its slots; None: there is none."""
-    one_head = slice_name.startswith("v5p") or size == "4B"  # heads of 256 numbers are read by one device each
-    for tensor, lean in itertools.product(TENSORS[-1:] if one_head else TENSORS, presets.LEAN):
-        c = layout(size, slice_name, adapters, tensor, lean)
-        if micro_batches := presets.micro_batches(c):
-            c.trainer.micro_batches = micro_batches
-            return c
-    return None
-
-
-def layout(size, slice_name, adapters, tensor, lean):
-    c = config.defaults()
-    c.steps = 200
-    c.model.size = SIZES[size]
-    c.task.name, c.task.template, c.task.rewards = "rows", "chat", ("dora_jax.tasks.rewards.numeric",)
-    c.trainer.remat, c.trainer.learning_rate = "full", 1e-6
-    c.eval.every, c.eval.prompts = 20, 64
-    c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 1024, 3072
-    c.orchestrator.groups_per_step, c.orchestrator.group_size = 16, 8
-    c.trainer.pack_tokens = 4096
-    if adapters:
-        c.lora.rank, c.trainer.learning_rate = 16, 1e-5
-    c.rollout.tensor = tensor
-    c.trainer.update(lean)
-    chip, number = chips.parse(slice_name)
-    if tensor == TENSORS[-1] and (chip != "v5p" or slice_name == "v5p-16") and not adapters:
-        c.rollout.residents = 2  # the only instance holds two versions: one can come while the other ends
-    if chip != "v5p":
-        c.slice, c.placement, c.rollout.instances = slice_name, "disjoint", int(tensor == TENSORS[-1])
-        return c
-    hosts = number // 8  # of the trainer, and as many instances
-    c.cluster.launcher, c.cluster.wire = "ray", "transfer"
-    c.cluster.trainer_slice, c.cluster.trainer_hosts = f"v5p-{8 * hosts}", hosts
-    c.cluster.instance_slice, c.rollout.instances = "v5p-8", hosts
-    c.orchestrator.groups_per_step = 32 * hosts
-    return c
+    return load_module("slices").get_config(arg, SIZES)

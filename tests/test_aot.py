@@ -113,6 +113,45 @@ def test_kernels_have_lines_of_their_own_and_cycles_are_those_of_the_rest():
     assert program.kernels() == (hlo.CustomCall("flash_fwd", 6, 6 * (8 * 4 * 2 + 3 + 2 * 4)),)
 
 
+COPIES = """
+HloModule m
+%anew (p: f32[3,9,2,4]) -> f32[3,9,2,4] {
+  ROOT %c.1 = f32[3,9,2,4]{3,1,2,0} copy(%p)
+}
+%in_place (p: f32[3,9,2,4]) -> f32[3,9,2,4] {
+  %one = f32[1,9,2,4]{3,2,1,0} dynamic-slice(%p, %i)
+  ROOT %u.1 = f32[3,9,2,4]{3,2,1,0} dynamic-update-slice(%p, %x, %i)
+}
+%body (s: (s32[], f32[3,9,2,4])) -> (s32[], f32[3,9,2,4]) {
+  %old = f32[3,9,2,4]{3,2,1,0:T(2,128)} get-tuple-element(%s), index=1
+  %new = f32[3,9,2,4]{3,2,1,0:T(2,128)} fusion(%old, %x), kind=kLoop, calls=%in_place
+  %layer = f32[1,9,2,4]{3,2,1,0:T(2,128)S(1)} dynamic-slice(%new, %i)
+  %kept = f32[4,2,4]{2,1,0} gather(%layer, %rows)
+  ROOT %t = (s32[], f32[3,9,2,4]) tuple(%i, %new)
+}
+%cond (s: (s32[], f32[3,9,2,4])) -> pred[] {
+  %c = s32[] constant(6)
+  ROOT %lt = pred[] compare(%i, %c), direction=LT
+}
+ENTRY %main (a: f32[3,9,2,4], b: bf16[8,64,4]) -> f32[3,9,2,4] {
+  %turned = f32[3,9,2,4]{3,1,2,0} fusion(%a), kind=kLoop, calls=%anew
+  %w = (s32[], f32[3,9,2,4]) while(%t0), condition=%cond, body=%body
+  %begun = (bf16[8,64,4]{2,1,0:T(8,128)}, bf16[8,64,4]{2,1,0}, u32[]{:S(2)}) copy-start(%b)
+  %onto = (bf16[8,64,4]{2,1,0:T(8,128)S(1)}, bf16[8,64,4]{2,1,0}, u32[]{:S(2)}) copy-start(%b)
+  ROOT %r = f32[3,9,2,4]{3,2,1,0} get-tuple-element(%w), index=1
+}
+"""
+
+
+def test_copies_of_pools_are_counted_and_updates_in_place_are_none():
+    """A fusion that ends in a copy makes its array anew; of an array that layers share, one layer's part counts too."""
+    states, pages = {(3, 9, 2, 4): 3}, {(8, 64, 4): 1}
+    program = hlo.CompiledText(COPIES)
+    assert program.copies(states) == hlo.Traffic(1 + 6, (3 + 6) * 9 * 2 * 4 * 4)
+    assert program.copies(pages) == hlo.Traffic(1, 8 * 64 * 4 * 2)
+    assert program.copies(states | pages).runs == 8 and program.copies({(4, 2, 4): 1}) == hlo.Traffic()
+
+
 TEXT = """
 HloModule m
 %fused (p: bf16[4]) -> bf16[8,4] {
@@ -332,6 +371,7 @@ def test_a_run_is_compiled_for_a_slice_that_is_not_here(monkeypatch):
     live = 8 * 48 * 2 * 2 * 128 * 2 / 2
     assert live <= attention.bytes / attention.runs < live + 2**16 < instance.held["KV pool"] / 2
     assert kernels["scatter"].runs > attention.runs and kernels["scatter"].bytes > 0
+    assert decode.copied == hlo.Traffic() and "no pool copied" in aot_roles.describe(decode)[0] and not train.copied
     assert (
         instance.held["1 resident version"]
         == instance.held["the incoming one"]

@@ -1,4 +1,4 @@
-"""What a platform chooses, per platform; what it refuses; every pair of configs/qwen3.py and gemma3.py."""
+"""What a platform chooses, per platform; what it refuses; every pair of configs/qwen3.py; what slices.py finds."""
 
 import dataclasses
 import re
@@ -407,7 +407,7 @@ def test_every_pair_passes_a_dry_run_or_names_the_smallest_slice(size, slice_nam
     assert slice_name == "laptop" or "model.dtype=bfloat16" in printed
 
 
-# ----------------------------------------------------------------- gemma3.py
+# ------------------------------------------------------ slices.py, gemma3.py
 
 
 @pytest.mark.parametrize(
@@ -423,6 +423,29 @@ def test_gemma_gets_a_layout_that_fits(asked, monkeypatch, tmp_path):
     assert bool(settled.config.lora.rank) == asked.endswith("adapters")
 
 
+@pytest.mark.parametrize(
+    ("asked", "pages", "chosen"),
+    [
+        ("Qwen3.5-4B,v5e-8,adapters", r"\d+ pages of 64 tokens, and \d+ recurrent states of 49\.1 MiB", {}),
+        ("Qwen3.5-4B,v5p-16", r"\d+ pages of 64 tokens, and \d+ recurrent states of 49\.1 MiB", {}),
+        (
+            "Qwen3.5-35B-A3B,v5p-16,adapters",
+            r"\d+ pages of 64 tokens, and \d+ recurrent states of 61\.4 MiB",
+            {"expert": 4, "routing_replay": "rollout"},
+        ),
+        ("gpt-oss-20b,v6e-8,adapters", r"\d+ pages of 64 tokens", {"expert": 4}),
+    ],
+)
+def test_any_known_model_gets_a_layout_that_fits(asked, pages, chosen, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asks = [f"--config={CONFIGS / 'slices.py'}:{asked}", "--config.model.path=a", "--config.task.path=b.jsonl"]
+    settled = flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
+    printed = flags.describe(settled)
+    assert re.search(rf"KV pages: {pages}\n", printed) and bool(settled.config.lora.rank) == ("adapters" in asked)
+    assert {field: getattr(settled.config.trainer, field) for field in chosen} == chosen
+    assert ("rollout.attention=tpu" in printed) != asked.startswith("gpt-oss")
+
+
 def test_where_pages_are_short_layers_with_a_window_have_fewer(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     asks = [f"--config={CONFIGS / 'gemma3.py'}:27B,v5p-64", "--config.model.path=a", "--config.task.path=b.jsonl"]
@@ -434,14 +457,22 @@ def test_where_pages_are_short_layers_with_a_window_have_fewer(monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("asked", "lacking"),
     [
+        (
+            "Qwen3.5-4B,v5e-8",
+            r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* is v5p-16",
+        ),
+        ("Qwen3.5-35B-A3B,v5p-16", r"needs [\d.]+ GiB a device of v5p-8, which has 88.5; the smallest .* is v5p-64"),
+        ("gpt-oss-20b,v5e-8,adapters", r"needs [\d.]+ GiB a device of v5e-8, which has 14.9; .* it is v6e-8"),
+        ("Qwen9-1B,v5e-8", "the argument is 'Qwen9-1B,v5e-8'; it is SIZE,SLICE or SIZE,SLICE,adapters with a size of"),
         ("4B,v5e-8", r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* it is v5p-16"),
         ("27B,v5p-16", r"an update needs [\d.]+ GiB a device of v5p-8, which has 88.5; the smallest .* it is v5p-64"),
         ("E2B,v5e-8", r"Gemma-4-E2B does not fit v5e-8: an update needs [\d.]+ GiB .* that holds it is v5p-16"),
         ("27B", "the argument is '27B'; it is SIZE,SLICE or SIZE,SLICE,adapters with"),
     ],
 )
-def test_what_does_not_hold_gemma_is_refused_with_its_bytes(asked, lacking):
-    asks = [f"--config={CONFIGS / 'gemma3.py'}:{asked}", "--config.model.path=a", "--config.task.path=b"]
+def test_what_does_not_hold_a_model_is_refused_with_its_bytes(asked, lacking):
+    file = "gemma3.py" if asked[0] in "24E" else "slices.py"
+    asks = [f"--config={CONFIGS / file}:{asked}", "--config.model.path=a", "--config.task.path=b"]
     with pytest.raises(ConfigError, match=lacking):
         flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
 

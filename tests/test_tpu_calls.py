@@ -11,9 +11,10 @@ import pytest
 from dora_jax.aot import slices as aot_slices
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
-from dora_jax.models.families.config import Latent
+from dora_jax.models.families.config import Delta, Latent
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.rollout.shapes import TOP_COLUMNS
+from dora_jax.trainer import hlo
 
 pytestmark = pytest.mark.skipif(not aot_slices.installed(), reason="libtpu is not installed: the extra aot")
 CFG = decoder.new_config(
@@ -29,6 +30,18 @@ LATENT = decoder.new_config(
     head_dim=192,
     d_ff=1536,
     latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128, q_rank=256),
+)
+HYBRID = decoder.new_config(
+    "qwen3_5_text",
+    vocab_size=1024,
+    d_model=512,
+    n_layers=8,
+    n_heads=4,
+    n_kv_heads=1,
+    head_dim=256,
+    d_ff=1536,
+    rope_part=0.25,
+    delta=Delta(key_heads=4, value_heads=8, key_dim=128, value_dim=128),
 )
 WEIGHTS = ("512,512", "512,256", "512,1536", "1536,512")  # shapes of the projections
 
@@ -119,3 +132,17 @@ def test_latent_pages_on_their_way_to_the_host_are_gathered_and_nothing_else_is_
     compiled = call.trace(*arguments, **static).lower(lowering_platforms=("tpu",)).compile()
     pages = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(compiled.out_info))
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * pages
+
+
+def test_recurrent_states_stay_where_they_are():
+    """A call reads and writes the states of its rows, and neither all states of a layer nor the pool of pages."""
+    made_calls = calls("tpu", HYBRID, slots=32, pages=2048)  # pools of 200 MB: less may move onto the chip
+    pages, states = made_calls.abstract_pool["pages"], made_calls.abstract_pool["states"]
+    pools = {x.shape: HYBRID.linear_layers for x in states.values()} | {x.shape: HYBRID.kv_layers for x in pages}
+    held = sum(x.size * x.dtype.itemsize for x in [*states.values(), *pages])
+    for name, (call, arguments, static) in made_calls.programs().items():
+        if name.startswith(("decode", "prefill", "read state", "write state")):
+            compiled = call.trace(*arguments, **static).lower(lowering_platforms=("tpu",)).compile()
+            text, memory = compiled.as_text(), compiled.memory_analysis()
+            assert "f32[6,65,8,128,128]" in text and hlo.CompiledText(text, 4).copies(pools) == hlo.Traffic(), name
+            assert name == "read state" or memory.alias_size_in_bytes >= held, name

@@ -54,6 +54,8 @@ class Program:
     live_bytes: float = 0.0  # and of what one kernel reads of it where samples have their mean length
     needed: float = 0.0  # FLOPs of all chips that the model needs for full rows
     splash: float = 1.0  # the share of its blocks that splash attention computes
+    # arrays of KV and of recurrent states on a device, by their dimensions, and the layers that share each
+    pools: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
 
 
 def compile_roles(
@@ -149,7 +151,11 @@ def _instance(
     at = functools.partial(jax.tree.map, lambda x, where: x.update(sharding=where))
     laid_out = functools.partial(decoder.serving_layout, layout=calls.shapes.layout)
     published = jax.eval_shape(laid_out, run.published(config, model))
-    pool = _held(at(calls.abstract_pool, calls.pool_sharding))
+    placed = at(calls.abstract_pool, calls.pool_sharding)
+    pages, states = (placed["pages"], placed["states"]) if calls.shapes.states else (placed, {})
+    pools = {x.sharding.shard_shape(x.shape): model.linear_layers for x in states.values()}
+    for row, x in enumerate(jax.tree.leaves(pages)):  # for a kernel, all layers with such rows share one array
+        pools[x.sharding.shard_shape(x.shape)] = len(calls.kv.layers_of(row)) if calls.shapes.paged else 1
     # What a kernel of one layer reads, the mean over layers: rows that all hold a prompt of half its limit, and where
     # they decode, half of an answer of half its limit
     rollout, shapes = config.rollout, calls.shapes
@@ -161,14 +167,14 @@ def _instance(
         context = rollout.max_prompt_tokens / 2 + (0 if kind == "prefill" else rollout.max_new_tokens / 4)
         seen = context - windows * max(context - max(model.windows, default=0), 0)
         live = rows * seen * memory.token_bytes(model, rollout, config.model.dtype) / model.kv_layers
-        programs[i] = dataclasses.replace(one, pool_bytes=pool, live_bytes=live)
+        programs[i] = dataclasses.replace(one, pool_bytes=_held(pages), live_bytes=live, pools=pools)
     residents = config.rollout.residents
     versions = f"{residents} resident version{'s' if residents > 1 else ''}"
     held = {versions: residents * _held(calls.abstract_params)}
     if calls.adapters:
         base, adapters = map(_held, calls.abstract_params)
         held = {"base weights": base, versions: adapters}
-    return programs, held | {"the incoming one": _held(at(published, calls.param_shardings)), "KV pool": pool}
+    return programs, held | {"the incoming one": _held(at(published, calls.param_shardings)), "KV pool": _held(placed)}
 
 
 def _held(tree: Any) -> float:
@@ -202,6 +208,7 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
         output_bytes=per_chip(outputs),
         flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
+        copied=text.copies(program.pools) if program.pools else None,
         model_s=text.cycles() / roles.chip_of(place.slice_name).clock_hz,
         kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)),
         chip=roles.chip_of(place.slice_name),
@@ -233,16 +240,22 @@ def report(config: Config) -> None:
         model = presets.model_of(config)
     if model is None:
         raise ConfigError(f"model.path: {config.model.path!r} has no config.json; --aot needs it, or model.size")
-    config, _ = presets.resolve(config, presets.machines(config), model)
+    planned = presets.plan(config, presets.machines(config), model)
     known = Tokenizer.load(config.model.path) if (Path(config.model.path) / "tokenizer.json").is_file() else None
     print(
         "compiled from the run's assembly; a program that compiles and fits has been neither run nor timed:", flush=True
     )
+    of_plan: dict[str, float] = {}
+    if plan := planned.memory:
+        with_pages = memory.total(plan.instance) + plan.pages_bytes
+        of_plan = {TRAINER: memory.total(plan.trainer), INSTANCE: with_pages}
     for role in compile_roles(
-        config,
+        planned.config,
         model,
         vocab_limit=known.vocab_size if known else 0,
         eos_ids=known.eos_ids if known else (),
         done=lambda one: print(*roles.describe(one), sep="\n", flush=True),
     ):
-        print(roles.describe_role(role), flush=True)
+        cores = chips.DEVICES_A_CHIP[chips.parse(role.slice_name)[0]]
+        planned_gib = cores * of_plan[role.name] / roles.GIB if role.name in of_plan else 0.0
+        print(roles.describe_role(role) + (f"; the plan has {planned_gib:.2f}" if planned_gib else ""), flush=True)

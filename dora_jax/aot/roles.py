@@ -55,6 +55,7 @@ class Compiled:
     host_bytes: int
     flops: float  # of matrix products, kernels included
     sent: dict[str, hlo.Traffic]
+    copied: hlo.Traffic | None = None  # of KV pages and recurrent states, which stay where they are; None: it has none
     model_s: float  # XLA's estimate of the cycles at the chip's clock; neither kernels nor what is sent
     kernels: tuple[Kernel, ...]
     compile_s: float
@@ -106,11 +107,15 @@ def chip_of(slice_name: str) -> Chip:
 def describe(one: Compiled) -> list[str]:
     """Lines of a dry run."""
     sent = ", ".join(f"{kind} {t.bytes / 1e9:.2f} GB in {t.runs}" for kind, t in sorted(one.sent.items()))
+    copied = "" if one.copied is None else "; no pool copied"
+    if one.copied and one.copied.runs:
+        copied = f"; {one.copied.bytes / 1e9:.2f} GB OF THE POOLS COPIED in {one.copied.runs}"
     host = f", {one.host_bytes / GIB:.2f} in host memory" if one.host_bytes else ""
     lines = [
         (
             f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
-            f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}; "
+            f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}"
+            f"{copied}; "
             f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s"
         ),
         *(

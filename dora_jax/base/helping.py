@@ -40,7 +40,8 @@ field that is unknown or wrong is named in one sentence, all of them at once, be
 | `rows.py` | rows of your own with an answer, and the reward that compares |
 | `gsm8k.py` | grade-school word problems, of any chat model or of Qwen3's sizes; its curve is not measured |
 | `qwen3.py` | Qwen3 of the hub's sizes on a machine or a slice: the argument names both |
-| `gemma3.py` | Gemma 3 and 4 of the hub's sizes on TPU slices, all weights or adapters |
+| `slices.py` | any model that `model.size` names on a TPU slice, all weights or adapters: Qwen3.5, gpt-oss, ... |
+| `gemma3.py` | the same of Gemma 3 and 4, by their sizes |
 | `sim/` | the orchestrator in virtual time: the paper's clusters, fair tables of all modes, what-if questions |
 
 ## Every field

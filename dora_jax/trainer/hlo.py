@@ -11,12 +11,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dora_jax.types import OWN_SAMPLING
 
+Dims = tuple[int, ...]
 SHARED_CHANNEL = "1"  # JAX gives it to every collective of a shard_map: it tells none from another
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 ITEM_BYTES = (
@@ -41,6 +43,9 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]* \{([^}]*)\}")  # axes 
 _COLLECTIVE = re.compile(rf"%?(\S+) = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
 _KERNEL = re.compile(r"%?\S+ = (\(.*?\)|\S+) custom-call\(.*custom_call_target=\"([^\"]+)\"")
 _SCATTER = re.compile(r"%?\S+ = \S+ scatter\(%?[^,]+, %?[^,]+, %?([^,)]+)\)")  # of one array: what it writes
+_MADE = re.compile(r"%?\S+ = (\(.*?\)|\S+) ([\w\-]+)\(")
+_MOVES = ("copy", "copy-start", "transpose", "convert")  # what makes all of an array anew
+_HANDS_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "copy-done")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply|condition)=%?([\w.\-]+)|(?:called|branch)_computations=\{([^}]*)\}")
 
@@ -112,6 +117,27 @@ class CompiledText:
         found = ((runs, int(n)) for _, runs, line in self._lines() for n in _CYCLES.findall(line))
         return sum(runs * n for runs, n in found if n < NO_ESTIMATE)
 
+    def copies(self, pools: Mapping[Dims, int]) -> Traffic:
+        """What makes one of these arrays anew, or all that it has of one layer, and is no small one's way onto the chip
+        or off it; pools: the dimensions of each -> how many layers share it."""
+        whole = {_bare(dims) for dims in pools}
+        ones = {_bare((dims[0] // n, *dims[1:])) for dims, n in pools.items() if n > 1}
+        runs, size = 0, 0
+        inside = set(re.findall(r" fusion\(.*calls=%?([\w.\-]+)", "\n".join(itertools.chain(*self._bodies.values()))))
+        for name, times, line in self._lines():
+            made = _MADE.match(line)
+            if not made or made[2] in _HANDS_ON or name in inside:  # inside of a fusion nothing is in the memory
+                continue
+            kind, called = made[2], re.search(r"calls=%?([\w.\-]+)", line)
+            if kind == "fusion" and called:
+                root = next((x for x in self._bodies[called[1]] if x.startswith("ROOT ")), "")
+                kind = found[2] if (found := _MADE.match(root.removeprefix("ROOT "))) else kind
+            for item, dims in () if "S(1)" in made[1] and kind == "copy-start" else _arrays(made[1]):
+                if _bare(dims) in ones or (_bare(dims) in whole and kind in _MOVES):
+                    runs, size = runs + times, size + times * item * math.prod(dims)
+                    break
+        return Traffic(runs, size)
+
     def kernels(self) -> tuple[CustomCall, ...]:
         counts: collections.Counter[str] = collections.Counter()
         sizes: collections.Counter[str] = collections.Counter()
@@ -162,11 +188,20 @@ class CompiledText:
 # ---------------------------------------------------------------- private
 
 
+def _bare(dims: Dims) -> Dims:
+    """Without leading ones."""
+    return tuple(itertools.dropwhile((1).__eq__, dims))
+
+
 @functools.cache
-def _sizes(shape: str) -> tuple[int, ...]:
-    """Bytes of a type such as bf16[8,4]{1,0}, or of each of a tuple."""
+def _arrays(shape: str) -> tuple[tuple[int, Dims], ...]:
+    """Bytes of a number and dimensions of a type such as bf16[8,4]{1,0}, or of each of a tuple."""
     return tuple(
-        ITEM_BYTES[item] * math.prod(int(n) for n in dims.split(",") if n)
+        (ITEM_BYTES[item], tuple(int(n) for n in dims.split(",") if n))
         for item, dims in re.findall(r"\b(\w+)\[([\d,]*)\]", shape)
         if item in ITEM_BYTES
     )
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    return tuple(item * math.prod(dims) for item, dims in _arrays(shape))
