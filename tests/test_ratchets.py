@@ -20,8 +20,8 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
     ".": 1059,
-    "aot": 411,
-    "base": 1716,
+    "aot": 428,
+    "base": 1717,
     "bench": 2999,
     "buffer": 355,
     "cli": 473,
@@ -37,7 +37,7 @@ CODE = {
     "serving": 2960,
     "sim": 2039,
     "tasks": 4661,
-    "trainer": 2332,
+    "trainer": 2357,
 }
 PIECES = {"functions": 85.4, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 876, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
