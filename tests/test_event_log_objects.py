@@ -5,7 +5,7 @@ import tensorstore
 
 from dora_jax.runtime.journal import event_log as jn
 from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.log_stores import ABSENT, ObjectLogStore
+from dora_jax.runtime.journal.log_stores import ABSENT, JournalError, ObjectLogStore
 
 
 def test_the_generation_of_an_absent_key_is_what_we_think(tmp_path):
@@ -98,3 +98,30 @@ def test_a_manifest_that_had_no_answer_takes_no_later_record_with_it(arrives):
         held.pop()()
     again = EventLog(ObjectLogStore(store))
     assert again.segments() == [1] and again.read(1).records == (b"head", b"record")
+
+
+def test_a_writer_that_was_paused_at_a_manifest_does_not_take_back_what_its_successor_has_sealed():
+    store, holds = tensorstore.KvStore.open("memory://j/").result(), []
+
+    class Lost:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def write(self, key, *args, **options):
+            done = store.write(key, *args, **options)
+            if key == "MANIFEST" and holds:
+                raise OSError("paused behind the put")
+            return done
+
+    paused = EventLog(ObjectLogStore(Lost()))
+    paused.rotate([b"head"])
+    holds.append(True)
+    with pytest.raises(OSError, match="paused"):
+        paused.rotate([b"next"])
+    holds.clear()
+    successor = EventLog(ObjectLogStore(store))
+    paused.append(b"late")
+    with pytest.raises(JournalError, match="taken for dead"):
+        paused.commit(sync=True)
+    assert successor.rotate([b"mine"]) == 3
+    assert [EventLog(ObjectLogStore(store)).read(n).records for n in (1, 2, 3)] == [(b"head",), (b"next",), (b"mine",)]

@@ -288,7 +288,7 @@ class History(journal_world.History):
         self.judged = True  # by what was reported; else by damage_truth
         self.planted: Callable[[Trainer], None] = lambda trainer: None
         self._proved: tuple[Any, ...] = set(), {}, 0
-        self.lines_lost = False
+        self.lines_lost = self.afresh = False
         self._exposed = False  # what the journal could not write was reported, with an alarm
 
     def life(self, faults: Faults, begin_only: bool = False) -> Any:
@@ -332,7 +332,7 @@ class History(journal_world.History):
         self.resumed = Resumed.of(trainer, begun, stored, remade, self.quiet.notes)
         self.lines_lost |= any("has no record of step" in note for note in self.quiet.notes)
         if self.judged:
-            self._look(self.resumed, begun.epoch)
+            self._look(self.resumed, begun.epoch, begun.outstanding is None and trainer.version > 0)
         if begin_only:
             return None
         weights = {version: weights_of(tree) for version, tree in store.held.items()}
@@ -457,10 +457,13 @@ class History(journal_world.History):
 
     # ------------------------------------------------------------ what it sees
 
-    def _look(self, found: Resumed, epoch: int) -> None:
+    def _look(self, found: Resumed, epoch: int, afresh: bool) -> None:
         """The trainer holds what was published last, and everything that lives is what was published."""
+        assert not afresh or self._exposed, "it goes on from a checkpoint alone"
+        self.afresh |= afresh
         if self._exposed:  # an alarm announced that the last of it may be made anew
-            self.known, self.ends, self.published = self._proved
+            known, ends, self.published = self._proved
+            self.known, self.ends = set(known), dict(ends)
             self.cut_to(found.version)
             self._exposed = False
         assert found.version >= self.published, (
@@ -501,4 +504,5 @@ class History(journal_world.History):
         live = {*self.brain.state.ledger.live, *self.brain.state.redo}
         for group in self.filtered - trained - live - set(self.ends):
             self.ends[group] = "filtered"
-        self.audit(self.brain)
+        if not self.afresh:  # where it is, the ledger has begun anew
+            self.audit(self.brain)

@@ -136,7 +136,8 @@ def checkpoint(folder: Path, truth: Truth, undamaged: Resumed, draw: random.Rand
     good = [int(step.name) for step in steps if step.name not in hurt]
     # What runs at an older version goes on where that version can be made again: from a checkpoint at or before it.
     made_again = any(step <= min(undamaged.remade, default=truth.newest) for step in good)
-    return Damage("checkpoint", what, Allowed(truth.newest, all_samples=made_again, refusal=not good))
+    version = truth.newest if made_again else max(good, default=0)
+    return Damage("checkpoint", what, Allowed(version, all_samples=made_again, refusal=not good))
 
 
 def _beside_steps(root: Path, steps: Sequence[Path], hurt: set[str], draw: random.Random) -> str:
@@ -249,7 +250,9 @@ def journal(folder: Path, truth: Truth, undamaged: Resumed, draw: random.Random)
         case _:
             other = draw.choice([path for path in segments if path != victim])
             exchange(victim, other)
-            version = min(_reached(folder, truth, undamaged, segments, each, 0) for each in (victim, other))
+            version = max(
+                (int(path.parent.name) for path in (folder / "checkpoints").glob("*/manifest.json")), default=0
+            )
             return Damage("journal", f"{victim.name} and {other.name} exchanged", Allowed(version, all_samples=False))
     return Damage("journal", f"{victim.name}: {what} at {at}", _left(folder, truth, undamaged, segments, victim, at))
 

@@ -133,9 +133,10 @@ def _live(history: History, kind: str, draw: random.Random) -> tuple[int, int]:
             history.disk.cut()
             if history.sync_s:  # the last of it is made again, a step of the same groups
                 history.known, history.published = set(), max(0, history.published - 1)
-        if paused is not None:
-            _wake(history, *paused)
-        paused = (history.journal, history.mirror, faults) if kind == "zombie" and history.journal else None
+        if history.journal is not None and kind == "zombie":  # else it died before it took anything over
+            if paused is not None:
+                _wake(history, *paused)
+            paused = history.journal, history.mirror, faults
         happened += faults.happened
         if halt is not None:
             break

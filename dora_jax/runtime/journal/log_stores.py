@@ -35,6 +35,7 @@ from dora_jax.trainer.manifest import sync_folder
 MANIFEST = "MANIFEST"
 MANIFEST_FORMAT = 2
 FOLDER = re.compile(r"(\d{6,})-[0-9a-f]{8}", re.ASCII)  # of a segment
+GIVEN_UP = b"given up"  # the last object of a segment that its writer does not use
 ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
 ANSWER_S = 60.0  # a store that has not answered by then has failed
 
@@ -178,6 +179,7 @@ class ObjectLogStore:
         self._store = store
         found = self._answer(store.read(MANIFEST))
         self._unanswered: set[bytes] = set()  # manifests that were put, or not, or not yet
+        self._given_up: list[str] = []  # the next objects of segments that only those name
         self._generation = found.stamp.generation
         self.repaired = ""  # why the segments are those that lie there, not those that the manifest names
         self._folders: dict[int, str] = {}
@@ -226,7 +228,7 @@ class ObjectLogStore:
         if data or not staged:
             self._put(f"{folder}/{objects:06d}", data, ABSENT)
             objects += 1
-        self._name({**self._folders, segment: folder})
+        self._name({**self._folders, segment: folder}, f"{folder}/{objects:06d}")
         self._folder, self._staged, self._next = folder, "", objects
         with contextlib.suppress(OSError):  # what is left is swept with the next segment
             self._tidy()
@@ -262,23 +264,27 @@ class ObjectLogStore:
         there = {key.decode() for key in self._answer(self._store.list(within))}
         return list(itertools.takewhile(there.__contains__, (f"{folder}/{n:06d}" for n in itertools.count())))
 
-    def _name(self, folders: dict[int, str]) -> None:
-        """Puts the manifest, if the one that is there is still the one that was read or written last."""
+    def _name(self, folders: dict[int, str], following: str = "") -> None:
+        """Puts the manifest, if the one that is there is still the one that was read or written last. following: the
+        next object of a segment that it names first."""
         names = {str(number): folder for number, folder in folders.items()}
         content = {"format": MANIFEST_FORMAT, "segments": names}
         data = json.dumps({**content, "crc32": _checksum(content)}).encode()
         while True:
-            before = self._unanswered.copy()
+            before, given_up = self._unanswered.copy(), self._given_up.copy()
             if before and (found := self._answer(self._store.read(MANIFEST))).value in before:
+                for key in given_up:  # JournalError: who opened the store since has sealed it
+                    self._put(key, GIVEN_UP, ABSENT)
                 self._generation = found.stamp.generation
             self._unanswered.add(data)
+            self._given_up += [following] if following and following not in given_up else []
             try:
                 self._generation = self._put(MANIFEST, data, self._generation)
                 break
             except JournalError:
                 if self._answer(self._store.read(MANIFEST)).value not in before:  # else one of ours came meanwhile
                     raise
-        self._unanswered, self._folders = set(), folders
+        self._unanswered, self._given_up, self._folders = set(), [], folders
 
     def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
         # the new generation; empty: another one was found

@@ -2,7 +2,8 @@
 
 Consumes the workdir's journal and checkpoints; produces the orchestrator, its payloads, the trainer's state, and the
 weights of every live version in the store. Laws: the run starts from the newest checkpoint that restores to what was
-saved, by the digests in the journal, and says which it steps over and why; a run that has a past and nothing to go on
+saved, by the digests in the journal, and says which it steps over and why; where the journal has lost segments and ends
+before it, from that checkpoint alone; a run that has a past and nothing to go on
 from is refused, and nothing of it is renamed; a step is made again from the journal's groups and must give the digest
 that was published; where it does not (another machine, another compiler), a new epoch begins, a note says so, and
 running samples start over at their version, so that no trajectory holds tokens of two weights; a version that is
@@ -89,13 +90,22 @@ def begin(
     settings: of the configuration as asked (config/changes.py). ConfigError: the run has a past, and nothing that it
     could go on from."""
     starts = _Starts(checkpoints, trainer, writer)
-    past, fault = None, ""
+    past: Recovered | None = None
+    fault = ""
     if journal is not None:
         versions = [INITIAL, *checkpoints.steps()]
         try:
             past = recover(journal, config, versions, starts.usable, writer.note, starts.adopt, settings)
         except JournalError as error:
             fault = str(error)
+    later = past is not None and not past.afresh and max(checkpoints.steps(), default=INITIAL) > past.base
+    if past is not None and journal is not None and later and journal.segments()[-1] > max(past.segments):
+        newest = starts.newest()
+        if newest is not None and newest > past.base:  # what is between them was in segments that are lost
+            fault = f"the journal ends at version {past.base}, before checkpoint {newest}"
+            past = None
+        else:
+            starts.usable(past.start)
     if past is not None and past.changed:
         _tell(past, writer)
     if past is not None and not past.afresh:
