@@ -104,7 +104,7 @@ def step_s(printed):
     return float(re.search(r"([\d.]+) s a step\nto change", printed)[1])
 
 
-@pytest.mark.parametrize("arg", ["0.6B,v5e-8", "8B,v5p-16", "8B,h100-8"])
+@pytest.mark.parametrize("arg", ["0.6B,v5e-8", "8B,v5p-16", "8B,h100-8", "1.7B,v6e-8"])
 def test_a_dry_run_prints_rates_and_changes_that_do_what_they_say(arg):
     printed = dry_run(arg)
     assert re.search(r"an instance: [\d,]+ tokens/s of \d+ samples at once, [\d.]+ ms a token of each", printed)
@@ -114,6 +114,7 @@ def test_a_dry_run_prints_rates_and_changes_that_do_what_they_say(arg):
     )
     line = printed.partition("\nto change: ")[2].partition("\n")[0]
     found = re.findall(r"((?:[\w.]+=\S+ )+)\(([\d.]+) s a step\)", line)
+    assert len({promised for _, promised in found}) == len(found), "fields that change nothing are not named"
     assert found and "neither would wait if the trainer had" in line
     for fields, promised in found:
         changed = dry_run(arg, *(f"--config.{field}" for field in fields.split()))

@@ -171,8 +171,10 @@ def describe(planned: Budget) -> list[str]:
             f"{here.trainer_s:.3g} s: {here.balance}; {here.step_s:.3g} s a step"
         ),
     ]
-    better = sorted(changes(planned, here.step_s * (1 - NOTICE)))[:SHOWN]
-    advice = [f"{text} ({step_s:.3g} s a step)" for step_s, text in better]
+    better: dict[float, str] = {}  # of what comes to the same, the fewest fields
+    for step_s, text in sorted(changes(planned, here.step_s * (1 - NOTICE)), key=lambda one: len(one[1])):
+        better.setdefault(float(f"{step_s:.3g}"), text)
+    advice = [f"{text} ({step_s:g} s a step)" for step_s, text in sorted(better.items())[:SHOWN]]
     trainer, rollout = math.prod(planned.mesh), here.instances * planned.config.rollout.tensor
     if here.apart and planned.machines.trainer.chip == planned.machines.instances.chip:
         work, all_work = trainer * here.trainer_s, trainer * here.trainer_s + rollout * here.rollout_s
