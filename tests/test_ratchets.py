@@ -30,7 +30,7 @@ CODE = {
     "models": 4272,
     "ops": 679,
     "orchestrate": 2910,
-    "plan": 1592,
+    "plan": 1594,
     "report": 1260,
     "rollout": 3520,
     "runtime": 12425,
