@@ -15,7 +15,7 @@ def get_config(arg=None):
     if arg not in (None, "tiny"):
         raise ValueError(f"the argument {arg!r} is unknown; known is tiny")
     c = config.defaults()
-    c.steps = 30
+    c.steps = 80
 
     c.task.name = "dora_jax.tasks.environments.frozen_lake.Lakes"
     c.task.params = {"size": 4, "holes": 0.25, "shortest": 2, "longest": 6}
@@ -41,8 +41,8 @@ def get_config(arg=None):
     c.orchestrator.inflight = 1.75
     c.trainer.pack_tokens = 288
     c.trainer.micro_batches = 16
-    c.eval.every = 10
-    c.eval.prompts, c.eval.samples = 128, 1
+    c.eval.every = 20
+    c.eval.prompts, c.eval.samples = 128, 2
 
     if arg == "tiny":
         c.steps = 3
