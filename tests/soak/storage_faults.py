@@ -320,6 +320,8 @@ def _planted(history: History, planted: str) -> Iterator[None]:
     """reader: segments are read without their last frame's last byte. restore: the trainer's state is one bit off."""
 
     def one_bit_off(trainer: Trainer) -> None:
+        if not history.published:
+            return
         words = np.array(trainer.opt_state["w"])
         words[-1] ^= np.uint64(1)
         trainer.opt_state = {"w": words}
