@@ -208,3 +208,13 @@ def test_temporaries_of_a_mixture_are_those_that_xla_reported():
     options |= {"rows": 32, "pack_tokens": 4096, "expert_matmul": "megablox"}
     work = memory.trainer_work(KNOWN["Qwen3-30B-A3B"], changed(trainer=options), memory.Mesh(1, 1, 1, 1, 8))
     assert memory.total(work) / GIB == pytest.approx(45.25, rel=0.1)
+
+
+def test_linear_layers_keep_no_results_of_kernels():
+    """Compiled for v5p-16, Qwen3.5-4B's backward pass finds four arrays [8, 8, 4096, 2560] and one [8, 8, 4, 4, 4096, 256]
+    in bfloat16: what its 32 layers were given, and what the attention of eight gave."""
+    model, tokens = KNOWN["Qwen3.5-4B"], 8 * 4096
+    section = dataclasses.replace(CONFIG.trainer, attention="splash", remat="full")
+    assert model.n_layers * memory.saved_activations(model, "full", tokens, 1, 2) == 4 * 2 * 8 * tokens * 2560
+    sums = 4 * 8 * model.n_heads * tokens  # float32, of each head
+    assert memory.kernel_results(model, section, tokens, 1, 2) == 2 * 8 * 4 * 4 * tokens * 256 + sums

@@ -196,7 +196,8 @@ def kernel_results(model: ModelConfig, section: TrainerSection, tokens: int, ten
     widest = max(map(model.q_width, model.kinds))
     if section.attention == "reference" or section.remat == "none" or widest > SMALL * model.d_model:
         return 0.0
-    numbers = size * sum(map(model.q_width, model.every_kind)) + 4 * model.n_layers * model.n_heads
+    kinds = [kind for kind in model.every_kind if not kind.linear]  # linear attention is computed again
+    numbers = size * sum(map(model.q_width, kinds)) + 4 * len(kinds) * model.n_heads
     return model.sublayers * tokens * numbers / tensor
 
 

@@ -169,7 +169,8 @@ class Paged:
             rows = narrow(jnp.where(written, rows, 0), self.pool_dtype)
             if is_kept_SxL is not None:
                 first_Sx1 = (lens_S[:, None] - q.shape[1]) // size
-                held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1)[:, 0]]
+                # position by position, see `begin`
+                held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1), jnp.arange(size)[None]]
                 stays = jnp.expand_dims(is_kept_SxL[:, :size], range(2, rows.ndim))
                 rows = rows.at[:, :size].set(jnp.where(stays, held, rows[:, :size]))
             o, pages = attention.paged_step(q, rows, pages, lens_S, tables_SxM, scores, impl, rank, sinks_H)
