@@ -30,7 +30,7 @@ CODE = {
     "models": 4272,
     "ops": 679,
     "orchestrate": 2910,
-    "plan": 1594,
+    "plan": 1595,
     "report": 1260,
     "rollout": 3520,
     "runtime": 12425,
