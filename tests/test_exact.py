@@ -130,6 +130,24 @@ def test_episodes_have_the_bits_of_sampling_through_moves_and_short_pages():
 
 
 @pytest.mark.slow
+def test_what_is_prefilled_beside_an_episode_changes_no_bit_of_it():
+    """Of two that observe in the same tick one has its page begun at position 0, the other has a whole one behind it:
+    calls for chunks with and without a past would be two programs."""
+    sizes = {"page_size": 8, "prefill_chunk": 16, "max_prompt_tokens": 24, "max_new_tokens": 40}
+    replay = exact_engine(EngineReplay, prefill_tokens=64, prefill_call_tokens=64, **sizes)
+    draw = np.random.default_rng(0)
+    for n_prompt in (2, 3, 4):
+        turn = 7 - n_prompt
+        mask = np.concatenate([np.ones(turn, bool), np.zeros(4, bool), np.ones(8, bool)])
+        short, long = (
+            tuple(draw.integers(max(EOS) + 1, VOCAB - 1, n).astype(np.int32) for n in (prompt_tokens, len(mask)))
+            for prompt_tokens in (n_prompt, n_prompt + 8)
+        )
+        alone, beside = replay(params(), [short], [mask])[0], replay(params(), [short, long], [mask, mask])[0]
+        np.testing.assert_array_equal(alone.view(np.int32), beside.view(np.int32))
+
+
+@pytest.mark.slow
 def test_the_processes_of_a_trainer_score_what_those_of_an_instance_drew():
     """An instance of both processes: all score together; instances of one: each scores its share. Nine samples."""
     alone, together = alone_and_together("exact_process")

@@ -214,8 +214,9 @@ class Shapes:
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Past lengths that prefill calls are compiled for: most prompts have none, which a kernel sees by itself."""
-        return self.decode_buckets if self.paged else (0, self.decode_buckets[-1])
+        """Past lengths that prefill calls are compiled for: most prompts have none, which a kernel sees by itself. An
+        exact engine has one program: a prompt's bits would depend on what is prefilled beside it."""
+        return self.decode_buckets if self.paged else (0, self.decode_buckets[-1])[self.exact :]
 
     @functools.cached_property
     def rungs(self) -> tuple[int, ...]:
