@@ -66,7 +66,7 @@ def test_a_config_of_the_package_is_named_from_any_folder(installed, tmp_path):
     assert (done.returncode, done.stdout) == (2, "") and done.stderr == (
         "error: config: sim/explor does not exist; what comes with dora_jax is agent, frozenlake, gemma3, gsm8k, moe, quickstart, "
         "qwen3, rows, sim/apart, sim/demo, sim/drafts, sim/elastic, sim/environments, sim/explore, sim/fair, sim/frozenlake, sim/ladder, "
-        "sim/paper_128, sim/paper_64, sim/production_4096, sim/tilts, sparse\n"
+        "sim/paper_128, sim/paper_64, sim/production_4096, sim/tilts, slices, sparse\n"
     )
     done = program(installed, tmp_path, "sweep", "--config=quickstart", "--only=0", "--dry_run")
     assert done.returncode == 0 and done.stdout.startswith("python -m dora_jax.train --config=quickstart "), done.stderr
