@@ -131,6 +131,10 @@ def test_a_name_that_leads_out_of_the_folder_is_refused_and_a_foreign_one_is_lef
         save(folder, 5)
         mirror.settle()
     assert store.get("checkpoints/notes.txt") == b""
+    (folder / "metrics.jsonl").write_text("{}\n")
+    store.put("metrics.jsonl/x", b"its folder would be where a file is")
+    with workdir_mirror.mirrored(folder, print):
+        assert (folder / "metrics.jsonl").read_text() == "{}\n"
     for name in ("../../stolen", "/stolen", "checkpoints/5/../../../stolen"):
         store.put(name, b"x")
         with pytest.raises(ConfigError, match="which no run writes: remove it"), workdir_mirror.mirrored(folder, print):
@@ -165,6 +169,10 @@ def test_a_step_that_was_damaged_here_comes_from_the_store_and_one_made_again_go
         shutil.rmtree(folder / "checkpoints" / "5")
         save(folder, 5, b"others!")
         mirror.settle()
+    assert object_storage.opened(url).read("checkpoints/5/params/d").result().value == b"others!" * 5
+    object_storage.Objects(url).drop("checkpoints/5/params/d")  # what the store has lost of it is here
+    with workdir_mirror.mirrored(folder, print) as mirror:
+        assert mirror.steps() == [5]
     assert object_storage.opened(url).read("checkpoints/5/params/d").result().value == b"others!" * 5
 
 

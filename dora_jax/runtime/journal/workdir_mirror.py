@@ -241,6 +241,10 @@ class _Copy:
                 names = [key.split("/", 2)[2] for key in keys if key.startswith(f"{STEPS}/{step}/")]
                 side_by_side(functools.partial(self._pull, step, part), names)
                 part.rename(folder / str(step))
+            else:  # it is whole here, and what the store has lost of it is put again
+                files = json.loads(self.steps.whole[step])["files"]
+                lost = {name: files[name] for name in files if f"{STEPS}/{step}/{name}" not in keys}
+                push_part(self._put, folder / str(step), lost)
 
     def _pull(self, step: int, folder: Path, name: str) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -252,6 +256,8 @@ class _Copy:
         for key in keys:
             path = self._dir / key
             if key.split("/")[0] in (STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER, LEASE, *CONFIG) or BLOCKS in key:
+                continue
+            if any(parent.is_file() for parent in path.parents):  # no run wrote it: the name of a file is its folder
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = self._store.log(key) or b""
