@@ -131,8 +131,8 @@ def test_episodes_have_the_bits_of_sampling_through_moves_and_short_pages():
 
 @pytest.mark.slow
 def test_what_is_prefilled_beside_an_episode_changes_no_bit_of_it():
-    """Of two that observe in the same tick one has its page begun at position 0, the other has a whole one behind it:
-    calls for chunks with and without a past would be two programs."""
+    """Two observe in the same tick: the page of one begins at position 0, the other has a whole one behind it, and calls
+    for chunks with and without a past would be two programs."""
     sizes = {"page_size": 8, "prefill_chunk": 16, "max_prompt_tokens": 24, "max_new_tokens": 40}
     replay = exact_engine(EngineReplay, prefill_tokens=64, prefill_call_tokens=64, **sizes)
     draw = np.random.default_rng(0)
