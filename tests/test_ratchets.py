@@ -25,7 +25,7 @@ CODE = {
     "bench": 2999,
     "buffer": 355,
     "cli": 473,
-    "config": 861,
+    "config": 864,
     "costs": 451,
     "models": 4272,
     "ops": 679,

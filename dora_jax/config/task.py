@@ -166,3 +166,8 @@ class EnvironmentSection:
     noise_irrelevant: float = field(0.0, "share that say something else", ge=0, le=1)
     noise_late_s: float = field(1.0, ge=0, tuning=True)
     noise_ramp_groups: int = field(0, "groups over which the shares rise from 0; held-out: every second in full", ge=0)
+
+    @property
+    def most_branches(self) -> int:
+        """How many an episode may have; 0 where the chat template has not been tried, or makes none."""
+        return max(self.branches, 0)

@@ -70,7 +70,7 @@ def table(lines: list[PlanLine]) -> list[str]:
 def batch_layout(config: Config, mesh: Mesh) -> BatchShape:
     """The static shape of one optimizer update's batch."""
     t, rollout, section = config.trainer, config.rollout, config.orchestrator
-    samples = -(-section.groups_per_step // t.updates) * section.group_size * (1 + max(config.environment.branches, 0))
+    samples = -(-section.groups_per_step // t.updates) * section.group_size * (1 + config.environment.most_branches)
     return layout(
         pack_tokens=t.pack_tokens,
         rows=t.rows,

@@ -125,7 +125,7 @@ def problems(config: Any) -> Iterator[str]:
         yield f"orchestrator.mode: {config.orchestrator.mode}; an episode belongs to one version"
     if config.reward_model.path:
         yield "reward_model.path: the environment gives the reward of its episodes; leave it empty"
-    if section.branches > 0 and config.trainer.advantage == "vcpo":
+    if section.most_branches and config.trainer.advantage == "vcpo":
         yield "trainer.advantage: vcpo needs the gradient of a whole trajectory, which branches have none of"
 
 

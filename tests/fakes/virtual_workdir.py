@@ -192,7 +192,7 @@ def stand_ins(disk: Disk, bucket: Bucket | None, large: int) -> Iterator[None]:
 
 
 class Quiet:
-    """A console that keeps its notes."""
+    """A console or a scorer that does nothing, and keeps the notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -27,24 +27,12 @@ from dora_jax.config import ConfigError, RunError
 from dora_jax.runtime import job, local_backend
 from dora_jax.runtime.journal import resume
 from dora_jax.runtime.local_backend import LocalBackend, RunContext
+from tests.fakes.virtual_workdir import Quiet
 from tests.soak.damage_truth import Resumed, batch_of, hashes
 
 
 class _Reached(BaseException):
     """The loop would begin now."""
-
-
-class _Quiet:
-    """A console and a scorer that do nothing, and keep the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **named: ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +50,7 @@ class Rig:
         self._parts: RunContext | None = None
         self._trainer: Any = None
         self._first: Any = None  # params and optimizer state of version 0, on the host
-        self._quiet = _Quiet()
+        self._quiet = Quiet()
         self._remade: dict[int, Any] = {}
         self._journals: list[Any] = []
         self.after_begin: Callable[[Any], None] = lambda trainer: None  # a planted fault, for the judge to find
@@ -74,7 +62,7 @@ class Rig:
         return self._trainer.params
 
     def resume(self, workdir: Path) -> Outcome:
-        self._quiet, self._remade, self._journals = _Quiet(), {}, []
+        self._quiet, self._remade, self._journals = Quiet(), {}, []
         argv = ["dora_jax.train", *self._command, f"--workdir={workdir}"]
         try:
             asked = flags.parse(argv, "train", absl_flags.FlagValues())
@@ -130,7 +118,7 @@ class Rig:
             if self._parts is None:
                 self._parts = RunContext(config, workdir)
                 self._parts.scorer.close()
-                self._parts.scorer = cast(Any, _Quiet())
+                self._parts.scorer = cast(Any, Quiet())
             parts = copy.copy(self._parts)
             parts.config, parts.workdir, parts.outbox = config, workdir, queue.SimpleQueue()
             return parts

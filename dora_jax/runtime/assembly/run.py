@@ -356,7 +356,7 @@ def batch_layout(config: Config, shards: int) -> BatchShape:
     """The static shape of one optimizer update's batch, for so many data-parallel shards."""
     section, rollout = config.trainer, config.rollout
     samples = -(-config.orchestrator.groups_per_step // section.updates) * config.orchestrator.group_size
-    samples *= 1 + max(config.environment.branches, 0)  # -1: of a run whose environment is not open
+    samples *= 1 + config.environment.most_branches
     return layout(
         pack_tokens=section.pack_tokens,
         rows=section.rows,
@@ -408,7 +408,7 @@ def prober(config: Config, trainer: Trainer) -> MakeProbe:
         rows=0,
         micro_batches=1,
         shards=trainer.shards,
-        samples=config.orchestrator.group_size * (1 + max(config.environment.branches, 0)),
+        samples=config.orchestrator.group_size * (1 + config.environment.most_branches),
         max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         share_prompts=config.trainer.share_prompts == "on",
     )

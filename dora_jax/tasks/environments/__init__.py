@@ -310,7 +310,7 @@ class EnvironmentPool(WorkerPool[Question, Answer]):
             return EpisodeFailed(id=id, reason=f"{self._section.name}: an answer has no token", kind="error")
         if keep is not None and episode.messages:
             episode.branches += 1
-            if episode.branches > max(self._section.branches, 0):  # ends as at max_turns, with the reward so far
+            if episode.branches > self._section.most_branches:  # ends as at max_turns, with the reward so far
                 self._counts["cut"] += 1
                 return EpisodeEnded(id=id, terms=reply["terms"], finish="length")
         # A message of token ids bounds the tokens of the next turn.
