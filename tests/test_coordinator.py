@@ -2,6 +2,8 @@
 
 import dataclasses
 import queue
+import time
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -319,7 +321,7 @@ def test_the_facts_of_a_large_fleet_come_together(monkeypatch):
     slept, batches = [], []
     monkeypatch.setattr(coordinator, "SMALL_FLEET", 1)
     monkeypatch.setattr(coordinator, "GATHERED_S", 1e-3)
-    monkeypatch.setattr(coordinator.time, "sleep", slept.append)
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
     halt, _ = play(*make("dora", instances=2)[:3], [lambda events, commands: batches.append(len(events))])
     assert halt.ok and set(slept) == {2e-3} and max(batches) > 1
 

@@ -3,6 +3,7 @@
 import dataclasses
 import queue
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dora_jax.plan import presets
 from dora_jax.rollout.migrate import observed, without_pages
 from dora_jax.runtime.common.worker import Crashed, StepDone
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
+from dora_jax.runtime.observe import emulated_timing
 from dora_jax.runtime.observe.emulated_timing import PacedEngine, PacedTrainer, PacedWeights
 from dora_jax.runtime.training.trainer_worker import StreamingTrainerWorker
 from dora_jax.sim import config as sims
@@ -51,10 +53,10 @@ class Costs:
 
 @pytest.fixture
 def slept(monkeypatch):
-    """Time stands still but for sleeping."""
+    """Time stands still but for sleeping; not that of other threads."""
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(emulated_timing, "time", clock)
     return now
 
 

@@ -1,6 +1,7 @@
 """evaluate --follow: each checkpoint once, oldest first, until the run's last step has its record."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ def run(tmp_path, monkeypatch):
         )
 
     save(2)
-    monkeypatch.setattr(evaluation_job.time, "sleep", wait)
+    monkeypatch.setattr(evaluation_job, "time", SimpleNamespace(sleep=wait))
     monkeypatch.setattr(evaluation_job, "settled", lambda config: config)
     monkeypatch.setattr(evaluation_job, "evaluate_one", one)
     monkeypatch.setattr(evaluation_job.checkpoint, "verify", lambda directory, step, full: None)
