@@ -10,7 +10,7 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from tests.fakes.faulty_storage import Faults
 from tests.fakes.orchestrator_shape import Shape
 from tests.fakes.virtual_workdir import History
-from tests.soak.storage_faults import LIVE, MODES, TRACE, WRONG, trial
+from tests.soak.storage_faults import EXACT, LIVE, MODES, TRACE, WRONG, trial
 
 TWIN = 216  # each kind twice in each mode
 
@@ -32,6 +32,12 @@ def test_a_reader_that_loses_the_last_fact_and_a_restore_that_lies_are_found(pla
     """In a folder and in a bucket, by the outsider and by the judge of damage."""
     found = {each.place for each in (trial(number, planted) for number in range(54)) if each.verdict == WRONG}
     assert found == set(LIVE)
+
+
+def test_no_checkpoint_outlives_a_power_cut_that_the_journal_does_not_know():
+    """Where the oldest live version stays what it was, so that nothing else makes the journal durable."""
+    cut = trial(2890)
+    assert (cut.kind, cut.happened, cut.verdict) == ("power", 2, EXACT), cut
 
 
 @pytest.mark.parametrize("number", [1, 9, 15, 20])

@@ -180,9 +180,10 @@ class RunStorage(RunPlugin):
         durable, checkpoints = self.durable, self.side.checkpoints
         for event in events:
             if isinstance(event, StepPublished):
-                floor = min(self.begun.orchestrator.state.alive)
-                # else a power cut brings back a version whose start is gone
-                if floor > self.floor and (self.journal is None or self.journal.commit(sync=True)):
+                floor, due = min(self.begun.orchestrator.state.alive), self.due(event.version)
+                # else a power cut brings back a version whose start is gone, or leaves a checkpoint of a version that
+                # the journal does not know
+                if (floor > self.floor or due) and (self.journal is None or self.journal.commit(sync=True)):
                     self.floor = floor
                     checkpoints.protect(floor)
                 checkpoints.poll()
@@ -190,7 +191,7 @@ class RunStorage(RunPlugin):
                     self.mirror.poll()
                 if self.exports:
                     self.exports.poll(self.steps)
-                if self.due(event.version):
+                if due:
                     self.save(event.version)
                     if durable is not None:
                         durable.rotate_due = True
