@@ -98,5 +98,7 @@ def test_a_mode_names_its_settings():
     lora = learning.settings_of("dora5-lora8", 0.1)
     assert lora["orchestrator.max_versions"] == "5" and (lora["lora.rank"], lora["lora.alpha"]) == ("8", 16.0)
     assert lora["trainer.learning_rate"] == 0.1
+    wide = learning.settings_of("dora6-s3-tis", 0.1)
+    assert wide["orchestrator.stride"] == "3" and wide["trainer.correction"] == "tis" and "lora.rank" not in wide
     with pytest.raises(SystemExit, match="dora3-lora is no mode"):
         learning.settings_of("dora3-lora", 0.1)

@@ -9,8 +9,9 @@
 
 Each point is one run of `dora_jax.train` on the quickstart's config, or a twin of it; one that has ended is not
 run again, one that was cut short starts over, since its clock counts. All start from one base, made by `dora_jax.sft`
-where it is missing. The number behind a mode is K (3 where there is none and the mode has one). Behind that, -lora16
-trains adapters of rank 16 in the place of all weights, at a learning rate of their own, --lora_learning_rate.
+where it is missing. The number behind a mode is K (3 where there is none and the mode has one). Behind that, -s2 gives
+rollouts every second version (orchestrator.stride), -tis turns that off-policy correction on, and -lora16 trains
+adapters of rank 16 in the place of all weights, at a learning rate of their own, --lora_learning_rate.
 
 Printed are means over seeds and, behind +-, half of their 95 % confidence interval (Student's t); differences are
 taken seed by seed. Per step: the mean of the trained groups' reward over all steps, and of held-out accuracy over all
@@ -108,11 +109,13 @@ class Curve(NamedTuple):
 
 def settings_of(mode: str, lora_learning_rate: float) -> dict[str, str | float]:
     """The fields that a mode's name stands for."""
-    named = re.fullmatch(r"([a-z_]+)(\d*)(?:-lora(\d+))?", mode)
+    named = re.fullmatch(r"([a-z_]+)(\d*)(?:-s(\d+))?(-tis)?(?:-lora(\d+))?", mode)
     if named is None:
-        raise SystemExit(f"error: --modes: {mode} is no mode, such as dora3 or dora3-lora16")
-    name, k, rank = named.groups()
+        raise SystemExit(f"error: --modes: {mode} is no mode, such as dora3, dora4-s2, partial-tis or dora3-lora16")
+    name, k, stride, tis, rank = named.groups()
     settings: dict[str, str | float] = {"orchestrator.mode": name, "orchestrator.max_versions": k or 3}
+    settings |= {"orchestrator.stride": stride} if stride else {}
+    settings |= {"trainer.correction": "tis"} if tis else {}
     if rank:
         settings |= {"lora.rank": rank, "lora.alpha": 2.0 * int(rank), "trainer.learning_rate": lora_learning_rate}
     return settings
