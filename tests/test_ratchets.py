@@ -33,7 +33,7 @@ CODE = {
     "plan": 1595,
     "report": 1260,
     "rollout": 3520,
-    "runtime": 12431,
+    "runtime": 12432,
     "serving": 2960,
     "sim": 2039,
     "tasks": 4661,

@@ -83,6 +83,13 @@ def test_the_fit_finds_what_the_ticks_were_made_of():
     assert found["prefill_s_per_token"] == pytest.approx(0.0005)
 
 
+def test_a_batch_whose_ticks_are_all_prefill_has_no_seconds_of_its_own():
+    """Nothing would be worse: a decode step that costs nothing."""
+    rows = [(8.0, 1.0, 64.0, 0.0, 0.0064), (8.0, 8.0, 0.0, 0.0, 0.016)] * 4
+    assert fit_ticks(np.array(rows))["decode"] == [[8, pytest.approx(0.002)]]
+    assert fit_ticks(np.array(rows[:1] + [(8.0, 1.0, 32.0, 0.0, 0.0032)]))["decode"] == [[1, pytest.approx(0.0006)]]
+
+
 def test_a_tick_counts_the_way_to_it_unless_the_engine_rested(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -107,6 +107,17 @@ def test_a_choice_of_the_mode_can_be_replaced():
     assert streamed.step_s != plain.step_s
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e-30])
+def test_decode_steps_and_prefills_that_cost_nothing_come_to_their_end(tmp_path, seconds):
+    """Where the clock cannot tell what is left from nothing, too."""
+    names = ["prefill_fixed_s", "prefill_s_per_token", "decode_kv_s", "train_s_per_token", "load_s"]
+    names += ["move_fixed_s", "move_s_per_token", "score_s"]
+    costs = dict.fromkeys(names, seconds) | {"decode": [[64, seconds]], "train_fixed_s": 7.0, "pages": 512}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    result, audit = simulate("dora", cost__path=str(tmp_path / "costs.json"))
+    assert result.step_s == pytest.approx(7.0, rel=0.2) and len(audit.trained) == 40
+
+
 def test_an_orchestrator_that_says_nothing_stalls():
     class Silent:
         def commit(self, event):

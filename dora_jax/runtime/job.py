@@ -180,10 +180,10 @@ class RunStorage(RunPlugin):
         durable, checkpoints = self.durable, self.side.checkpoints
         for event in events:
             if isinstance(event, StepPublished):
-                floor, due = min(self.begun.orchestrator.state.alive), self.due(event.version)
+                floor, saves = min(self.begun.orchestrator.state.alive), self.due(event.version)
                 # else a power cut brings back a version whose start is gone, or leaves a checkpoint of a version that
-                # the journal does not know
-                if (floor > self.floor or due) and (self.journal is None or self.journal.commit(sync=True)):
+                # is not in the journal
+                if (floor > self.floor or saves) and (self.journal is None or self.journal.commit(sync=True)):
                     self.floor = floor
                     checkpoints.protect(floor)
                 checkpoints.poll()
@@ -191,7 +191,7 @@ class RunStorage(RunPlugin):
                     self.mirror.poll()
                 if self.exports:
                     self.exports.poll(self.steps)
-                if due:
+                if saves:
                     self.save(event.version)
                     if durable is not None:
                         durable.rotate_due = True

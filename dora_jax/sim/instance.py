@@ -171,7 +171,8 @@ class SimInstance:
     def happen(self) -> list[tuple[str, Any]]:
         """What has come to its end at this time: samples that entered the batch, turns that stopped, a report."""
         activity, found = self.activity, []
-        if activity == PREFILL and self._prefill_left_s <= 1e-12:
+        # what is left may be less than the clock can tell apart, or cost nothing: it happens now, or never
+        if activity == PREFILL and (self._prefill_left_s <= 1e-12 or SimInstance.next_time(self) <= self.time):
             entering, self._entering = self._entering, []
             for job in entering:
                 self._held -= job.tokens
@@ -179,7 +180,7 @@ class SimInstance:
                 found.append((ENTERED, job))
         elif activity == DECODE:
             due = self._next_tick()
-            if due - self.ticks < TICK_EPS * max(1.0, due):
+            if due - self.ticks < TICK_EPS * max(1.0, due) or SimInstance.next_time(self) <= self.time:
                 self._grow(due - self.ticks)
                 found += self._due()
         self._prefill()

@@ -194,7 +194,8 @@ def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     while the trainer waits, and by how much they are longer while it works (roles on one machine share its cores).
 
     rows: (steps, batch, prefill tokens, whether the trainer worked, seconds). Batches are taken together by powers of
-    two; the KV that is read is part of that, since context and batch grow together.
+    two, but for those whose ticks their prefill explains without them; the KV that is read is part of that, since
+    context and batch grow together.
     """
     steps, batch, prefill, works, seconds = rows.astype(float).T
     bucket = np.ceil(np.log2(np.maximum(batch, 1.0))).astype(int)
@@ -209,6 +210,7 @@ def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     # a tick that prefills costs so much for each token and so much once: both, a token
     tokens, ticks = float(prefill.sum()), int((prefill > 0).sum())
     per_token = float(found[-2] + found[-1] * ticks / tokens) if tokens else 0.0
-    decode = [[round(batch[bucket == kind].mean()), float(s)] for kind, s in zip(kinds, found, strict=False)]
+    decode = [[round(batch[bucket == kind].mean()), float(s)] for kind, s in zip(kinds, found, strict=False) if s > 0]
+    decode = decode or [[1, float(seconds.sum() / steps.sum())]]  # no prefill explains all of them
     return {"decode": decode, "decode_kv_s": 0.0, "prefill_fixed_s": 0.0, "contention": contention,
             "prefill_s_per_token": per_token}  # fmt: skip
