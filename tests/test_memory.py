@@ -181,33 +181,41 @@ def test_one_device_holds_a_version_once():
 
 
 @pytest.mark.parametrize(
-    "layers, changes, mesh, gib",
+    "model, changes, mesh, rank, gib",
     [
-        (36, {"rows": 32, "pack_tokens": 4096}, (1, 8, 1, 1), 24.64),
-        (36, {"rows": 32, "pack_tokens": 4096, "remat": "dots"}, (1, 8, 1, 1), 36.93),
-        (24, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 20.12),
-        (12, {"rows": 32, "pack_tokens": 4096, "attention": "reference", "logits_bytes": 2**26}, (1, 8, 1, 1), 15.78),
-        (36, {"rows": 32, "pack_tokens": 16384}, (1, 8, 4, 2), 10.05),
-        (36, {"rows": 256, "pack_tokens": 4096, "micro_batches": 16}, (1, 4, 1, 1), 54.5),
-        (36, {"rows": 256, "pack_tokens": 4096, "micro_batches": 8}, (1, 4, 1, 1), 70.24),
+        (QWEN_8B, {"rows": 32, "micro_batches": 4}, (1, 8, 1, 1), 0, 16.28),
+        (QWEN_8B, {"rows": 32, "micro_batches": 4, "remat": "dots"}, (1, 8, 1, 1), 0, 25.86),
+        (QWEN_8B, {"rows": 32, "micro_batches": 4, "pack_tokens": 16384}, (1, 8, 4, 2), 0, 6.78),
+        (QWEN_8B, {"rows": 256, "micro_batches": 16}, (1, 4, 1, 1), 0, 34.17),
+        (KNOWN["Gemma-3-4B"], {"rows": 256, "micro_batches": 8}, (1, 4, 1, 1), 0, 26.59),
+        (KNOWN["Gemma-3-27B"], {"rows": 1024, "micro_batches": 32}, (1, 16, 1, 1), 0, 36.18),
+        (KNOWN["Gemma-3-27B"], {"rows": 512, "micro_batches": 128}, (1, 4, 2, 1), 0, 46.79),
+        (KNOWN["Gemma-3-27B"], {"rows": 256, "micro_batches": 16}, (1, 4, 1, 1), 16, 38.07),
+        (KNOWN["Qwen3.5-4B"], {"rows": 256, "micro_batches": 8}, (1, 4, 1, 1), 0, 33.60),
+        (KNOWN["Qwen3-30B-A3B"], {"rows": 32, "micro_batches": 4}, (1, 1, 1, 1, 8), 0, 33.91),
+        (KNOWN["Qwen3.5-35B-A3B"], {"rows": 256, "micro_batches": 8}, (1, 1, 1, 1, 4), 16, 27.19),
     ],
 )
-def test_temporaries_of_8b_are_those_that_xla_reported(layers, changes, mesh, gib):
-    """Measured on Qwen3-8B, compiled for v5p-16, and for v5e-64 in the last row, by libtpu 0.0.42.1 in four micro-batches but for
-    two rows."""
-    options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30} | changes
-    work = memory.trainer_work(
-        dataclasses.replace(QWEN_8B, n_layers=layers), changed(trainer=options), memory.Mesh(*mesh)
-    )
-    assert memory.total(work) / GIB == pytest.approx(gib, rel=0.1)
+def test_an_update_is_planned_with_what_xla_held_and_little_more(model, changes, mesh, rank, gib):
+    """Compiled for v5p, the third for v5e, by libtpu 0.0.42.1: the peak beside the arguments, with the program's code.
+    rank: of adapters, where they are trained."""
+    options = {"remat": "full", "attention": "splash", "logits_bytes": 2**30, "expert_matmul": "megablox"}
+    config = changed(trainer=options | {"pack_tokens": 4096} | changes)
+    work = memory.trainer_work(model, dataclasses.replace(config, lora=Lora(rank=rank)), memory.Mesh(*mesh))
+    assert gib <= memory.total(work) / GIB <= 1.15 * gib
 
 
-def test_temporaries_of_a_mixture_are_those_that_xla_reported():
-    """Measured on Qwen3-30B-A3B, with experts over eight chips of v5p-16, in four micro-batches."""
-    options = {"micro_batches": 4, "remat": "full", "attention": "splash", "logits_bytes": 2**30}
-    options |= {"rows": 32, "pack_tokens": 4096, "expert_matmul": "megablox"}
-    work = memory.trainer_work(KNOWN["Qwen3-30B-A3B"], changed(trainer=options), memory.Mesh(1, 1, 1, 1, 8))
-    assert memory.total(work) / GIB == pytest.approx(45.25, rel=0.1)
+def test_an_update_with_other_attention_is_planned_with_a_bound():
+    """Compiled as above, with the reference's attention, for v5p-16: 13.76 GiB."""
+    options = {"rows": 32, "micro_batches": 4, "pack_tokens": 4096, "remat": "full", "logits_bytes": 2**26}
+    model = dataclasses.replace(QWEN_8B, n_layers=24)
+    work = memory.trainer_work(model, changed(trainer=options), memory.Mesh(1, 8, 1, 1))
+    assert 13.76 <= memory.total(work) / GIB
+
+
+@pytest.mark.parametrize("name, layers", [("Qwen3-8B", 1), ("gpt-oss-20b", 2), ("Gemma-3-27B", 6), ("Gemma-4-E2B", 5)])
+def test_layers_of_one_repeat_are_those_of_a_step_of_the_scan(name, layers):
+    assert KNOWN[name].repeat == layers == len(decoder.runs(KNOWN[name])[0].layers)
 
 
 def test_linear_layers_keep_no_results_of_kernels():

@@ -457,15 +457,12 @@ def test_where_pages_are_short_layers_with_a_window_have_fewer(monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("asked", "lacking"),
     [
-        (
-            "Qwen3.5-4B,v5e-8",
-            r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* is v5p-16",
-        ),
+        ("Qwen3.5-4B,v5e-8", r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* is v6e-8"),
         ("Qwen3.5-35B-A3B,v5p-16", r"needs [\d.]+ GiB a device of v5p-8, which has 88.5; the smallest .* is v5p-64"),
         ("gpt-oss-20b,v5e-8,adapters", r"needs [\d.]+ GiB a device of v5e-8, which has 14.9; .* it is v6e-8"),
         ("Qwen9-1B,v5e-8", "the argument is 'Qwen9-1B,v5e-8'; it is SIZE,SLICE or SIZE,SLICE,adapters with a size of"),
-        ("4B,v5e-8", r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* it is v5p-16"),
-        ("27B,v5p-16", r"an update needs [\d.]+ GiB a device of v5p-8, which has 88.5; the smallest .* it is v5p-64"),
+        ("4B,v5e-8", r"an update needs [\d.]+ GiB a device of v5e-8, which has 14.9; the smallest .* it is v6e-8"),
+        ("27B,v5p-16", r"an update needs [\d.]+ GiB a device of v5p-8, which has 88.5; the smallest .* it is v5p-32"),
         ("E2B,v5e-8", r"Gemma-4-E2B does not fit v5e-8: an update needs [\d.]+ GiB .* that holds it is v5p-16"),
         ("27B", "the argument is '27B'; it is SIZE,SLICE or SIZE,SLICE,adapters with"),
     ],
@@ -496,7 +493,7 @@ def test_a_fresh_model_of_windows_needs_one():
         (
             "Qwen3-30B-A3B",
             "v5p-16",
-            {"expert": 8, "micro_batches": 8, "moments": "bfloat16", "optimizer_memory": "host"},
+            {"expert": 8, "micro_batches": 8, "moments": "bfloat16", "optimizer_memory": "device"},
         ),
         ("Qwen3-30B-A3B", "v6e-64", {"expert": 8, "micro_batches": 4, "moments": "float32"}),
         ("DeepSeek-V3", "v5p-512", {"expert": 64, "expert_dispatch": "all_to_all", "moments": "bfloat16"}),

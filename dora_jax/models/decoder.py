@@ -36,7 +36,7 @@ from flax import nnx
 from dora_jax.models import attention, linear_attention, moe
 from dora_jax.models.attention import ADAPTERS, KV, NO_KV, Attend, Products, Spec, last, rematerialized, rms_norm
 from dora_jax.models.families import new_config
-from dora_jax.models.families.config import Kind, ModelConfig, RopeScaling, Scores
+from dora_jax.models.families.config import Kind, ModelConfig, RopeScaling, Scores, repeats
 from dora_jax.models.moe import Compute, Routed
 
 __all__ = [
@@ -134,13 +134,7 @@ def runs(cfg: ModelConfig) -> tuple[Run, ...]:
     places, spans, first = order(cfg), [], 0
     kinds = [(name, cfg.kind(layer)) for layer, (name, _) in enumerate(places)]
     while first < cfg.n_layers:
-        period, repeats = 1, 1
-        for length in range(1, (cfg.n_layers - first) // 2 + 1):
-            times = 1
-            while kinds[first + times * length :][:length] == kinds[first:][:length]:
-                times += 1
-            if times > 1 and times * length > period * repeats:
-                period, repeats = length, times
+        period, times = repeats(tuple(kinds[first:]))
         starts: dict[str, int] = {}
         for name, at in places[first : first + period]:
             starts.setdefault(name, at)
@@ -150,8 +144,8 @@ def runs(cfg: ModelConfig) -> tuple[Run, ...]:
         routers = [cfg.has_experts(layer) for layer in range(first + period)]
         starts |= {EVERY: first, ROUTERS: sum(routers[:first])}
         counts |= {EVERY: period, ROUTERS: sum(routers[first:])}
-        spans.append(Run(first, repeats, layers, attends, starts, counts))
-        first += period * repeats
+        spans.append(Run(first, times, layers, attends, starts, counts))
+        first += period * times
     return tuple(spans)
 
 

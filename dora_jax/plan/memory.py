@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call reads
-LAYERS_AT_ONCE = 2.3  # XLA overlaps what its layers do: fitted to updates of 8B at 4,096 to 32,768 tokens a device
+# Fitted to the peaks of compiled updates, times what the backward pass of one layer finds again without remat:
+LAYER_WORK = 1.2  # what it allocates itself,
+ADAPTED_WORK = 1.6  # what it does where adapters are trained, and
+ADAPTED_KEPT = 0.65  # what each other layer of a scan's step keeps until the step ends, for gradients of its adapters
+LINEAR_WORK = 26  # arrays of all chunks, in float32, that linear attention has at once
+GATHERED = 6  # layers whose weights, or gradients, are whole at once; where adapters are trained, 2
+BETWEEN = 0.03  # of an update's bytes, lost between arrays
+BOUND_WORK = 4.6  # in the place of the first two where no peak is known: other attention than splash of grouped queries
 PUBLISHED, BASE = "published versions", "base weights"  # lines that others look for
 TABLE_BYTES = shapes.SMEM_BYTES - shapes.SMEM_SPARE_BYTES  # of a page table that a TPU's kernel takes
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
@@ -142,33 +149,44 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     shape = batch_layout(config, mesh)
     rows = shape.rows // (t.micro_batches * mesh.rows)  # of a device and micro-batch
     tokens = rows * shape.tokens // mesh.context
-    weights = 4 * trained_params(model, config, mesh)
-    ends = model.vocab_size * model.d_model / mesh.tensor
+    gradients = 4 * trained_params(model, config, mesh)
+    ends = 0.0 if alone else size * model.vocab_size * model.d_model / mesh.tensor  # a gathered embedding, or head
+    learned = 0.0 if config.lora.on else ends  # gathered once for all micro-batches, and a gradient of its size
     layers = model.matrix_params - model.end_params
     layer = (model.layer_params() - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
-    logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
-    # the loop's sum, one micro-batch's, and those on their way: of a mixture the last two are in half the bytes
-    copies = 1 if t.micro_batches == 1 else 2 if alone or model.experts else 3
-    gathered = 0.0 if alone else 2 * size * layer
-    unlearned = alone or config.lora.on  # head and embedding have no gradient that is summed over devices
-    scores = 0.0  # that exist at once: the reference's, float32, of one block of queries and its gradient
-    if t.attention == "reference":
+    gathered = 0.0 if alone else (2 if config.lora.on else GATHERED) * size * layer
+    finds = saved_activations(model, "none", tokens, mesh.tensor, size)
+    beside = expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
+    fitted = t.attention == "splash" and not (model.latent or model.per_layer)
+    work = BOUND_WORK * finds + beside
+    if fitted:
+        work = max((ADAPTED_WORK if config.lora.on else LAYER_WORK) * finds, finds + beside)
+    if model.delta:
+        work = max(work, LINEAR_WORK * 4 * tokens * model.delta.widths[2] / mesh.tensor)
+    if config.lora.on and fitted:
+        work += ADAPTED_KEPT * (model.repeat - 1) * finds
+    if t.attention == "reference":  # scores exist, float32, of one block of queries, and their gradient
         block = max(128, shape.tokens // 8)
-        scores = 2 * 4 * rows * model.n_heads / mesh.tensor * block * shape.tokens / mesh.context
+        work += 2 * 4 * rows * model.n_heads / mesh.tensor * block * shape.tokens / mesh.context
+    logits = min(t.logits_bytes, 4 * tokens * model.vocab_size / mesh.tensor)
+    own = gradients * (1 if fitted or model.experts else 2)
+    if not fitted:  # whole, and in float32
+        learned *= 8 / size
+    elif model.experts and learned and t.micro_batches > 1:  # of the compute type until they are added
+        own *= size / 4
     phases = {
-        "the head": (0 if alone else size + 4) * ends + LOGITS_COPIES * logits,
-        "the gradients of head and embedding, float32": 0.0 if unlearned else (2 if copies == 1 else 4) * 4 * ends,
-        "one layer, and gradients of head and embedding": (0.0 if unlearned else 2 * 4 * ends)
-        + LAYERS_AT_ONCE * (2 * saved_activations(model, "none", tokens, mesh.tensor, size))
-        + expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
-        + scores,
+        "the head": ends + learned + (LOGITS_COPIES if t.entropy_coef else 2) * logits,  # and their gradient
+        "layers, and a micro-batch's gradients": own + learned + gathered + work,
     }
     largest = max(phases, key=phases.__getitem__)
-    narrow = size if size < 4 and not config.lora.on else 0  # a base is kept in the type that it is computed with
-    return [
-        PlanLine("gradients", copies * weights, f"float32, {copies} times"),
-        PlanLine("layers to compute with", narrow * layers / mesh.shards, config.model.dtype),
-        PlanLine("gathered weights", gathered, "this layer's and the next's"),
+    # a base is kept in the type that it is computed with; of steps of several layers, a scan keeps each layer's apart
+    copies = 0 if config.lora.on else (size < 4) + (model.repeat > 1)
+    lines = [
+        PlanLine("gradients", gradients if t.micro_batches > 1 else 0.0, "float32, the sum over micro-batches"),
+        PlanLine(
+            "layers to compute with", copies * size * layers / mesh.shards, f"{config.model.dtype}, {copies} times"
+        ),
+        PlanLine("gathered embedding", 0.0 if config.lora.on else ends, "once for all micro-batches"),
         PlanLine(
             "saved activations",
             model.n_layers * saved_activations(model, t.remat, tokens, mesh.tensor, size)
@@ -177,6 +195,7 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
         ),
         PlanLine("the largest phase", phases[largest], largest),
     ]
+    return [*lines, PlanLine("between arrays", BETWEEN * total(lines))]
 
 
 def saved_activations(model: ModelConfig, remat: str, tokens: int, tensor: int, size: int) -> float:

@@ -8,6 +8,7 @@ so that a wrong model or an indivisible mesh is reported before JAX is imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 MAX_LAYERS = 10_000  # ten times what any model has; the names of a billion layers' tensors take all memory
@@ -308,6 +309,11 @@ class ModelConfig:
         return tuple(map(self.kind, range(self.n_layers)))
 
     @property
+    def repeat(self) -> int:
+        """Layers of one repeat of the first ones: what a scan's step computes."""
+        return repeats(tuple((kind, self.has_experts(i)) for i, kind in enumerate(self.every_kind)))[0]
+
+    @property
     def kv_owners(self) -> int:
         """The first so many layers have keys and values of their own."""
         return next((i for i, kind in enumerate(self.every_kind) if kind.kv == "read"), self.n_layers)
@@ -495,6 +501,19 @@ class ModelConfig:
         count = e.per_token * e.count / e.choices if active else e.count  # a zero expert multiplies nothing
         mixture = round(3 * d * e.width * (count + e.shared)) + d * (e.choices + e.shared_gate)
         return sublayers * attention + mixture + (sublayers * dense if self.shortcut or e.beside else 0)
+
+
+@functools.cache
+def repeats(layers: tuple[object, ...]) -> tuple[int, int]:
+    """(layers of a repeat, how often it stands) at the beginning: of all repeats, those that cover most."""
+    best = 1, 1
+    for length in range(1, len(layers) // 2 + 1):
+        times = 1
+        while layers[times * length :][:length] == layers[:length]:
+            times += 1
+        if times > 1 and times * length > math.prod(best):
+            best = length, times
+    return best
 
 
 def check_mesh(cfg: ModelConfig, *, fsdp: int, tensor: int, expert: int = 1, serving: bool = False) -> None:
