@@ -90,6 +90,19 @@ def test_packed_segments_are_as_each_alone_forwards_and_backwards():
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+def test_no_chunk_is_solved_by_a_call_that_waits_for_the_thread_it_runs_on():
+    """LAPACK's, of a batch: two of them at once on two cores never come back."""
+    how, mixed, gates = inputs(150)
+
+    def loss(mixed, gates, matrix):
+        packed = linear_attention.packed(how, mixed, gates, jnp.ones((1, 150), jnp.int32))
+        state, real = nothing()._replace(matrix=matrix), jnp.array([150])
+        return jnp.sum(packed) + jnp.sum(linear_attention.chunk(how, mixed, gates, state, jnp.zeros(1, int), real)[0])
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(mixed, gates, nothing().matrix).as_text()
+    assert "dot_general" in program and "custom_call" not in program
+
+
 def test_what_is_not_real_leaves_the_state_to_the_bit():
     """Rows that are done or padding; positions before `kept` and behind `length` of a chunk."""
     how, mixed, gates = inputs(40, rows=3)

@@ -155,6 +155,27 @@ def _heads(m: Delta, mixed: list[jax.Array]) -> list[jax.Array]:
     return [q, k, v]
 
 
+def _solved(below: jax.Array, sides: jax.Array) -> jax.Array:
+    """Return x of (1 + below) x = sides, where `below` [..., C, C] has zeros on the diagonal and above it.
+
+    By matrix products alone. jax.scipy.linalg.solve_triangular is a call of LAPACK on a CPU, which waits on a thread of
+    XLA's pool for tasks that it gave to the same pool (jaxlib 0.10.0 to 0.10.2): where as many wait at once as the pool
+    has threads, none of them returns.
+    """
+    product = functools.partial(_dot, "...ij,...jk->...ik")
+    at, half = jnp.arange(below.shape[-1]), 1
+    inverse = jnp.broadcast_to(jnp.eye(len(at)), below.shape)  # of blocks on the diagonal, which double in size
+    while half < len(at):
+        block = at // half
+        between = (block[:, None] > block[None]) & (block[:, None] // 2 == block[None] // 2)
+        corners = jnp.where(jnp.broadcast_to(between, below.shape), below, 0.0)
+        inverse, half = inverse - product(inverse, product(corners, inverse)), 2 * half
+    inverse = jax.lax.stop_gradient(inverse)  # the solution is differentiated, not how it is found
+    return jax.lax.custom_linear_solve(
+        lambda x: x + product(below, x), sides, lambda _, y: product(inverse, y), lambda _, y: product(inverse.mT, y)
+    )
+
+
 def _chunks(heads, gates, matrix, segment_ids_BxL=None) -> tuple[jax.Array, jax.Array]:
     """(o [B, L, V, N], the state) of a state and some more positions: the rule inside a chunk is a triangular system,
     between chunks a scan. segment_ids: only tokens of one see each other, the first one's see the state; None: all."""
@@ -181,8 +202,7 @@ def _chunks(heads, gates, matrix, segment_ids_BxL=None) -> tuple[jax.Array, jax.
     fades = jnp.exp(jnp.where(earlier, decay - decay.swapaxes(-1, -2), -jnp.inf))
     below = jnp.tril(_dot("...ik,...jk->...ij", beta * k, k) * fades, -1)
     sides = jnp.concatenate([beta * v, beta * k * jnp.exp(decay) * first], axis=-1)
-    solved = jax.scipy.linalg.solve_triangular(below + jnp.eye(size)[None, None, None], sides, lower=True)
-    own, of_state = jnp.split(solved, [v.shape[-1]], axis=-1)
+    own, of_state = jnp.split(_solved(below, sides), [v.shape[-1]], axis=-1)
     seen = _dot("...ik,...jk->...ij", q, k) * fades
     whole = decay[..., -1:, :]
     ends = k * jnp.exp(whole - decay) * last, jnp.broadcast_to(jnp.exp(whole) * first[..., -1:, :], whole.shape)
