@@ -118,6 +118,13 @@ def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.
     return None if found is None else (found["a"].astype(dtype), found["b"].astype(dtype))
 
 
+def narrowed(weight: jax.Array, dtype) -> jax.Array:
+    """f32 of a weight as a copy in this type has it, for what multiplies in f32: an engine's copy and the trainer's
+    master are one function then. XLA may leave out a cast there and back."""
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(weight.astype(jnp.float32), kind.nexp, kind.nmant)
+
+
 def specs(cfg: ModelConfig, kind: Kind, residual: float) -> dict[str, Spec]:
     """Parameters of one attention; residual: what keeps the residual stream at unit variance."""
     d, q, kv, m = cfg.d_model, cfg.q_width(kind), cfg.kv_width(kind), cfg.latent

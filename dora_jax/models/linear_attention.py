@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dora_jax.models.attention import Products, Spec, Weights, rms_norm
+from dora_jax.models.attention import Products, Spec, Weights, narrowed, rms_norm
 from dora_jax.models.families.config import Delta, ModelConfig
 
 CHUNK = 64  # positions that are computed at once: a chunk is solved as one triangular system
@@ -74,7 +74,7 @@ def run(
     beta_BxLxV, decay_BxLxV = (products(weights, h_BxLxD, x).astype(jnp.float32) for x in ("delta_beta", "delta_decay"))
     rate_V, bias_V = (weights[x].astype(jnp.float32)[None, None] for x in WIDE)
     gates = -jnp.exp(rate_V) * jax.nn.softplus(decay_BxLxV + bias_V), jax.nn.sigmoid(beta_BxLxV)
-    how = Recurrence(m, tuple(weights[f"delta_{x}_taps"] for x in ROLES))
+    how = Recurrence(m, tuple(narrowed(weights[f"delta_{x}_taps"], h_BxLxD.dtype) for x in ROLES))
     o_BxLxVxN = attend(layer, tuple(mixed), gates, None, how)
     z_BxLxVxN = products(weights, h_BxLxD, "delta_z_proj").reshape(o_BxLxVxN.shape).astype(jnp.float32)
     y_BxLxVxN = rms_norm(o_BxLxVxN, weights["delta_norm"], cfg.norm_eps) * jax.nn.silu(z_BxLxVxN)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from dora_jax.models import grouped_experts
-from dora_jax.models.attention import ADAPTERS, Products, Spec, Weights, adapter_of, rms_norm
+from dora_jax.models.attention import ADAPTERS, Products, Spec, Weights, adapter_of, narrowed, rms_norm
 from dora_jax.models.families.config import Experts, ModelConfig
 from dora_jax.models.grouped_experts import gated
 
@@ -126,7 +126,7 @@ def run(
         if e.biased:  # of the second product, once for all devices that share out an expert
             hits_BxLxkxE = routed.ids[..., None] == jnp.arange(e.count)[None, None, None]
             shares_BxLxE = jnp.sum(jnp.where(hits_BxLxkxE, weights_BxLxk[..., None], 0.0), axis=2)
-            of_down = shares_BxLxE, weights["experts_down_bias"].astype(jnp.float32)
+            of_down = shares_BxLxE, narrowed(weights["experts_down_bias"], h_BxLxD.dtype)
             added_BxLxD = jnp.einsum("ble,ed->bld", *of_down, precision=jax.lax.Precision.HIGHEST)
             y_BxLxD = y_BxLxD + added_BxLxD.astype(y_BxLxD.dtype)
         if e.zero:
