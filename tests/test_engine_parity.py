@@ -9,39 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.config import RolloutSection
-from dora_jax.models import decoder, hf, sharding
+from dora_jax.models import decoder, hf
 from dora_jax.models.logits import target_logprobs
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.plan import presets
-from dora_jax.rollout.engine import Engine
-from dora_jax.types import SampleId
-from tests.fakes.hf_models import FAMILIES, NEWER, check_greedy, torch_model
+from tests.fakes.hf_models import FAMILIES, NEWER, check_greedy, greedy_samples, torch_model
 
 NEW = 200
 NEAR_TIE = 1e-3  # in log-prob: ten times what the two sides may differ by
 PROMPTS = [np.random.default_rng(seed).integers(2, 40, length) for seed, length in enumerate((1, 30))]
-
-
-def new_engine(path):
-    cfg, stacked = hf.load(path)
-    section = presets.on_cpu(
-        RolloutSection(
-            slots=2,
-            pages=36,
-            page_size=16,
-            max_prompt_tokens=32,
-            max_new_tokens=NEW,
-            decode_steps=16,
-            context_block=256,
-            temperature=0.0,
-        )
-    )
-    engine = Engine(
-        cfg, section, sharding.make_mesh(jax.devices()[:1], 1, 1, 1), seed=0, eos_ids=(), vocab_limit=cfg.vocab_size
-    )
-    engine.load(0, jax.device_put(decoder.serving_layout(stacked), engine.param_shardings))
-    return engine, cfg, stacked
 
 
 def trainer_logprobs(cfg, params, samples):
@@ -66,14 +41,8 @@ def test_two_hundred_tokens(family, tmp_path):
     model = torch_model(family, tied=family == "qwen2")
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)
-    engine, cfg, params = new_engine(tmp_path)
-    for index, prompt in enumerate(PROMPTS):
-        engine.submit(SampleId(0, index), prompt, 0, NEW)
-    done = {}
-    while not engine.idle:
-        done |= {sample.id.index: sample for sample in engine.tick().finished}
-    samples = [done[index] for index in range(len(PROMPTS))]
-    assert [len(sample.out_ids) for sample in samples] == [NEW] * len(PROMPTS)
+    samples = greedy_samples(tmp_path, PROMPTS, NEW, slots=2, pages=36, decode_steps=16, context_block=256)
+    cfg, params = hf.load(tmp_path)
     check_greedy(family, model, samples, atol=1e-4, tie=NEAR_TIE, least=0.5)
     # scores that are not scaled, and experts whose inner products reach the clamp, round more
     exact = 5e-5 if family.startswith(("gemma4", "gpt_oss")) else 1e-5

@@ -196,7 +196,9 @@ def test_a_field_that_is_left_out_says_what_it_says_in_transformers_or_is_refuse
             continue
         assert ours == theirs, name
         reported[name] = "equal"
-    assert list(reported.values()).count("equal") > 20, reported
+    refused = [name for name, what in reported.items() if what == "refused"]
+    print(f"{family}: {len(reported) - len(refused)} fields equal, {len(refused)} refused: {', '.join(refused)}")
+    assert len(reported) - len(refused) > 20
 
 
 @pytest.mark.parametrize("family", [name for name in NEWER if name.startswith("gemma4")])

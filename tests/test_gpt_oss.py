@@ -4,18 +4,16 @@ than two windows, in every setting that changes what is computed."""
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dora_jax.config import RolloutSection, TrainerSection
-from dora_jax.models import decoder, hf, sharding
+from dora_jax.models import decoder, sharding
 from dora_jax.models.families import KNOWN
 from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
 from dora_jax.trainer import objective
-from dora_jax.types import SampleId
-from tests.fakes.hf_models import check_greedy, torch_model, transformers
+from tests.fakes.hf_models import bfloat16_gaps, check_greedy, greedy_samples, torch_model, transformers
 from tests.fakes.packed_folder import as_mxfp4
 
 NEW, WINDOW = 48, 7
@@ -26,26 +24,7 @@ NEAR_TIE = 1e-4  # in log-prob
 HUB = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def ours(path, tensor=1, dtype="float32", **changes):
-    """Samples by prompt, of an engine on so many devices."""
-    cfg, stacked = hf.load(path, dtype=jnp.dtype(dtype))
-    sizes = dict(slots=8, pages=64, page_size=16, prefill_chunk=16, max_prompt_tokens=32, max_new_tokens=NEW,
-                 decode_steps=8, context_block=32, temperature=0.0, tensor=tensor)  # fmt: skip
-    section = presets.on_cpu(RolloutSection(**sizes | changes))
-    mesh = sharding.make_mesh(jax.devices()[:tensor], 1, 1, tensor)
-    engine = Engine(cfg, section, mesh, seed=0, eos_ids=(), vocab_limit=cfg.vocab_size, dtype=dtype)
-    weights = decoder.serving_layout(stacked, engine.shapes.layout)
-    engine.load(0, jax.device_put(weights, engine.param_shardings))
-    for index, prompt in enumerate(PROMPTS):
-        engine.submit(SampleId(0, index), prompt, 0, NEW)
-    done = {}
-    while not engine.idle:
-        done |= {sample.id.index: sample for sample in engine.tick().finished}
-    return [done[index] for index in range(len(PROMPTS))]
-
-
 def compared(setting, model, samples, atol=1e-4, tie=NEAR_TIE):
-    assert [len(sample.out_ids) for sample in samples] == [NEW] * len(PROMPTS)
     check_greedy(setting, model, samples, atol=atol, tie=tie, least=0.8)
 
 
@@ -68,7 +47,7 @@ def test_greedy_tokens_are_those_of_transformers(setting, tmp_path):
     model = torch_model("gpt_oss", tied=False, **changes)
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)
-    compared(setting, model, ours(tmp_path, **options))
+    compared(setting, model, greedy_samples(tmp_path, PROMPTS, NEW, **options))
 
 
 @pytest.mark.slow
@@ -84,7 +63,7 @@ def test_sinks_are_what_transformers_makes_of_them(value, tmp_path):
         for layer in model.model.layers:
             layer.self_attn.sinks.fill_(value)
     model.save_pretrained(tmp_path)
-    compared(f"sinks of {value}", model, ours(tmp_path))
+    compared(f"sinks of {value}", model, greedy_samples(tmp_path, PROMPTS, NEW))
 
 
 @pytest.mark.slow
@@ -102,30 +81,16 @@ def test_a_folder_as_the_hub_spells_it_in_mxfp4(tmp_path):
     file.write_text(json.dumps(config | hub))
     twin = library.AutoModelForCausalLM.from_pretrained(tmp_path / "twin").eval()
     twin.generation_config.eos_token_id = None
-    compared("mxfp4", twin, ours(tmp_path / "packed"))
+    compared("mxfp4", twin, greedy_samples(tmp_path / "packed", PROMPTS, NEW))
 
 
 @pytest.mark.slow
 def test_in_bfloat16_log_probs_are_as_near_to_float32_as_those_of_transformers(tmp_path):
     """Routers choose other experts where two are nearly equal: on either side the largest gap is one of those."""
-    library = transformers()
-    import torch
-
     torch_model("gpt_oss", tied=False).bfloat16().save_pretrained(tmp_path)
-    wide, narrow = (
-        library.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=x).eval() for x in (torch.float32, torch.bfloat16)
-    )
-    gaps = {"ours": [], "theirs": []}
-    for prompt, sample in zip(PROMPTS, ours(tmp_path, dtype="bfloat16"), strict=True):
-        ids = torch.tensor(np.concatenate([prompt, sample.out_ids])[None])
-        with torch.no_grad():
-            wide_LxV, narrow_LxV = (torch.log_softmax(x(ids).logits[0].double(), -1).numpy() for x in (wide, narrow))
-        at = np.arange(len(prompt) - 1, ids.shape[1] - 1), sample.out_ids
-        gaps["ours"].append(np.abs(wide_LxV[at] - sample.logprobs))
-        gaps["theirs"].append(np.abs(wide_LxV[at] - narrow_LxV[at]))
-    means = {name: float(np.mean(each)) for name, each in gaps.items()}
-    print(f"bfloat16 against float32, mean: {means}")
-    assert means["ours"] < 1.5 * means["theirs"]
+    ours, theirs = bfloat16_gaps(tmp_path, PROMPTS, NEW)
+    print(f"bfloat16 against float32, mean: ours {ours}, theirs {theirs}")
+    assert ours < 1.5 * theirs
 
 
 def test_kernels_without_sinks_are_refused_by_name():

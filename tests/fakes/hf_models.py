@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.models import decoder, hf
+from dora_jax.config import RolloutSection
+from dora_jax.models import decoder, hf, sharding
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.plan import presets
+from dora_jax.rollout.engine import Engine
+from dora_jax.types import SampleId
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 OTHERS = ("mistral", "qwen3_moe", "deepseek_v3", "longcat_flash")
@@ -283,21 +287,61 @@ def greedy(model, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarra
     return out.sequences[0, len(prompt) :].numpy(), torch.log_softmax(logits, -1).numpy()
 
 
-def check_greedy(setting: str, model, samples, *, atol: float, tie: float, least: float) -> None:
-    """Asserts that our samples are the model's greedy ones: each up to a near-tie that is taken both ways, which is
-    printed. least: the share of the tokens that must be equal."""
-    equal = 0
+def greedy_samples(path, prompts, new: int, *, dtype: str = "float32", **changes) -> list:
+    """Samples of these prompts, of an engine on as many devices as `tensor` says; changes: of its section."""
+    cfg, stacked = hf.load(path, dtype=jnp.dtype(dtype))
+    sizes = dict(slots=8, pages=64, page_size=16, prefill_chunk=16, max_prompt_tokens=32, max_new_tokens=new,
+                 decode_steps=8, context_block=32, temperature=0.0)  # fmt: skip
+    section = presets.on_cpu(RolloutSection(**sizes | changes))
+    mesh = sharding.make_mesh(jax.devices()[: section.tensor], 1, 1, section.tensor)
+    engine = Engine(cfg, section, mesh, seed=0, eos_ids=(), vocab_limit=cfg.vocab_size, dtype=dtype)
+    weights = decoder.serving_layout(stacked, engine.shapes.layout)
+    engine.load(0, jax.device_put(weights, engine.param_shardings))
+    for index, prompt in enumerate(prompts):
+        engine.submit(SampleId(0, index), prompt, 0, new)
+    done = {}
+    while not engine.idle:
+        done |= {sample.id.index: sample for sample in engine.tick().finished}
+    assert [len(done[index].out_ids) for index in range(len(prompts))] == [new] * len(prompts)
+    return [done[index] for index in range(len(prompts))]
+
+
+def check_greedy(setting: str, model, samples, *, atol: float, tie: float, least: float) -> tuple[int, int, float]:
+    """Assert that our samples are the model's greedy ones: each up to a near-tie that is taken both ways, which is
+    printed. least: the share of the tokens that must be equal. Returns equal tokens, all, the largest gap in log-prob."""
+    equal, gap = 0, 0.0
     for sample in samples:
         tokens, logprobs = greedy(model, sample.prompt_ids, len(sample.out_ids))
         parted = np.flatnonzero(tokens != sample.out_ids)
         n = parted[0] if len(parted) else len(tokens)
         if n < len(tokens):
-            gap = logprobs[n, tokens[n]] - logprobs[n, sample.out_ids[n]]
-            print(f"{setting}, prompt of {len(sample.prompt_ids)}: a near-tie at token {n}: {gap:.1e} between ids "
+            near = logprobs[n, tokens[n]] - logprobs[n, sample.out_ids[n]]
+            print(f"{setting}, prompt of {len(sample.prompt_ids)}: a near-tie at token {n}: {near:.1e} between ids "
                   f"{tokens[n]} and {sample.out_ids[n]}")  # fmt: skip
-            assert gap < tie
-        np.testing.assert_allclose(sample.logprobs[:n], logprobs[np.arange(n), tokens[:n]], rtol=0, atol=atol)
+            assert near < tie
+        expected = logprobs[np.arange(n), tokens[:n]]
+        np.testing.assert_allclose(sample.logprobs[:n], expected, rtol=0, atol=atol)
+        gap = max(gap, float(np.abs(sample.logprobs[:n] - expected).max(initial=0.0)))
         equal += n
     total = sum(len(sample.out_ids) for sample in samples)
     print(f"{setting}: {equal} of {total} tokens are equal")
     assert equal > least * total
+    return int(equal), total, gap
+
+
+def bfloat16_gaps(path, prompts, new: int) -> tuple[float, float]:
+    """Mean differences of greedy tokens' log-probs in bfloat16 from those of transformers in float32: of ours, and of
+    transformers' own."""
+    import torch
+
+    load = transformers().AutoModelForCausalLM.from_pretrained
+    wide, narrow = (load(path, dtype=x).eval() for x in (torch.float32, torch.bfloat16))
+    gaps = {"ours": [], "theirs": []}
+    for prompt, sample in zip(prompts, greedy_samples(path, prompts, new, dtype="bfloat16"), strict=True):
+        ids = torch.tensor(np.concatenate([prompt, sample.out_ids])[None])
+        with torch.no_grad():
+            wide_LxV, narrow_LxV = (torch.log_softmax(x(ids).logits[0].double(), -1).numpy() for x in (wide, narrow))
+        at = np.arange(len(prompt) - 1, ids.shape[1] - 1), sample.out_ids
+        gaps["ours"].append(np.abs(wide_LxV[at] - sample.logprobs))
+        gaps["theirs"].append(np.abs(wide_LxV[at] - narrow_LxV[at]))
+    return float(np.mean(gaps["ours"])), float(np.mean(gaps["theirs"]))
