@@ -27,7 +27,7 @@ CODE = {
     "cli": 473,
     "config": 864,
     "costs": 451,
-    "models": 4292,
+    "models": 4295,
     "ops": 679,
     "orchestrate": 2910,
     "plan": 1613,

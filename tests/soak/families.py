@@ -105,8 +105,8 @@ def row(family: str, setting: str, folder: Path) -> str:
     whole = not any(report[x] for x in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     whole &= np.array_equal(torch_logits(loaded.eval(), tokens()), expected)
     assert max(found) < 5e-5 * max(1.0, expected.std()) and same and whole, (found, same, whole)
-    said = f"bits equal, reads it  ties: {'; '.join(ties) or 'none'}"
-    return f"{max(found):8.1e} {equal:4d} of {total}  {gap:8.1e}  {said}"
+    export = f"bits equal, reads it  ties: {'; '.join(ties) or 'none'}"
+    return f"{max(found):8.1e} {equal:4d} of {total}  {gap:8.1e}  {export}"
 
 
 def main() -> None:
