@@ -273,13 +273,14 @@ def test_what_a_state_cannot_do_is_refused_in_a_sentence():
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, size="Qwen3.5-9B"),
-        rollout=dataclasses.replace(config.rollout, drafts=3, exact=True),
+        rollout=dataclasses.replace(config.rollout, stop_strings=("END",), exact=True),
+        environment=dataclasses.replace(config.environment, name="a:b"),
         trainer=dataclasses.replace(config.trainer, share_prompts="on", context=2),
         cluster=dataclasses.replace(config.cluster, hosts_per_instance=2),
     )
     found = validate.model_problems(config)
     assert sum(text.startswith("cluster.hosts_per_instance: a recurrent state") for text in found) == 1, found
-    for name in ("rollout.drafts", "rollout.exact", "trainer.share_prompts=on", "trainer.context=2"):
+    for name in ("rollout.stop_strings", "trainer.share_prompts=on", "trainer.context=2"):
         assert sum(text.startswith(f"{name} is not for linear attention") for text in found) == 1, found
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, size="Qwen3-8B"))
     assert not validate.model_problems(plain)

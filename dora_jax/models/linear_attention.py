@@ -5,10 +5,11 @@ values of each token, and of the `taps - 1` tokens before it, go through a causa
 have length one then. A value head has a state S [key_dim, value_dim], which a token changes and reads:
   S = exp(g) S;  S = S + k (beta (v - S'k))';  o = S'q      g <= 0: how much of it decays; beta in (0, 1)
 Whoever runs the layer keeps the state: `attend(layer, (q, k, v), (g, beta), None, Recurrence) -> o`, with `layer`
-counted over the layers that have one. Three of them:
+counted over the layers that have one. Four of them:
   packed   training: all tokens of rows whose segments have a past of their own
   chunk    prefill: a state, then some more positions of its sample
   step     decode: a state, then one position
+  ahead    a verifying call: a state, then some positions, of which `kept` takes in the first ones
 Laws: state, decay and the solution of a chunk are f32, for a slow head forgets in bfloat16; a segment's values depend
 on its own tokens alone; a position that is not real leaves the state as it was, to the bit.
 """
@@ -44,6 +45,14 @@ class RecurrentState(NamedTuple):
 
     matrix: jax.Array  # f32[B, V, key_dim, value_dim]
     before: tuple[jax.Array, ...]  # of queries, keys and values, the convolution's last inputs [B, taps - 1, width]
+
+
+class Ahead(NamedTuple):
+    """What the next positions of some rows do to a state, until it is known how many of them count. A state for each
+    would take as much memory as a pool."""
+
+    mixed: tuple[jax.Array, ...]  # of queries, keys and values, the convolution's inputs [B, L, width]
+    changes: tuple[jax.Array, ...]  # f32 of each value head: key, value [B, L, V, ...], decay and beta [B, L, V, 1]
 
 
 def specs(cfg: ModelConfig, residual: float) -> dict[str, Spec]:
@@ -125,9 +134,41 @@ def step(
     after = tuple(x[:, 1:].astype(before.dtype) for before, x in zip(state.before, wide, strict=True))
     heads = _heads(how.sizes, [_convolved(w, x) for w, x in zip(how.taps, wide, strict=True)])
     (q, k, v), (g, beta) = (x[:, 0] for x in heads), (x[:, 0, :, None] for x in gates)
-    matrix = jnp.exp(g)[..., None] * state.matrix
-    matrix = matrix + _dot("bvk,bvn->bvkn", k, beta * (v - _dot("bvkn,bvk->bvn", matrix, k)))
+    matrix = _changed(state.matrix, k, v, g, beta)
     return _dot("bvkn,bvk->bvn", matrix, q)[:, None], _where(active_B, RecurrentState(matrix, after), state)
+
+
+def ahead(how: Recurrence, mixed: tuple, gates: tuple, state: RecurrentState) -> tuple[jax.Array, Ahead]:
+    """(o [B, L, V, value_dim], what `kept` takes) of positions behind a state, each by a step's sums."""
+    wide = [jnp.concatenate([before.astype(x.dtype), x], axis=1) for before, x in zip(state.before, mixed, strict=True)]
+    q, k, v = _heads(how.sizes, [_convolved(w, x) for w, x in zip(how.taps, wide, strict=True)])
+    changes = (k, v, *(x[..., None] for x in gates))
+
+    def one(matrix, now):
+        q, *change = now
+        matrix = _changed(matrix, *change)
+        return matrix, _dot("bvkn,bvk->bvn", matrix, q)
+
+    _, o = jax.lax.scan(one, state.matrix, [jnp.moveaxis(x, 1, 0) for x in (q, *changes)])
+    return jnp.moveaxis(o, 0, 1), Ahead(mixed, changes)
+
+
+def kept(positions: Ahead, state: RecurrentState, count_B: jax.Array) -> RecurrentState:
+    """The state behind the first `count` of these positions; that of a row without any stays."""
+
+    def one(matrix, now):
+        i, *change = now
+        counts_Bx1x1x1 = jnp.expand_dims(i < count_B, (1, 2, 3))
+        return jnp.where(counts_Bx1x1x1, _changed(matrix, *change), matrix), None
+
+    each = [jnp.moveaxis(x, 1, 0) for x in positions.changes]
+    matrix, _ = jax.lax.scan(one, state.matrix, [jnp.arange(len(each[0])), *each])
+    after = []
+    for before, x in zip(state.before, positions.mixed, strict=True):
+        last_BxT = count_B[:, None] + jnp.arange(before.shape[1])[None]
+        wide = jnp.concatenate([before, x.astype(before.dtype)], axis=1)
+        after.append(jnp.take_along_axis(wide, last_BxT[..., None], axis=1))
+    return RecurrentState(matrix, tuple(after))
 
 
 # ---------------------------------------------------------------- private
@@ -135,6 +176,12 @@ def step(
 
 def _where(chosen_B: jax.Array, new: RecurrentState, old: RecurrentState) -> RecurrentState:
     return jax.tree.map(lambda x, y: jnp.where(jnp.expand_dims(chosen_B, range(1, x.ndim)), x, y), new, old)
+
+
+def _changed(matrix: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> jax.Array:
+    """What one position makes of the matrices [B, V, key_dim, value_dim]."""
+    matrix = jnp.exp(g)[..., None] * matrix
+    return matrix + _dot("bvk,bvn->bvkn", k, beta * (v - _dot("bvkn,bvk->bvn", matrix, k)))
 
 
 def _convolved(taps_TxW: jax.Array, x_BxLxW: jax.Array, own: list | None = None) -> jax.Array:

@@ -25,7 +25,7 @@ from dora_jax.models.families.config import MAX_LAYERS, ModelConfig
 from dora_jax.models.hf_config import not_a_model, read_config
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.plan import devices, hub, presets
-from dora_jax.rollout.shapes import recurrent_problems, shapes_of
+from dora_jax.rollout.shapes import shapes_of
 from dora_jax.tasks import environment, mixture, solved
 from dora_jax.trainer import objective
 
@@ -140,7 +140,11 @@ def model_problems(config: Config) -> list[str]:
     tokens = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     wrong = lora_config.model_problems(config.lora, known) if known else []
     if presets.is_recurrent(config, known):
-        wrong += recurrent_problems(config.rollout)
+        if config.rollout.exact and config.environment.name and config.rollout.stop_strings:
+            wrong.append(
+                "rollout.stop_strings is not for linear attention with rollout.exact and an environment: where one "
+                "ends a turn inside of a call, the recurrent state is made again by other calls"
+            )
         if config.cluster.hosts_per_instance > 1:
             wrong.append(
                 "cluster.hosts_per_instance: a recurrent state does not move in parts yet, so that an instance of a "

@@ -106,6 +106,8 @@ class Device:
 
     def verify(self, params: Any, control: np.ndarray, blocks: int) -> tuple[jax.Array, jax.Array | None, None]:
         """Like `generate`, for drafts."""
+        if self.shapes.states:
+            self._check_places(control[:, [STATE, SOURCE]])
         given = params, self._whole_pool(), self._argument(control)
         self.pool, result, routes = self._calls.verify(*given, blocks=blocks)
         return _on_its_way((result, routes, None))

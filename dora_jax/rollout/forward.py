@@ -128,7 +128,8 @@ class Forward:
         active_B = remaining_B > 0
         tokens_BxL = jnp.concatenate([token_B[:, None], jnp.maximum(drafts_BxK, 0)], axis=1)
         at_L = jnp.arange(length)
-        fixed, moving = self.kv.begin(pool, pages_GxBxP, window_GxBxW, past_B)
+        states = (header[:, SOURCE], header[:, STATE], length) if self.shapes.states else ()
+        fixed, moving = self.kv.begin(pool, pages_GxBxP, window_GxBxW, past_B, *states)
         hidden_BxLxD, moving, ids = self._run(
             params,
             tokens_BxL,

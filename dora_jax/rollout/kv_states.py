@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from dora_jax.models import linear_attention
 from dora_jax.models.attention import Attend
 from dora_jax.models.families.config import ModelConfig
-from dora_jax.models.linear_attention import Recurrence, RecurrentState
+from dora_jax.models.linear_attention import Ahead, Recurrence, RecurrentState
 from dora_jax.rollout.kv_pallas import Paged
 from dora_jax.rollout.kv_xla import Gathered
 from dora_jax.rollout.shapes import Shapes
@@ -47,17 +47,25 @@ class WithStates:
         states = {name: jnp.zeros((*lead, *own), types.get(name, self._dtype)) for name, own in shapes.items()}
         return {"pages": self.pages.empty(), "states": states}
 
-    def begin(self, pool: Pool, pages_GxBxP, window_GxBxW, past_B, source_B, place_B) -> tuple[tuple, Pool]:
-        """A row that decodes first begins with a copy of its prompt's state."""
-        fixed, moving = self.pages.begin(pool["pages"], pages_GxBxP, window_GxBxW, past_B)
+    def begin(
+        self, pool: Pool, pages_GxBxP, window_GxBxW, past_B, source_B, place_B, ahead: int = 0
+    ) -> tuple[tuple, Pool]:
+        """A row that decodes first begins with a copy of its prompt's state. ahead: positions of a verifying call,
+        whose states stay as they are until its `end`."""
+        fixed, pages = self.pages.begin(pool["pages"], pages_GxBxP, window_GxBxW, past_B)
         copies = (source_B != place_B).any()
 
         def copy(layer, states):
             return {name: x.at[layer, place_B].set(x[layer, source_B]) for name, x in states.items()}
 
         layers = jnp.where(copies, self._cfg.linear_layers, 0)  # in most calls no row needs it
-        states = jax.lax.fori_loop(0, layers, copy, dict(pool["states"]))
-        return (fixed, place_B), {"pages": moving, "states": states}
+        moving: Pool = {"pages": pages, "states": jax.lax.fori_loop(0, layers, copy, dict(pool["states"]))}
+        if ahead:
+            m, lead = self._cfg.rule, (self._cfg.linear_layers, len(place_B), ahead)
+            sizes = (m.value_heads, m.key_dim), (m.value_heads, m.value_dim), *((m.value_heads, 1),) * 2
+            mixed = tuple(jnp.zeros((*lead, width), self._dtype) for width in m.widths)
+            moving["ahead"] = place_B, Ahead(mixed, tuple(jnp.zeros((*lead, *size)) for size in sizes))
+        return (fixed, place_B), moving
 
     def attend_step(self, fixed, moving: Pool, i, active_B) -> Attend:
         pages, place_B = fixed
@@ -73,8 +81,36 @@ class WithStates:
 
         return run
 
-    def end(self, pool: Pool, moved: Pool, *where) -> Pool:
-        return {"pages": self.pages.end(pool["pages"], moved["pages"], *where), "states": moved["states"]}
+    def attend_ahead(self, fixed, moving: Pool, active_B) -> Attend:
+        pages, place_B = fixed
+        attend, states = self.pages.attend_ahead(pages, moving["pages"], active_B), moving["states"]
+
+        def run(layer, q, k, v, scores, *sinks):
+            if not isinstance(scores, Recurrence):
+                return attend(layer, q, k, v, scores, *sinks)
+            o, positions = linear_attention.ahead(scores, q, k, _read(states, layer, place_B))
+            of_layers = jax.tree.map(lambda x, y: x.at[layer].set(y), moving["ahead"][1], positions)
+            moving["ahead"] = place_B, of_layers
+            return o
+
+        return run
+
+    def end(self, pool: Pool, moved: Pool, pages_GxBxP, window_GxBxW, past_B, count_B) -> Pool:
+        """Take the positions of a verifying call that count into the states."""
+        states = moved["states"]
+        if "ahead" in moved:
+            place_B, of_layers = moved["ahead"]
+            real_B = jnp.where(place_B > 0, count_B, 0)
+
+            def keep(layer, states):
+                states, positions = dict(states), jax.tree.map(lambda x: x[layer], of_layers)
+                new = linear_attention.kept(positions, _read(states, layer, place_B), real_B)
+                _write(states, layer, place_B, new)
+                return states
+
+            states = jax.lax.fori_loop(0, self._cfg.linear_layers, keep, dict(states))
+        pages = self.pages.end(pool["pages"], moved["pages"], pages_GxBxP, window_GxBxW, past_B, count_B)
+        return {"pages": pages, "states": states}
 
     def attend_chunk(self, pool: Pool, past_GxRxP, write_GxRxW, start_R, length_R, skipped_R, place_R) -> Attend:
         attend = self.pages.attend_chunk(pool["pages"], past_GxRxP, write_GxRxW, start_R, length_R, skipped_R)

@@ -289,27 +289,12 @@ def state_places(section: RolloutSection) -> int:
     return 2 * section.slots
 
 
-def recurrent_problems(section: RolloutSection) -> list[str]:
-    """What a section asks for that an engine of a model with recurrent states does not do; one sentence each."""
-    rules = (
-        (section.drafts, "drafts", "a state cannot be taken back to the last draft that held; it must be 0"),
-        (
-            section.exact,
-            "exact",
-            "a replay would have to cut a prompt into the chunks that sampling did; it must be off",
-        ),
-    )
-    return [f"rollout.{name} is not for linear attention: {why}" for broken, name, why in rules if broken]
-
-
 def shapes_of(section: RolloutSection, adapters: bool = False, window: int = 0, recurrent: bool = False) -> Shapes:
     """adapters: versions are adapters of the same base weights. window: ModelConfig.local_window. recurrent: the model
     has linear layers. ValueError: the section's sizes cannot work together."""
     size, paged = section.page_size, section.attention != "reference"
     rows = section.decode_rows or section.slots
     _check(section, rows)
-    if recurrent and (wrong := recurrent_problems(section)):
-        raise ValueError("; ".join(wrong))
     max_context = section.max_prompt_tokens + section.max_new_tokens
     chunk = min(
         _up(section.prefill_chunk, size), _up(section.max_prompt_tokens, size), section.prefill_tokens // size * size
