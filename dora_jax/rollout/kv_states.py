@@ -12,6 +12,8 @@ before any call: JAX would clip it, and take another sample's.
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -89,8 +91,9 @@ class WithStates:
             if not isinstance(scores, Recurrence):
                 return attend(layer, q, k, v, scores, *sinks)
             o, positions = linear_attention.ahead(scores, q, k, _read(states, layer, place_B))
-            of_layers = jax.tree.map(lambda x, y: x.at[layer].set(y), moving["ahead"][1], positions)
-            moving["ahead"] = place_B, of_layers
+            both = zip(moving["ahead"][1], positions, strict=True)
+            put = [tuple(x.at[layer].set(y) for x, y in zip(*each, strict=True)) for each in both]
+            moving["ahead"] = place_B, Ahead(*put)
             return o
 
         return run
@@ -103,7 +106,7 @@ class WithStates:
             real_B = jnp.where(place_B > 0, count_B, 0)
 
             def keep(layer, states):
-                states, positions = dict(states), jax.tree.map(lambda x: x[layer], of_layers)
+                states, positions = dict(states), jax.tree.map(operator.itemgetter(layer), of_layers)
                 new = linear_attention.kept(positions, _read(states, layer, place_B), real_B)
                 _write(states, layer, place_B, new)
                 return states
