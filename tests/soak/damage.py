@@ -1,7 +1,8 @@
 """Random damage to a kept workdir: is every one noticed, healed, or harmless?
 
-    python -m tests.soak.damage [--faults=500] [--first=0] [--seed=0] [--subject=checkpoint|journal|weights|...]
-                                [--planted=restore|state] [--resumes=4] [--workdir=DIR] [--table]
+    python -m tests.soak.damage [--mode=plain|lora|drafts|environments] [--faults=500] [--first=0] [--seed=0]
+                                [--subject=checkpoint|journal|stale|weights|...] [--planted=restore|state]
+                                [--resumes=4] [--workdir=DIR] [--table]
 
 A tiny run is made, observed from outside (damage_truth.py), and killed with samples under way. Then case by case a copy
 of its workdir is damaged (damage_kinds.py), and the command's own resume goes as far as its loop (damage_rig.py). What
@@ -11,8 +12,9 @@ the trainer then holds, the steps that were made again, and the samples that are
     refused    a sentence, where nothing good was left
     wrong      a byte is another; or a better state was there
     trace      any other exception
-A case depends on seed and number alone: --first=17 --faults=1 repeats number 17, and ranges run side by side. Each adds
-a line to DIR/cases.jsonl; --table adds up what is there. --planted makes the restore lie, which the judge must find. At
+A case depends on mode, seed and number alone: --first=17 --faults=1 repeats number 17, and ranges run side by side.
+Each adds a line to DIR/MODE/cases.jsonl; --table adds up what is there. `stale` puts files of an earlier moment of the
+run among those of its end. --planted makes the restore lie, which the judge must find. At
 last `resumes` damaged copies are run to their end by the command itself. The exit code is 1 where a case is wrong or a
 trace.
 """
@@ -39,14 +41,20 @@ from absl import logging
 
 from dora_jax.trainer import checkpoint
 from tests.soak.chaos import OVERRIDES
-from tests.soak.damage_kinds import SUBJECTS
+from tests.soak.damage_kinds import SUBJECTS, stale
 from tests.soak.damage_rig import Outcome, Rig
-from tests.soak.damage_truth import EXACT, OLDER, REFUSED, TRACE, VERDICTS, WRONG, Allowed, Truth, judge
+from tests.soak.damage_truth import EXACT, OLDER, OLDER_COPY, REFUSED, TRACE, VERDICTS, WRONG, Allowed, Truth, judge
 from tests.soak.damage_weights import StoredCases
 
 STEPS = 12
 KILLED_AT = "trainer.after_put:11"  # what a kill leaves behind has samples under way
-CONFIG = "configs/quickstart.py:tiny"
+QUICKSTART = "configs/quickstart.py:tiny"
+MODES = {  # config, and what is changed of it
+    "plain": (QUICKSTART,),
+    "lora": (QUICKSTART, "--config.lora.rank=4"),
+    "drafts": (QUICKSTART, "--config.rollout.drafts=3"),
+    "environments": ("configs/agent.py:tiny",),
+}
 CHANGED = (
     *(override for override in OVERRIDES if "keep_all" not in override),
     f"--config.steps={STEPS}",
@@ -54,8 +62,8 @@ CHANGED = (
     "--config.checkpoint.keep=3",
     "--config.eval.every=4",
 )
-WEIGHTS = "weights"  # a subject that no resume reads: see damage_weights.py
-SHARES = {name: share for name, (share, _) in SUBJECTS.items()} | {WEIGHTS: 2}
+WEIGHTS, STALE = "weights", "stale"  # weights: a subject that no resume reads, see damage_weights.py
+SHARES = {name: share for name, (share, _) in SUBJECTS.items()} | {STALE: 3, WEIGHTS: 2}
 AGAIN = 0.1  # share of the cases that are resumed twice
 
 
@@ -64,15 +72,16 @@ def main() -> None:
     logging.set_verbosity(logging.FATAL)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if args.table:
-        sys.exit(_table(args.workdir / "cases.jsonl"))
-    cases = Cases(args.workdir, args.seed, args.subject)
+        sys.exit(_table(args.workdir))
+    folder = args.workdir / args.mode
+    cases = Cases(folder, args.seed, args.subject, args.mode)
     if args.planted:
         cases.plant(args.planted)
     counts: collections.Counter[str] = collections.Counter()
     for number in range(args.first, args.first + args.faults):
         row = cases.run(number)
         counts[row["verdict"]] += 1
-        with open(args.workdir / ("planted.jsonl" if args.planted else "cases.jsonl"), "a") as file:
+        with open(folder / ("planted.jsonl" if args.planted else "cases.jsonl"), "a") as file:
             file.write(json.dumps(row) + "\n")
         if row["verdict"] in (WRONG, TRACE):
             print(f"{number}: {row['verdict']}: {row['subject']}: {row['what']}: {row['why']}", flush=True)
@@ -87,12 +96,12 @@ def main() -> None:
 class Cases:
     """The damaged copies of one run, by number."""
 
-    def __init__(self, folder: Path, seed: int = 0, subject: str = ""):
-        self._folder, self._seed, self._subject = folder, seed, subject
+    def __init__(self, folder: Path, seed: int = 0, subject: str = "", mode: str = "plain"):
+        self._folder, self._seed, self._subject, self._mode = folder, seed, subject, mode
         self._true = folder / "true"
         self._scratch = folder / f"case.{os.getpid()}"
-        os.environ.setdefault("DORA_COMPILE_CACHE", str(folder / "cache"))
-        self._command = [f"--config={CONFIG}", *CHANGED]
+        os.environ.setdefault("DORA_COMPILE_CACHE", str(folder.parent / "cache"))
+        self._command = [f"--config={MODES[mode][0]}", *CHANGED, *MODES[mode][1:]]
         self._command += [f"--config.{field}={folder.absolute() / 'base'}" for field in ("model.path", "sft.out")]
         if not (folder / "truth.jsonl").exists():
             self._make()
@@ -188,7 +197,8 @@ class Cases:
     def _make(self) -> None:
         """The run, killed; then an evaluation, whose files belong to a workdir too."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._true, ignore_errors=True)
+        for old in (self._true, self._folder / OLDER_COPY):
+            shutil.rmtree(old, ignore_errors=True)
         observed, truth = [sys.executable, "-m", "tests.soak.damage_truth"], self._folder / "truth.partial"
         truth.unlink(missing_ok=True)
         run = subprocess.run(
@@ -209,10 +219,19 @@ class Cases:
 
     def _row(self, number: int, subject: str, what: str, verdict: str, why: str, began: float) -> dict[str, Any]:
         reported = {"subject": subject, "what": what, "verdict": verdict, "why": why}
-        return {"number": number, "seed": self._seed, **reported, "s": round(time.monotonic() - began, 2)}
+        return {
+            "mode": self._mode,
+            "number": number,
+            "seed": self._seed,
+            **reported,
+            "s": round(time.monotonic() - began, 2),
+        }
 
     def _harm(self, copy: Path, subject: str, draw: random.Random) -> Any:
-        damage = SUBJECTS[subject][1](copy, self._truth, self._undamaged, draw)
+        if subject == STALE:
+            damage = stale(copy, self._folder / OLDER_COPY, self._truth, self._undamaged, draw)
+        else:
+            damage = SUBJECTS[subject][1](copy, self._truth, self._undamaged, draw)
         metrics = copy / "metrics.jsonl"
         self._harmed = metrics.read_bytes() if metrics.is_file() else None
         return damage
@@ -290,25 +309,34 @@ def _short(trace: str) -> str:
     return f"{lines[-1][:200]} ({where})"
 
 
-def _table(path: Path) -> int:
-    """Adds up the cases; the last verdict of each number counts."""
-    rows = {(row["seed"], row["number"]): row for row in map(json.loads, path.read_text().splitlines())}
-    subjects = sorted({row["subject"] for row in rows.values()})
-    print(f"{'what':12} {'cases':>6} " + " ".join(f"{verdict:>8}" for verdict in VERDICTS) + f" {'s a case':>9}")
-    for subject in [*subjects, "all"]:
-        mine = [row for row in rows.values() if subject in (row["subject"], "all")]
+def _table(folder: Path) -> int:
+    """Adds up the cases of all modes; the last verdict of each number counts."""
+    lines = [line for path in sorted(folder.glob("*/cases.jsonl")) for line in path.read_text().splitlines()]
+    rows = {(row["mode"], row["seed"], row["number"]): row for row in map(json.loads, lines)}
+    groups = collections.defaultdict(list)
+    for row in rows.values():
+        for group in ((row["mode"], row["subject"]), (row["mode"], "all"), ("all", row["subject"]), ("all", "all")):
+            groups[group].append(row)
+    print(
+        f"{'mode':13}{'what':12} {'cases':>6} "
+        + " ".join(f"{verdict:>8}" for verdict in VERDICTS)
+        + f" {'s a case':>9}"
+    )
+    for (mode, subject), mine in sorted(groups.items()):
         counts = collections.Counter(row["verdict"] for row in mine)
         seconds = sum(row["s"] for row in mine) / len(mine)
         numbers = " ".join(f"{counts[verdict]:>8}" for verdict in VERDICTS)
-        print(f"{subject:12} {len(mine):>6} {numbers} {seconds:>9.2f}")
+        print(f"{mode:13}{subject:12} {len(mine):>6} {numbers} {seconds:>9.2f}")
     bad = [row for row in rows.values() if row["verdict"] in (WRONG, TRACE)]
     for row in sorted(bad, key=lambda row: (row["subject"], row["why"])):
-        print(f"--seed={row['seed']} --first={row['number']}: {row['verdict']}: {row['what']}: {row['why']}")
+        repeat = f"--mode={row['mode']} --seed={row['seed']} --first={row['number']}"
+        print(f"{repeat}: {row['verdict']}: {row['what']}: {row['why']}")
     return 1 if bad else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", default="plain", choices=MODES)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--resumes", type=int, default=0)
