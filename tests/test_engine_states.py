@@ -338,7 +338,7 @@ def test_drafts_take_a_state_as_far_as_they_hold():
         if id in moved:
             same = alone.export(id)
             for name, x in same.state.items():
-                np.testing.assert_allclose(moved[id].state[name], x, rtol=0, atol=1e-4)
+                np.testing.assert_allclose(moved[id].state[name], x, rtol=0, atol=1e-5)
             alone.import_(same)
         same = finish(alone)[id]
         np.testing.assert_array_equal(sample.out_ids, same.out_ids)
