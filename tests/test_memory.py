@@ -99,7 +99,7 @@ def test_memory_of_experts_by_hand():
     assert model.expert_layer_params == 128 * 3 * 2048 * 768
     row = 6 * 2048 + 3 * 2 * 768
     found = {
-        (kind, dispatch): memory.expert_activations(model, kind, dispatch, tokens, mesh, 2)
+        (kind, dispatch): memory.expert_activations(model, kind, dispatch, tokens, mesh, 2, 1)
         for kind, dispatch in (("megablox", "gather"), ("megablox", "all_to_all"), ("ragged_dot", "gather"))
     }
     sums = 4 * model.expert_layer_params / 8
@@ -107,6 +107,8 @@ def test_memory_of_experts_by_hand():
     assert found["megablox", "gather"] == gathered + sums + 2 * 1.25 * 8 * tokens * row
     assert found["megablox", "all_to_all"] == 4 * 2 * 8 * tokens * 2048 + sums + 2 * 1.25 * 8 * tokens * row
     assert found["ragged_dot", "gather"] == 2 * 8 * 8 * tokens * row  # every choice of every device
+    step = memory.expert_activations(model, "megablox", "gather", tokens, mesh, 2, 4)  # a scan's, of four layers
+    assert step == found["megablox", "gather"] + 3 * sums
 
 
 def test_weights_of_an_instance_by_hand():
@@ -194,6 +196,7 @@ def test_one_device_holds_a_version_once():
         (KNOWN["Qwen3.5-4B"], {"rows": 256, "micro_batches": 8}, (1, 4, 1, 1), 0, 33.60),
         (KNOWN["Qwen3-30B-A3B"], {"rows": 32, "micro_batches": 4}, (1, 1, 1, 1, 8), 0, 33.91),
         (KNOWN["Qwen3.5-35B-A3B"], {"rows": 256, "micro_batches": 8}, (1, 1, 1, 1, 4), 16, 27.19),
+        (KNOWN["Qwen3.5-35B-A3B"], {"rows": 1024, "micro_batches": 16}, (1, 2, 1, 1, 8), 0, 38.79),
     ],
 )
 def test_an_update_is_planned_with_what_xla_held_and_little_more(model, changes, mesh, rank, gib):

@@ -28,7 +28,7 @@ LAYER_WORK = 1.2  # what it allocates itself,
 ADAPTED_WORK = 1.6  # what it does where adapters are trained, and
 ADAPTED_KEPT = 0.65  # what each other layer of a scan's step keeps until the step ends, for gradients of its adapters
 LINEAR_WORK = 26  # arrays of all chunks, in float32, that linear attention has at once
-GATHERED = 6  # layers whose weights, or gradients, are whole at once; where adapters are trained, 2
+GATHERED = 6  # layers whose weights, or gradients, are whole at once; of mixtures a scan step's, with adapters 2
 BETWEEN = 0.03  # of an update's bytes, lost between arrays
 BOUND_WORK = 4.6  # in the place of the first two where no peak is known: other attention than splash of grouped queries
 PUBLISHED, BASE = "published versions", "base weights"  # lines that others look for
@@ -154,10 +154,12 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     learned = 0.0 if config.lora.on else ends  # gathered once for all micro-batches, and a gradient of its size
     layers = model.matrix_params - model.end_params
     layer = (model.layer_params() - model.expert_layer_params * (1 - 1 / mesh.expert)) / mesh.tensor
-    gathered = 0.0 if alone else (2 if config.lora.on else GATHERED) * size * layer
-    finds = saved_activations(model, "none", tokens, mesh.tensor, size)
-    beside = expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size)
     fitted = t.attention == "splash" and not (model.latent or model.per_layer)
+    step = 1 if config.lora.on else model.repeat  # layers whose gradients are whole until a step of the scan ends
+    few = config.lora.on or (fitted and model.experts)
+    gathered = 0.0 if alone else (max(step, 2) if few else GATHERED) * size * layer
+    finds = saved_activations(model, "none", tokens, mesh.tensor, size)
+    beside = expert_activations(model, t.expert_matmul, t.expert_dispatch, tokens, mesh, size, step)
     work = BOUND_WORK * finds + beside
     if fitted:
         work = max((ADAPTED_WORK if config.lora.on else LAYER_WORK) * finds, finds + beside)
@@ -174,6 +176,7 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
         learned *= 8 / size
     elif model.experts and learned and t.micro_batches > 1:  # of the compute type until they are added
         own *= size / 4
+        learned += 0 if model.tie_embeddings else 4 / size * ends  # to a sum in float32, which of a head is whole
     phases = {
         "the head": ends + learned + (LOGITS_COPIES if t.entropy_coef else 2) * logits,  # and their gradient
         "layers, and a micro-batch's gradients": own + learned + gathered + work,
@@ -220,8 +223,11 @@ def kernel_results(model: ModelConfig, section: TrainerSection, tokens: int, ten
     return model.sublayers * tokens * numbers / tensor
 
 
-def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int, mesh: Mesh, size: int) -> float:
-    """Bytes beside them of the experts, forward and backward, with the tokens that come over the axis `expert`.
+def expert_activations(
+    model: ModelConfig, kind: str, dispatch: str, tokens: int, mesh: Mesh, size: int, learn: int
+) -> float:
+    """Bytes beside them of the experts, forward and backward, with the tokens that come over the axis `expert`; learn:
+    layers whose experts' gradients are there at once.
 
     ragged_dot has room for all choices of its row's tokens, for none is dropped; megablox for those of an even load and
     the sums of all blocks' gradients; scan for one expert's."""
@@ -235,7 +241,7 @@ def expert_activations(model: ModelConfig, kind: str, dispatch: str, tokens: int
             sums = 4 * size * choices * model.d_model
         if mesh.expert > 1:
             choices *= EXPERT_SLACK
-            sums += 4 * model.expert_layer_params / (mesh.expert * mesh.tensor)
+            sums += learn * 4 * model.expert_layer_params / (mesh.expert * mesh.tensor)
     else:
         choices *= mesh.expert if kind == "ragged_dot" else mesh.expert / model.experts.per_token
     return sums + 2 * choices * ((size + 4) * model.d_model + 3 * size * model.experts.width / mesh.tensor)
