@@ -19,11 +19,6 @@ INSTANCES = {  # model -> chip -> slice of an instance
 }
 EXPERTS = {"Qwen3-30B-A3B": 8, "DeepSeek-V3": 64, "LongCat-Flash": 64}  # devices that share out the trainer's experts
 GATHERED = 8  # of them, at most, each may as well have all tokens: a token has as many experts
-LEAN = tuple(
-    {"moments": moments, "optimizer_memory": memory, "tensor": tensor}
-    for moments, memory in (("float32", "device"), ("bfloat16", "device"), ("float32", "host"), ("bfloat16", "host"))
-    for tensor in (1, 2)
-)
 
 
 def get_config(arg=None):
@@ -42,7 +37,7 @@ def get_config(arg=None):
 
 def fitting(model, slice_name):
     """The first layout whose memory plan fits with room for its slots; None: there is none."""
-    for lean in LEAN:
+    for lean in presets.LEAN:
         c = layout(model, slice_name)
         c.trainer.update(lean)
         if micro_batches := presets.micro_batches(c):

@@ -179,7 +179,6 @@ def refusal(config: Config, role: Role, needed: float, program: str = "") -> Doe
         work = [f"raise trainer.micro_batches (now {t.micro_batches})"]
         work += ["set trainer.remat=full"] if t.remat != "full" else []
         state = ["set trainer.moments=bfloat16"] if t.moments == "float32" else []
-        state += ["set trainer.optimizer_memory=host"] if t.optimizer_memory == "device" else []
         state += ["raise trainer.fsdp or trainer.tensor with a larger slice"]
         advice = work + state if largest == "the programs' work" else state + work
     else:

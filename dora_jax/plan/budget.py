@@ -23,7 +23,6 @@ TRAINER_KNOBS: tuple[tuple[str, Any], ...] = (  # in the order of what they cost
     ("micro_batches", 0),
     ("remat", "full"),
     ("moments", "bfloat16"),
-    ("optimizer_memory", "host"),
 )
 SPARE = 0.1  # of a device's memory, where the plan may choose
 
@@ -80,8 +79,7 @@ class Budget:
 
     @property
     def _state(self) -> list[PlanLine]:
-        on_host = self.config.trainer.optimizer_memory == "host" and self.machines.trainer.platform != "cpu"
-        return memory.trainer_state(self.model, self.config, self.mesh, on_host)
+        return memory.trainer_state(self.model, self.config, self.mesh)
 
     @property
     def _trainer_alone(self) -> list[PlanLine]:
@@ -92,7 +90,8 @@ class Budget:
 
     @property
     def _lent_without_pages(self) -> list[PlanLine]:
-        stays = [line for line in self._state if not self._swaps or line.what == memory.PUBLISHED]
+        away = {memory.MOMENTS} if self.config.trainer.optimizer_memory == "host" else set()
+        stays = [x for x in self._state if x.what == memory.PUBLISHED or not (self._swaps or x.what in away)]
         return [*stays, *self._one_instance]
 
     @property

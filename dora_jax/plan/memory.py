@@ -31,7 +31,7 @@ LINEAR_WORK = 26  # arrays of all chunks, in float32, that linear attention has 
 GATHERED = 6  # layers whose weights, or gradients, are whole at once; of mixtures a scan step's, with adapters 2
 BETWEEN = 0.03  # of an update's bytes, lost between arrays
 BOUND_WORK = 4.6  # in the place of the first two where no peak is known: other attention than splash of grouped queries
-PUBLISHED, BASE = "published versions", "base weights"  # lines that others look for
+PUBLISHED, BASE, MOMENTS = "published versions", "base weights", "moments"  # lines that others look for
 TABLE_BYTES = shapes.SMEM_BYTES - shapes.SMEM_SPARE_BYTES  # of a page table that a TPU's kernel takes
 LOGITS_COPIES = 3  # logits, their probabilities, their gradient or noise
 
@@ -88,25 +88,16 @@ def batch_layout(config: Config, mesh: Mesh) -> BatchShape:
     )
 
 
-def trainer_state(model: ModelConfig, config: Config, mesh: Mesh, on_host: bool = False) -> list[PlanLine]:
-    """Bytes that stay on a device between updates; on_host: moments rest in host memory and visit array by array."""
+def trainer_state(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLine]:
+    """Bytes that a device holds before an update computes anything."""
     t, dtype = config.trainer, config.model.dtype
     weights = model.matrix_params / mesh.shards + model.gain_params  # gains are replicated
     trained = trained_params(model, config, mesh)
-    moments = 2 * BYTES[t.moments] * trained
-    stack = max(
-        model.n_layers * model.d_model * model.d_ff,
-        model.expert_layers * model.expert_layer_params // 3,
-        model.n_layers * model.per_layer * model.vocab_size,
-    )
-    largest = 2 * BYTES[t.moments] * stack / mesh.shards
+    # also where they rest in host memory: at the peak of an update XLA:TPU has nearly all of them on the device
+    note = f"{t.moments}, also with trainer.optimizer_memory=host, which frees them between updates alone"
     lines = [
         PlanLine("masters", 4 * trained, "float32"),
-        PlanLine(
-            "moments", largest, f"{t.moments}, of the largest array; all {moments / GIB:.3f} GiB rest in host memory"
-        )
-        if on_host
-        else PlanLine("moments", moments, t.moments),
+        PlanLine(MOMENTS, 2 * BYTES[t.moments] * trained, note if t.optimizer_memory == "host" else t.moments),
     ]
     if config.lora.on:
         base = BYTES[dtype] * weights + wide_bytes(model, dtype)
