@@ -201,15 +201,29 @@ def test_one_device_holds_a_version_once():
         (KNOWN["Qwen3-30B-A3B"], {"rows": 32, "micro_batches": 4}, (1, 1, 1, 1, 8), 0, 33.91),
         (KNOWN["Qwen3.5-35B-A3B"], {"rows": 256, "micro_batches": 8}, (1, 1, 1, 1, 4), 16, 27.19),
         (KNOWN["Qwen3.5-35B-A3B"], {"rows": 1024, "micro_batches": 16}, (1, 2, 1, 1, 8), 0, 38.79),
+        (KNOWN["Qwen3.5-4B"], {"rows": 128, "micro_batches": 16}, (1, 4, 1, 1), 16, 6.6),
+        (KNOWN["Qwen3.5-4B"], {"rows": 128, "micro_batches": 8}, (1, 4, 1, 1), 16, 11.5),
     ],
 )
 def test_an_update_is_planned_with_what_xla_held_and_little_more(model, changes, mesh, rank, gib):
-    """Compiled for v5p, the third for v5e, by libtpu 0.0.42.1: the peak beside the arguments, with the program's code.
-    rank: of adapters, where they are trained."""
+    """Compiled for v5p, the third and the last but one for v5e, the last for v6e, by libtpu 0.0.42.1: the peak beside
+    the arguments, with the program's code. rank: of adapters, where they are trained."""
     options = {"remat": "full", "attention": "splash", "logits_bytes": 2**30, "expert_matmul": "megablox"}
     config = changed(trainer=options | {"pack_tokens": 4096} | changes)
     work = memory.trainer_work(model, dataclasses.replace(config, lora=Lora(rank=rank)), memory.Mesh(*mesh))
     assert gib <= memory.total(work) / GIB <= 1.15 * gib
+
+
+def test_a_decode_call_of_a_hybrid_is_planned_with_a_layers_states():
+    """Qwen3.5-35B-A3B on v5p-8, compiled: 1.15 GiB beside weights and pages, of 320 rows with states of 512 KiB and
+    more a layer on each of four devices."""
+    model = KNOWN["Qwen3.5-35B-A3B"]
+    rollout = {"slots": 320, "tensor": 4, "attention": "tpu", "prefill_tokens": 1024, "prefill_call_tokens": 1024}
+    work = memory.instance_work(model, changed(rollout=rollout))
+    states = {line.what: line.bytes for line in work}["states of one layer"]
+    each = 8 * 128 * 128 * 4 + 3 * (4 + 4 + 8) * 128 * 2
+    assert states == memory.LINEAR_STATES * 320 * each and 1.15 <= memory.total(work) / GIB <= 1.15 * 1.15
+    assert "states of one layer" not in {line.what for line in memory.instance_work(QWEN_8B, changed(rollout=rollout))}
 
 
 def test_an_update_with_other_attention_is_planned_with_a_bound():

@@ -27,7 +27,9 @@ REFERENCE_KV = 2.2  # the reference kernel's copies of the KV that a decode call
 LAYER_WORK = 1.2  # what it allocates itself,
 ADAPTED_WORK = 1.6  # what it does where adapters are trained, and
 ADAPTED_KEPT = 0.65  # what each other layer of a scan's step keeps until the step ends, for gradients of its adapters
-LINEAR_WORK = 26  # arrays of all chunks, in float32, that linear attention has at once
+LINEAR_WORK = 26  # arrays of all chunks, in float32, that linear attention has at once,
+ADAPTED_LINEAR = 17  # and where adapters are trained
+LINEAR_STATES = 6  # arrays of one layer's states, of all rows, that a decode call has at once
 GATHERED = 6  # layers whose weights, or gradients, are whole at once; of mixtures a scan step's, with adapters 2
 BETWEEN = 0.03  # of an update's bytes, lost between arrays
 BOUND_WORK = 4.6  # in the place of the first two where no peak is known: other attention than splash of grouped queries
@@ -155,7 +157,8 @@ def trainer_work(model: ModelConfig, config: Config, mesh: Mesh) -> list[PlanLin
     if fitted:
         work = max((ADAPTED_WORK if config.lora.on else LAYER_WORK) * finds, finds + beside)
     if model.delta:
-        work = max(work, LINEAR_WORK * 4 * tokens * model.delta.widths[2] / mesh.tensor)
+        arrays = ADAPTED_LINEAR if config.lora.on else LINEAR_WORK
+        work = max(work, arrays * 4 * tokens * model.delta.widths[2] / mesh.tensor)
     if config.lora.on and fitted:
         work += ADAPTED_KEPT * (model.repeat - 1) * finds
     if t.attention == "reference":  # scores exist, float32, of one block of queries, and their gradient
@@ -281,6 +284,11 @@ def instance_work(model: ModelConfig, config: Config) -> list[PlanLine]:
         widest = max(model.q_width(), model.ff_width) / rollout.tensor
         every = rollout.residents * tokens * size * widest
         lines.append(PlanLine("products with adapters", every, f"{tokens} tokens with each of {rollout.residents}"))
+    if model.delta:
+        each = model.state_bytes_on(rollout.tensor, size) / model.linear_layers
+        lines.append(
+            PlanLine("states of one layer", LINEAR_STATES * rows * each, f"{rows} rows, {LINEAR_STATES} times")
+        )
     if rollout.attention == "reference":
         past = rows * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         lines.append(
