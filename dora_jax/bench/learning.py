@@ -10,8 +10,9 @@
 Each point is one run of `dora_jax.train` on the quickstart's config, or a twin of it; one that has ended is not
 run again, one that was cut short starts over, since its clock counts. All start from one base, made by `dora_jax.sft`
 where it is missing. The number behind a mode is K (3 where there is none and the mode has one). Behind that, -s2 gives
-rollouts every second version (orchestrator.stride), -tis turns that off-policy correction on, and -lora16 trains
-adapters of rank 16 in the place of all weights, at a learning rate of their own, --lora_learning_rate.
+rollouts every second version (orchestrator.stride), -tis turns that off-policy correction on (trainer.correction, and
+the ratio then starts at the weights before the update), and -lora16 trains adapters of rank 16 in the place of all
+weights, at a learning rate of their own, --lora_learning_rate.
 
 Printed are means over seeds and, behind +-, half of their 95 % confidence interval (Student's t); differences are
 taken seed by seed. Per step: the mean of the trained groups' reward over all steps, and of held-out accuracy over all
@@ -115,7 +116,7 @@ def settings_of(mode: str, lora_learning_rate: float) -> dict[str, str | float]:
     name, k, stride, tis, rank = named.groups()
     settings: dict[str, str | float] = {"orchestrator.mode": name, "orchestrator.max_versions": k or 3}
     settings |= {"orchestrator.stride": stride} if stride else {}
-    settings |= {"trainer.correction": "tis"} if tis else {}
+    settings |= {"trainer.correction": "tis", "trainer.anchor": "proximal"} if tis else {}
     if rank:
         settings |= {"lora.rank": rank, "lora.alpha": 2.0 * int(rank), "trainer.learning_rate": lora_learning_rate}
     return settings
