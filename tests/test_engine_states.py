@@ -270,12 +270,14 @@ def test_a_kernel_that_reads_pages_finds_the_same(monkeypatch):
         np.testing.assert_allclose(sample.logprobs, quiet(sample.id).logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("cfg", [CFG, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "mixture"])
 @pytest.mark.parametrize("episodes", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_exact_scores_have_the_bits_of_sampling(episodes):
+def test_exact_scores_have_the_bits_of_sampling(episodes, cfg):
     """A replay cuts a prompt, and what is observed, where sampling did. Some leave and come back, and pages are few."""
-    sizes = {"exact": True, "context_block": 60}
-    engine, replay = new_engine(versions=(), pages=24, **sizes), new_engine(kind=EngineReplay, versions=(), **sizes)
-    sharp = params() | {"final_norm": params()["final_norm"] + 20}  # a log-prob near 0 shows what one of -4 rounds away
+    sizes = {"exact": True, "context_block": 60, "cfg": cfg, "versions": ()}
+    engine, replay = new_engine(pages=24, **sizes), new_engine(kind=EngineReplay, **sizes)
+    # a log-prob near 0 shows what one of -4 rounds away
+    sharp = params(cfg) | {"final_norm": params(cfg)["final_norm"] + 20}
     engine.load(0, jax.device_put(decoder.serving_layout(sharp, engine.shapes.layout), engine.param_shardings))
     preempts, plan = [], engine.scheduler.plan
     engine.scheduler.plan = lambda: (found := plan(), preempts.extend(found.preempts))[0]
@@ -302,10 +304,11 @@ def test_exact_scores_have_the_bits_of_sampling(episodes):
         np.testing.assert_array_equal(sample.logprobs.view(np.int32), logprobs.view(np.int32))
 
 
-def test_drafts_take_a_state_as_far_as_they_hold():
+@pytest.mark.parametrize("cfg", [CFG, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "mixture"])
+def test_drafts_take_a_state_as_far_as_they_hold(cfg):
     """A cold policy, whose siblings are alike; two versions, and moves. The tokens, and a sample's state on the way, are
     those of an engine of one slot without drafts; what is in no call, and place 0, stays to the bit."""
-    cold = {"versions": (0, 1), "temperature": 0.1, "draft_cost": 0.3, "context_block": 60}
+    cold = {"cfg": cfg, "versions": (0, 1), "temperature": 0.1, "draft_cost": 0.3, "context_block": 60}
     engine, alone = new_engine(drafts=5, **cold), new_engine(device=1, slots=1, decode_steps=1, **cold)
     untouched, verify = [], engine.device.verify
 

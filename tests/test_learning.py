@@ -5,6 +5,8 @@ import pytest
 
 from dora_jax.bench import learning
 from dora_jax.bench.learning import AnsweredGroup, Curve
+from dora_jax.config import files
+from dora_jax.plan import validate
 
 
 def test_a_step_beside_an_evaluation_counts_as_its_neighbours():
@@ -52,6 +54,7 @@ def test_a_run_in_numbers():
         np.arange(1, n + 1) * 1.0,
         reward,
         np.full(n, 0.5),
+        np.full(n, 0.01),
         np.full(n, 0.25),
         np.full(n, 0.1),
         np.array([0, 5, 10]),
@@ -69,6 +72,9 @@ def test_a_run_in_numbers():
     assert numbers["s to learn"] == 9.0  # steps 5 to 9 are the first five of reward 1
     assert numbers["ms/step"] == pytest.approx(1000.0) and numbers["s in all"] == 20.0
     assert numbers["held-out/s"] == pytest.approx(np.mean([0.4, 0.7]), abs=1e-3)
+    assert numbers["gap"] == pytest.approx(0.01) and not numbers["collapsed"]
+    fallen = curve._replace(heldout=np.array([0.2, 0.8, 0.5]))
+    assert learning.figures(fallen, seconds=10.0)["collapsed"]
 
 
 def test_steps_by_the_lag_of_their_youngest_group():
@@ -96,9 +102,19 @@ def test_steps_by_the_lag_of_their_youngest_group():
 def test_a_mode_names_its_settings():
     assert learning.settings_of("sync", 0.1) == {"orchestrator.mode": "sync", "orchestrator.max_versions": 3}
     lora = learning.settings_of("dora5-lora8", 0.1)
-    assert lora["orchestrator.max_versions"] == "5" and (lora["lora.rank"], lora["lora.alpha"]) == ("8", 16.0)
+    assert lora["orchestrator.max_versions"] == 5 and (lora["lora.rank"], lora["lora.alpha"]) == (8, 16.0)
     assert lora["trainer.learning_rate"] == 0.1
     wide = learning.settings_of("dora6-s3-tis", 0.1)
-    assert wide["orchestrator.stride"] == "3" and wide["trainer.correction"] == "tis" and "lora.rank" not in wide
+    assert wide["orchestrator.stride"] == 3 and wide["trainer.correction"] == "tis" and "lora.rank" not in wide
     with pytest.raises(SystemExit, match="dora3-lora is no mode"):
         learning.settings_of("dora3-lora", 0.1)
+
+
+@pytest.mark.parametrize("mode", [*learning.MODES, "partial-tis", "dora4-s2", "dora6-s3-tis", "dora3-lora16"])
+def test_a_mode_is_one_that_a_run_takes(mode):
+    config = files.load_file("configs/quickstart.py")
+    config.update_from_flattened_dict(learning.settings_of(mode, 0.1))
+    assert (
+        validate.from_config_dict(config, "train").orchestrator.mode
+        == learning.settings_of(mode, 0.1)["orchestrator.mode"]
+    )

@@ -3,7 +3,8 @@
     python -m dora_jax.bench.learning [--seeds=0,1,2,3,4] [--modes=sync,one_step,partial,evict,dora2,dora3,dora5]
                                       [--workdir=runs/learning] [--base=DIR] [--steps=80]
                                       [--config=configs/quickstart.py] [--lora_learning_rate=0.003]
-    python -m dora_jax.bench.learning real_model [--seeds=0,1,2] [--control] [--steps=16] [--workdir=runs/real_model]
+    python -m dora_jax.bench.learning real_model [--seeds=0,1,2] [--modes=dora3] [--control] [--steps=16]
+                                                 [--workdir=runs/real_model]
     python -m dora_jax.bench.learning real_model --folder
     python -m dora_jax.bench.learning satisfaction [--base=FOLDER] [--steps=40] [--users=32] [--workdir=runs/satisfaction]
 
@@ -21,6 +22,9 @@ evaluations but the first. A step's reward is of the weights that sampled its gr
 averaged from the start to the end of the seed's fastest run. Seconds count from the first sample, compilation aside,
 on two clocks: `s in all` as it was, all others without evaluation: a step beside one counts as its neighbours do.
 
+`gap` is the mean KL of trained tokens from the policy that the ratio is anchored at: what sampled them, or with -tis
+the weights before the update. `collapsed` is the share of runs whose held-out accuracy ends 20 points below its best.
+
 The second table: pass rate of groups by their lag, less that of the mode's most frequent lag: raw, inside groups of
 equal difficulty (terms of the sum), and inside those of equal difficulty and version. The last holds the weights
 fixed: what is left there, is selection. The third: steps by the lag of their youngest group, and what the loss met
@@ -29,8 +33,8 @@ there; from 2 on no group is left on which the engine-trainer gap could be measu
 real_model: RL of SmolLM2-135M-Instruct on two cores: does a chat model learn to add, and in how many seconds? --folder
 makes the model's folder (.cache/smollm2-135m-instruct in this checkout) and prints where it is. It learns 600 sums of
 two numbers of two digits, of which 256 are held out, in the model's chat template; the reward is that the last number
-of the answer is the sum. One run of `dora_jax.train` a seed, on configs/rows.py:chat with the fields below; one that
-has ended is not run again. --control adds a run whose rewards are shuffled among the samples of a step: it must learn
+of the answer is the sum. One run of `dora_jax.train` a seed and mode, on configs/rows.py:chat with the fields below;
+one that has ended is not run again. --control adds a run whose rewards are shuffled among the samples of a step: it must learn
 nothing. Printed are held-out accuracies before, half-way and at the end, and the seconds of the whole process,
 compilation and evaluations included.
 
@@ -80,6 +84,7 @@ NO_LAG = ("sync", "partial")  # all groups have the same, or none: a trajectory 
 LORA_LEARNING_RATE = 3e-3
 EVAL_EVERY = 10
 SMOOTH, TARGET = 5, 0.9  # a run has learnt when the mean reward of so many steps is this
+COLLAPSE = 0.2  # a run whose held-out accuracy ends so far below its best has collapsed
 LAST = 4  # versions at the end of a run whose groups, where they lag, are not trained any more
 RESULT = "groups.json"  # in a run's folder, last: its arguments and every trained group
 
@@ -101,6 +106,7 @@ class Curve(NamedTuple):
     quiet_clock: np.ndarray  # without evaluation
     reward: np.ndarray
     lag: np.ndarray
+    gap: np.ndarray  # KL from the policy that the ratio is anchored at
     wait: np.ndarray  # share of the step for which the trainer had no batch
     idle: np.ndarray  # share of the step for which an instance had nothing to do
     versions: np.ndarray
@@ -114,11 +120,11 @@ def settings_of(mode: str, lora_learning_rate: float) -> dict[str, str | float]:
     if named is None:
         raise SystemExit(f"error: --modes: {mode} is no mode, such as dora3, dora4-s2, partial-tis or dora3-lora16")
     name, k, stride, tis, rank = named.groups()
-    settings: dict[str, str | float] = {"orchestrator.mode": name, "orchestrator.max_versions": k or 3}
-    settings |= {"orchestrator.stride": stride} if stride else {}
+    settings: dict[str, str | float] = {"orchestrator.mode": name, "orchestrator.max_versions": int(k or 3)}
+    settings |= {"orchestrator.stride": int(stride)} if stride else {}
     settings |= {"trainer.correction": "tis", "trainer.anchor": "proximal"} if tis else {}
     if rank:
-        settings |= {"lora.rank": rank, "lora.alpha": 2.0 * int(rank), "trainer.learning_rate": lora_learning_rate}
+        settings |= {"lora.rank": int(rank), "lora.alpha": 2.0 * int(rank), "trainer.learning_rate": lora_learning_rate}
     return settings
 
 
@@ -147,6 +153,7 @@ def load(folder: Path) -> Curve:
         np.cumsum(without(end - took, end, took, windows)),
         column(steps, "reward/mean"),
         column(steps, "lag/mean"),
+        column(steps, "trainer/kl_anchor"),
         column(steps, "trainer/wait_s") / took,
         column(steps, "rollout/idle_share"),
         column(evals, "step"),
@@ -183,7 +190,9 @@ def figures(curve: Curve, seconds: float) -> dict[str, float]:
         "by version": np.interp(versions, np.flatnonzero(samples), rate).mean(),
         "held-out": curve.heldout[1:].mean(),
         "last": curve.heldout[-1],
+        "collapsed": float(curve.heldout[-1] < curve.heldout.max() - COLLAPSE),
         "lag": curve.lag.mean(),
+        "gap": curve.gap.mean(),
         "reward/s": area(curve.quiet_clock, curve.reward, seconds),
         "held-out/s": area(at, curve.heldout, seconds),
         "s to learn": reached,
@@ -226,7 +235,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def learning_table(found: dict[str, list[dict[str, float]]]) -> str:
-    digits = {"lag": 2, "s to learn": 1, "ms/step": 0, "s in all": 1, "trainer waits": 2, "rollout idle": 2}
+    digits = {"lag": 2, "gap": 4, "s to learn": 1, "ms/step": 0, "s in all": 1, "trainer waits": 2, "rollout idle": 2}
     head = list(next(iter(found.values()))[0])
     rows = [
         [mode, *(cell(interval([run[name] for run in runs]), digits.get(name, 3)) for name in head)]
@@ -363,7 +372,7 @@ def write_rows(path: Path) -> None:
 
 
 def real_model(
-    seeds=(0, 1, 2), control=False, steps=16, workdir=Path("runs/real_model"), folder=False
+    seeds=(0, 1, 2), modes=(MEASURED,), control=False, steps=16, workdir=Path("runs/real_model"), folder=False
 ) -> Iterator[str]:
     model = harness.smollm_folder()
     if folder:
@@ -371,23 +380,26 @@ def real_model(
         return
     rows = workdir / "sums.jsonl"
     write_rows(rows)
-    runs = [(f"seed {seed}", seed, False) for seed in seeds]
-    runs += [("shuffled", 0, True)] * control
-    table = harness.Table({"run": "12s", "held-out accuracy": ">26s", "gain": ">9s", "seconds": "9.0f"})
+    runs = [(f"{mode}-seed{seed}", mode, seed, False) for seed in seeds for mode in modes]
+    runs += [("shuffled", modes[0], 0, True)] * control
+    table = harness.Table({"run": "20s", "held-out accuracy": ">26s", "gain": ">9s", "lag": "5.2f", "gap": "8.5f",
+                           "seconds": "9.0f"})  # fmt: skip
     yield table.head
-    for name, seed, shuffled in runs:
-        kept = workdir / name.replace(" ", "-")
+    for name, mode, seed, shuffled in runs:
+        kept = workdir / name
         fields = FIELDS | {"seed": seed, "steps": steps, "eval.every": steps // 2, "model.path": model,
                            "task.path": rows, "task.shuffle_rewards": shuffled}  # fmt: skip
+        fields |= settings_of(mode, LORA_LEARNING_RATE)
 
         def read(seconds: float) -> dict[str, Any]:
+            means = {name: column(harness.records_of(kept, name), name) for name in ("lag/mean", "trainer/kl_anchor")}
             accuracy = [r["eval/accuracy"] for r in harness.records_of(kept, "eval/accuracy")]
-            return {"seconds": seconds, "accuracy": accuracy}
+            return {"seconds": seconds, "accuracy": accuracy, **{name: x.mean() for name, x in means.items()}}
 
         found = harness.trained(kept, "result.json", REAL_CONFIG, fields, read)
-        accuracy = found["accuracy"]
+        accuracy, lag, gap = found["accuracy"], found["lag/mean"], found["trainer/kl_anchor"]
         gain = f"{100 * (accuracy[-1] - accuracy[0]):+.1f}"
-        yield table.row(name, " -> ".join(f"{a:.1%}" for a in accuracy), gain, found["seconds"])
+        yield table.row(name, " -> ".join(f"{a:.1%}" for a in accuracy), gain, lag, gap, found["seconds"])
 
 
 # -------------------------------------------------------------- satisfaction
