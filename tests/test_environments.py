@@ -57,6 +57,12 @@ def test_an_error_is_no_reward_and_fails_its_episode_alone(shared):
     assert shared.stats()["environment/failed_error_to_256"] == 2
 
 
+def test_a_variable_that_it_may_read_and_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.delenv("NO_SUCH_SETTING", raising=False)
+    with pytest.raises(ConfigError, match="environment.env: the environment has no NO_SUCH_SETTING"):
+        open_pool(env=("PATH", "NO_SUCH_SETTING"))
+
+
 @pytest.fixture(scope="module")
 def blocking():
     pool = open_pool(name="tests.fakes.environments.Blocking", step_timeout_s=2.0, observation_chars=20)

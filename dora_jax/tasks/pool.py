@@ -14,7 +14,7 @@ Laws:
   A reward that raises, hangs, dies or returns no finite number is tried again, task.reward_retries times, a plain one
   on a fresh process; then its group fails. Such an error is never a reward of 0.
   A reward that cannot be loaded breaks the pool: wait_ready, submit and poll raise the reason.
-  Workers (calls.py, sandbox.py) see no variable that task.reward_env does not name, and no other process, unless
+  Workers (sandbox/) see no variable that task.reward_env does not name, and no other process, unless
   task.reward_sandbox allows the weak form; what they start ends with them. No pickle crosses the socket.
 """
 
@@ -24,7 +24,6 @@ import collections
 import dataclasses
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,7 +108,7 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
     """`decode(ids) -> text` strips stop and special tokens. Processes start at once, in the background."""
 
     def __init__(self, section: TaskSection, decode: Callable[[Sequence[int] | np.ndarray], str]):
-        super().__init__("reward")
+        super().__init__("reward", "task.reward_env", section.reward_env)
         self._section, self.decode = section, decode
         self.kinds: dict[str, tuple[bool, bool]] = {}  # of each reward: is it awaited, does it see a group
         self._early: list[_Scoring] = []  # submitted before these were known
@@ -127,9 +126,6 @@ class ScorerPool(WorkerPool[RewardCall, ScoredGroup | GroupFailure]):
                         "environment and signal its processes"
                     ) from error
                 _log.warning("the shipped rewards run in the weak form of the sandbox: %s", error)
-        for name in section.reward_env:
-            if name not in os.environ:
-                raise ConfigError(f"task.reward_env: the environment has no {name}")
         self._plain, self._awaited = Questions(), Questions()
         with self._lock:
             for _ in range(section.reward_workers):

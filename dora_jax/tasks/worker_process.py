@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from dora_jax.config import ConfigError
@@ -101,8 +102,11 @@ class WorkerPool(Generic[Q, R]):
     """Processes that are asked, and what their answers have become. Q: questions, R: results. A pool handles each
     answer; `started` and `answered` are called on the thread of the process."""
 
-    def __init__(self, what: str):
-        """what: whose workers they are, for sentences."""
+    def __init__(self, what: str, field: str, variables: Iterable[str]):
+        """what: whose workers they are, and field: of the config, with the `variables` that they see, for sentences."""
+        for name in variables:
+            if name not in os.environ:
+                raise ConfigError(f"{field}: the environment has no {name}")
         self._what = what
         self._workers: list[WorkerProcess] = []
         self._results: queue.SimpleQueue[R] = queue.SimpleQueue()

@@ -77,7 +77,7 @@ class EnvironmentPool(WorkerPool[Question, Answer]):
         self, section: EnvironmentSection, bridge: Bridge | RendererBridge, seed: int, policy: PolicyFacts = NO_POLICY
     ):
         """bridge: of environments that speak messages. policy: for those that speak token ids."""
-        super().__init__("environment")
+        super().__init__("environment", "environment.env", section.env)
         self._section, self._seed = section, seed
         self._bridge, self._token_bridge = bridge, TokenBridge(policy.stop_ids)
         self._stop_ids = policy.stop_ids
