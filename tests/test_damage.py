@@ -1,5 +1,6 @@
 """The judge of damaged workdirs finds what is planted, and every kind of damage changes what it says it changes."""
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -12,7 +13,7 @@ from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore
 from dora_jax.trainer import manifest
 from tests.soak.damage_kinds import SUBJECTS, frames
-from tests.soak.damage_truth import EXACT, OLDER, WRONG, Allowed, Resumed, Truth, hashes, judge, sha
+from tests.soak.damage_truth import EXACT, OLDER, WRONG, Allowed, Resumed, Truth, hashes, judge, other_versions, sha
 
 NEWEST = Allowed(3, all_samples=True)
 
@@ -106,6 +107,16 @@ def test_an_older_state_is_right_only_where_nothing_better_was_left_and_with_a_s
     lost = dataclasses.replace(good, samples={}, tokens={}, notes=["record 4 is torn"])
     wanted = Allowed(2, all_samples=False, samples=frozenset({(9, 0)}))
     assert "recorded before the damage" in judge(truth, good, lost, wanted)[1]
+
+
+def test_a_run_to_its_end_that_makes_another_version_or_not_the_last_is_found(truth):
+    again = copy.deepcopy(truth)
+    del again.params[0], again.opt_state[0]  # it went on from a checkpoint
+    assert other_versions(truth, again) == ""
+    again.opt_state[2] = hashes(one_bit_off(weights(2, "opt_state")))
+    assert "versions [2] have other weights or optimizer states" in other_versions(truth, again)
+    del again.params[3], again.params[2]
+    assert other_versions(truth, again) == "version 3 was not made"
 
 
 def test_where_a_fact_stands_in_the_journal(truth):

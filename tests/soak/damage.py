@@ -1,6 +1,6 @@
 """Random damage to a kept workdir: is every one noticed, healed, or harmless?
 
-    python -m tests.soak.damage [--mode=plain|lora|drafts|environments] [--faults=500] [--first=0] [--seed=0]
+    python -m tests.soak.damage [--mode=plain|sync|elastic|...] [--faults=500] [--first=0] [--seed=0]
                                 [--subject=checkpoint|journal|stale|weights|...] [--planted=restore|state]
                                 [--resumes=4] [--workdir=DIR] [--table]
 
@@ -12,11 +12,13 @@ the trainer then holds, the steps that were made again, and the samples that are
     refused    a sentence, where nothing good was left
     wrong      a byte is another; or a better state was there
     trace      any other exception
+At last `resumes` damaged copies are run to their end by the command itself, which a row "to the end" counts: `ended`, or
+in mode sync, whose runs are the same however often they are killed, `exact` where each version that was made, the last
+one included, has the weights and the optimizer's state of a run that nothing disturbed, else wrong.
 A case depends on mode, seed and number alone: --first=17 --faults=1 repeats number 17, and ranges run side by side.
 Each adds a line to DIR/MODE/cases.jsonl; --table adds up what is there. `stale` puts files of an earlier moment of the
-run among those of its end. --planted makes the restore lie, which the judge must find. At
-last `resumes` damaged copies are run to their end by the command itself. The exit code is 1 where a case is wrong or a
-trace.
+run among those of its end. --planted makes the restore lie, which the judge must find: also in copies that are run
+to their end. The exit code is 1 where a case is wrong or a trace.
 """
 
 from __future__ import annotations
@@ -35,15 +37,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from absl import logging
 
 from dora_jax.trainer import checkpoint
 from tests.soak.chaos import OVERRIDES
 from tests.soak.damage_kinds import SUBJECTS, stale
 from tests.soak.damage_rig import Outcome, Rig
-from tests.soak.damage_truth import EXACT, OLDER, OLDER_COPY, REFUSED, TRACE, VERDICTS, WRONG, Allowed, Truth, judge
+from tests.soak.damage_truth import (
+    EXACT,
+    OLDER,
+    OLDER_COPY,
+    REFUSED,
+    TRACE,
+    VERDICTS,
+    WRONG,
+    Allowed,
+    Truth,
+    judge,
+    one_bit_off,
+    other_versions,
+)
 from tests.soak.damage_weights import StoredCases
 
 STEPS = 12
@@ -54,7 +67,18 @@ MODES = {  # config, and what is changed of it
     "lora": (QUICKSTART, "--config.lora.rank=4"),
     "drafts": (QUICKSTART, "--config.rollout.drafts=3"),
     "environments": ("configs/agent.py:tiny",),
+    **{name: (QUICKSTART, f"--config.orchestrator.mode={name}") for name in ("sync", "one_step", "partial", "evict")},
+    "exact": (QUICKSTART, "--config.rollout.exact=True"),
+    "narrow": (QUICKSTART, "--config.rollout.narrow_rows=16"),
+    "elastic": (
+        QUICKSTART,
+        "--config.cpu_devices=3",
+        "--config.orchestrator.elastic=True",
+        "--config.orchestrator.max_versions=1",
+        "--config.trainer.lent_memory=host",
+    ),
 }
+SAME_END = ("sync",)  # however often such a run is killed, its versions have the same bits
 CHANGED = (
     *(override for override in OVERRIDES if "keep_all" not in override),
     f"--config.steps={STEPS}",
@@ -62,9 +86,10 @@ CHANGED = (
     "--config.checkpoint.keep=3",
     "--config.eval.every=4",
 )
-WEIGHTS, STALE = "weights", "stale"  # weights: a subject that no resume reads, see damage_weights.py
+WEIGHTS, STALE, REST = "weights", "stale", "rest"  # weights: a subject that no resume reads, see damage_weights.py
 SHARES = {name: share for name, (share, _) in SUBJECTS.items()} | {STALE: 3, WEIGHTS: 2}
 AGAIN = 0.1  # share of the cases that are resumed twice
+ENDED, TO_THE_END = "ended", "to the end"  # a verdict and a subject of the copies that the command runs to their end
 
 
 def main() -> None:
@@ -78,19 +103,17 @@ def main() -> None:
     if args.planted:
         cases.plant(args.planted)
     counts: collections.Counter[str] = collections.Counter()
-    for number in range(args.first, args.first + args.faults):
-        row = cases.run(number)
-        counts[row["verdict"]] += 1
-        with open(folder / ("planted.jsonl" if args.planted else "cases.jsonl"), "a") as file:
-            file.write(json.dumps(row) + "\n")
-        if row["verdict"] in (WRONG, TRACE):
-            print(f"{number}: {row['verdict']}: {row['subject']}: {row['what']}: {row['why']}", flush=True)
+    for case, amount in ((cases.run, args.faults), (cases.to_the_end, args.resumes)):
+        for number in range(args.first, args.first + amount):
+            row = case(number)
+            counts[row["verdict"]] += 1
+            with open(folder / ("planted.jsonl" if args.planted else "cases.jsonl"), "a") as file:
+                file.write(json.dumps(row) + "\n")
+            if row["verdict"] in (WRONG, TRACE):
+                print(f"{number}: {row['verdict']}: {row['subject']}: {row['what']}: {row['why']}", flush=True)
     cases.close()
-    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS))
-    bad = counts[WRONG] + counts[TRACE]
-    for number in range(args.first, args.first + args.resumes):
-        bad += cases.to_the_end(number)
-    sys.exit(1 if bad else 0)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in (*VERDICTS, ENDED)))
+    sys.exit(1 if counts[WRONG] + counts[TRACE] else 0)
 
 
 class Cases:
@@ -100,6 +123,7 @@ class Cases:
         self._folder, self._seed, self._subject, self._mode = folder, seed, subject, mode
         self._true = folder / "true"
         self._scratch = folder / f"case.{os.getpid()}"
+        self._planted = False
         os.environ.setdefault("DORA_COMPILE_CACHE", str(folder.parent / "cache"))
         self._command = [f"--config={MODES[mode][0]}", *CHANGED, *MODES[mode][1:]]
         self._command += [f"--config.{field}={folder.absolute() / 'base'}" for field in ("model.path", "sft.out")]
@@ -124,14 +148,15 @@ class Cases:
     def plant(self, fault: str) -> None:
         """Makes every restore from now on wrong by one bit of the optimizer's state. restore: in what is read; state:
         in what the trainer holds when the resume is over, as if nothing had looked."""
+        self._planted = True
         restore = checkpoint.restore
 
         def wrong_restore(*args: Any, **named: Any) -> Any:
             restored = restore(*args, **named)
-            return restored._replace(opt_state=_one_bit_off(restored.opt_state))
+            return restored._replace(opt_state=one_bit_off(restored.opt_state))
 
         def wrong_state(trainer: Any) -> None:
-            trainer.state = trainer.state._replace(opt_state=_one_bit_off(trainer.state.opt_state))
+            trainer.state = trainer.state._replace(opt_state=one_bit_off(trainer.state.opt_state))
 
         if fault == "restore":
             checkpoint.restore = wrong_restore
@@ -167,52 +192,58 @@ class Cases:
         shutil.rmtree(self._scratch)
         return self._row(number, subject, damage.what, verdict, why, began)
 
-    def to_the_end(self, number: int) -> bool:
-        """Runs a damaged copy by the command; True where it does not reach its end."""
-        copy = self._folder / f"end{number}"
+    def to_the_end(self, number: int) -> dict[str, Any]:
+        """A damaged copy that the command runs to its end; a row of cases.jsonl."""
+        began, copy, truth = time.monotonic(), self._folder / f"end{number}", self._folder / f"end{number}.jsonl"
         shutil.rmtree(copy, ignore_errors=True)
+        truth.unlink(missing_ok=True)
         shutil.copytree(self._true, copy)
         draw = random.Random(f"{self._seed}:{number}")
         subject = self._drawn(draw)
-        if subject == WEIGHTS:
-            return False
-        damage = self._harm(copy, subject, draw)
-        done = subprocess.run(
-            [sys.executable, "-m", "dora_jax.train", *self._command, f"--workdir={copy}"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        ok = done.returncode == 0 and (copy / "checkpoints" / str(STEPS)).is_dir()
-        ok |= damage.allowed.refusal and done.returncode in (1, 2) and done.stderr.startswith("error: ")
-        lines = (done.stdout + done.stderr).strip().splitlines()
-        print(
-            f"{number} to its end: {'ok' if ok else 'WRONG'}, code {done.returncode}: {damage.what}; {lines[-1:]}",
-            flush=True,
-        )
-        return not ok
+        damage = self._harm(copy, REST if subject == WEIGHTS else subject, draw)  # no resume reads weights
+        done = self._observed(copy, truth, DAMAGE_PLANTED=str(STEPS - 1) if self._planted else "")
+        verdict, why = WRONG, f"code {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1:]}"
+        if "Traceback" in done.stderr:
+            verdict = TRACE
+        elif damage.allowed.refusal and done.returncode in (1, 2) and done.stderr.startswith("error: "):
+            verdict = REFUSED
+        elif done.returncode == 0 and (copy / "checkpoints" / str(STEPS)).is_dir():
+            verdict, why = ENDED, ""
+            if self._mode in SAME_END:
+                why = other_versions(Truth(self._folder / "undisturbed.jsonl"), Truth(truth))
+                verdict = WRONG if why else EXACT
+        if verdict not in (WRONG, TRACE):
+            shutil.rmtree(copy)
+        return self._row(number, TO_THE_END, damage.what, verdict, why, began)
 
     # ------------------------------------------------------------ private
 
     def _make(self) -> None:
         """The run, killed; then an evaluation, whose files belong to a workdir too."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for old in (self._true, self._folder / OLDER_COPY):
+        for old in (self._true, self._folder / OLDER_COPY, self._folder / "undisturbed"):
             shutil.rmtree(old, ignore_errors=True)
-        observed, truth = [sys.executable, "-m", "tests.soak.damage_truth"], self._folder / "truth.partial"
+        truth = self._folder / "truth.partial"
         truth.unlink(missing_ok=True)
-        run = subprocess.run(
-            [*observed, str(truth), *self._command, f"--workdir={self._true}"],
-            env={**os.environ, "DORA_FAULT": KILLED_AT},
+        run = self._observed(self._true, truth, DORA_FAULT=KILLED_AT)
+        if run.returncode != -9:
+            raise RuntimeError(f"the run was not killed, but ended with {run.returncode}: {run.stderr[-2000:]}")
+        if self._mode in SAME_END:
+            straight = self._observed(self._folder / "undisturbed", self._folder / "undisturbed.jsonl")
+            if straight.returncode:
+                raise RuntimeError(f"the undisturbed run ended with {straight.returncode}: {straight.stderr[-2000:]}")
+        evaluated = [sys.executable, "-m", "dora_jax.evaluate", f"--workdir={self._true}"]
+        subprocess.run(evaluated, check=True, capture_output=True)
+        truth.rename(self._folder / "truth.jsonl")
+
+    def _observed(self, workdir: Path, truth: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tests.soak.damage_truth", str(truth), *self._command, f"--workdir={workdir}"],
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             check=False,
         )
-        if run.returncode != -9:
-            raise RuntimeError(f"the run was not killed, but ended with {run.returncode}: {run.stderr[-2000:]}")
-        evaluated = [sys.executable, "-m", "dora_jax.evaluate", f"--workdir={self._true}"]
-        subprocess.run(evaluated, check=True, capture_output=True)
-        truth.rename(self._folder / "truth.jsonl")
 
     def _drawn(self, draw: random.Random) -> str:
         return self._subject or draw.choices(list(SHARES), list(SHARES.values()))[0]
@@ -251,16 +282,6 @@ class Cases:
         if outcome.resumed is None:
             return (REFUSED if allowed.refusal else WRONG), f"refused: {outcome.refusal}"
         return judge(self._truth, self._undamaged, outcome.resumed, allowed)
-
-
-def _one_bit_off(tree: Any) -> Any:
-    """The last bit of one number of the largest array is another."""
-    leaves, shape = jax.tree.flatten(tree)
-    i = max(range(len(leaves)), key=lambda i: leaves[i].size)
-    array = np.array(leaves[i])
-    array.reshape(-1).view(np.uint8)[0] ^= 1
-    leaves[i] = jax.device_put(array, leaves[i].sharding)
-    return jax.tree.unflatten(shape, leaves)
 
 
 def _metrics_fault(true: Path, copy: Path, harmed: bytes | None, version: int) -> str:
@@ -312,20 +333,22 @@ def _short(trace: str) -> str:
 def _table(folder: Path) -> int:
     """Adds up the cases of all modes; the last verdict of each number counts."""
     lines = [line for path in sorted(folder.glob("*/cases.jsonl")) for line in path.read_text().splitlines()]
-    rows = {(row["mode"], row["seed"], row["number"]): row for row in map(json.loads, lines)}
+    rows = {
+        (row["mode"], row["seed"], row["number"], row["subject"] == TO_THE_END): row for row in map(json.loads, lines)
+    }
     groups = collections.defaultdict(list)
     for row in rows.values():
         for group in ((row["mode"], row["subject"]), (row["mode"], "all"), ("all", row["subject"]), ("all", "all")):
             groups[group].append(row)
     print(
         f"{'mode':13}{'what':12} {'cases':>6} "
-        + " ".join(f"{verdict:>8}" for verdict in VERDICTS)
+        + " ".join(f"{verdict:>8}" for verdict in (*VERDICTS, ENDED))
         + f" {'s a case':>9}"
     )
     for (mode, subject), mine in sorted(groups.items()):
         counts = collections.Counter(row["verdict"] for row in mine)
         seconds = sum(row["s"] for row in mine) / len(mine)
-        numbers = " ".join(f"{counts[verdict]:>8}" for verdict in VERDICTS)
+        numbers = " ".join(f"{counts[verdict]:>8}" for verdict in (*VERDICTS, ENDED))
         print(f"{mode:13}{subject:12} {len(mine):>6} {numbers} {seconds:>9.2f}")
     bad = [row for row in rows.values() if row["verdict"] in (WRONG, TRACE)]
     for row in sorted(bad, key=lambda row: (row["subject"], row["why"])):
