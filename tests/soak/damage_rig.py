@@ -24,11 +24,12 @@ from dora_jax.base import exits
 from dora_jax.base.metrics import Writer
 from dora_jax.cli import flags
 from dora_jax.config import ConfigError, RunError
+from dora_jax.orchestrate import lending
 from dora_jax.runtime import job, local_backend
 from dora_jax.runtime.journal import resume
 from dora_jax.runtime.local_backend import LocalBackend, RunContext
 from tests.fakes.virtual_workdir import Quiet
-from tests.soak.damage_truth import Resumed, batch_of, hashes
+from tests.soak.damage_truth import Resumed, batch_of, hashes, lends_always
 
 
 class _Reached(BaseException):
@@ -150,6 +151,7 @@ class Rig:
             (job, "Writer", lambda workdir, others=(): Writer(workdir, cast(Any, self._quiet), others)),
             (job, "run_stages", stages),
             (job, "run", loop),
+            (lending, "worth_lending", lends_always),
         ]
         for owner, name, planted in patched:
             setattr(owner, name, planted)
