@@ -231,7 +231,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     """(mean, half of the 95 % interval of the mean); nan of one value."""
     n = len(values)
     half = stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n) if n > 1 else np.nan
-    return float(np.mean(values)), float(half)
+    return float(np.mean(values)) if n else np.nan, float(half)
 
 
 def learning_table(found: dict[str, list[dict[str, float]]]) -> str:
