@@ -203,7 +203,7 @@ def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     columns = np.stack([*(steps * (bucket == kind) for kind in kinds), prefill, prefill > 0], 1).astype(float)
     contention, beside = 1.0, works > 0
     for _ in range(ROUNDS):
-        found = scipy.optimize.nnls(columns, seconds / np.where(works, contention, 1.0))[0].round(12)  # as 0 may be 1e-20
+        found = scipy.optimize.nnls(columns, seconds / np.where(works, contention, 1.0))[0].round(12)  # 1e-20 becomes 0
         if beside.any() and not beside.all():
             ratio = [seconds[part].sum() / (columns @ found)[part].sum() for part in (beside, ~beside)]
             contention = float(ratio[0] / ratio[1])  # times as long as without a trainer that works
