@@ -57,7 +57,8 @@ def serve(ticket: Ticket, leave: Callable[[], None] = lambda: None) -> None:
     link = ControllerConnection(ticket.controller, own, lambda: end(0))
     pass_on_notice(link)
     try:
-        worker = int(os.environ.get("TPU_WORKER_ID", "-1"))
+        # libtpu writes a sentence there where it was loaded and found no TPU
+        worker = int(place) if (place := os.environ.get("TPU_WORKER_ID", "")).isdigit() else -1
         with socket.socket() as free:  # its port is for the world
             free.bind((link.own_ip, 0))
             coordinator = f"{link.own_ip}:{free.getsockname()[1]}"
