@@ -1,5 +1,7 @@
 """bench.learning: the clock without evaluation, differences by lag inside strata, intervals. By hand."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -112,9 +114,29 @@ def test_a_mode_names_its_settings():
 
 @pytest.mark.parametrize("mode", [*learning.MODES, "partial-tis", "dora4-s2", "dora6-s3-tis", "dora3-lora16"])
 def test_a_mode_is_one_that_a_run_takes(mode):
-    config = files.load_file("configs/quickstart.py")
-    config.update_from_flattened_dict(learning.settings_of(mode, 0.1))
-    assert (
-        validate.from_config_dict(config, "train").orchestrator.mode
-        == learning.settings_of(mode, 0.1)["orchestrator.mode"]
-    )
+    config, settings = files.load_file("configs/quickstart.py"), learning.settings_of(mode, 0.1)
+    config.update_from_flattened_dict(settings)
+    assert validate.from_config_dict(config, "train").orchestrator.mode == settings["orchestrator.mode"]
+
+
+def test_a_real_model_has_a_row_for_each_mode_and_seed(tmp_path, monkeypatch):
+    """Read from what a run leaves; the second has a greater lag."""
+    made = []
+
+    def trained(folder, name, config, fields, read):
+        made.append((folder.name, fields["orchestrator.mode"], fields["seed"]))
+        folder.mkdir()
+        steps = [
+            {"eval/accuracy": 0.1},
+            *[{"lag/mean": len(made), "trainer/kl_anchor": 0.002}] * 2,
+            {"eval/accuracy": 0.5},
+        ]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        return read(7.0)
+
+    monkeypatch.setattr(learning.harness, "smollm_folder", lambda: tmp_path)
+    monkeypatch.setattr(learning.harness, "trained", trained)
+    head, *rows = learning.real_model(seeds=(4,), modes=("sync", "dora6-s3"), workdir=tmp_path)
+    assert made == [("sync-seed4", "sync", 4), ("dora6-s3-seed4", "dora", 4)]
+    assert head.split()[-4:] == ["gain", "lag", "gap", "seconds"]
+    assert [row.split()[-4:] for row in rows] == [["+40.0", f"{lag}.00", "0.00200", "7"] for lag in (1, 2)]
