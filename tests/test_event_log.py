@@ -10,13 +10,13 @@ import threading
 import time
 
 import pytest
-import tensorstore
 
 from dora_jax.runtime.journal import event_log as jn
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.forked_writer import fork
 from dora_jax.runtime.journal.frames import FRAME, PREAMBLE, Segment, unframe
 from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.journal.object_storage import Objects
 from tests.fakes.segments import segment as segment_of
 from tests.fakes.segments import unnumbered
 
@@ -43,7 +43,7 @@ def filled(log, committed=8, more=3):
 @pytest.fixture(params=["files", "objects"])
 def new_log(request, tmp_path):
     """A function that opens the same log again, as the next process would."""
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     return lambda: FileLogStore(tmp_path / "journal") if request.param == "files" else ObjectLogStore(store)
 
 
@@ -141,7 +141,7 @@ def test_a_second_run_is_refused(tmp_path):
 
 
 def test_a_run_that_was_taken_for_dead_is_refused_by_the_object_store():
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     zombie = filled(ObjectLogStore(store))
     successor = EventLog(ObjectLogStore(store))
     with pytest.raises(JournalError, match="another writer"):
@@ -161,26 +161,26 @@ def test_a_run_that_was_taken_for_dead_is_refused_by_the_object_store():
 
 
 def test_objects_of_a_segment_without_manifest_are_not_read():
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     filled(ObjectLogStore(store))
-    store.write("000002-dead/000000", segment_of([b"of a killed run"], 2)).result()
+    store.put("000002-dead/000000", segment_of([b"of a killed run"], 2))
     journal = EventLog(ObjectLogStore(store))
     assert journal.segments() == [1]
     journal.rotate([b"mine"])
     assert EventLog(ObjectLogStore(store)).read(2).records == (b"mine",)
-    assert not any(b"dead" in key for key in store.list().result())
+    assert not any("dead" in key for key in store.keys())
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[]", b'{"segments": [2, 1]}', b'{"segments": {"a": "b"}}', b"\xff", None]
 )
 def test_where_the_manifest_is_damaged_a_writer_takes_the_segments_that_lie_there(content):
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     filled(ObjectLogStore(store))
     before = EventLog(ObjectLogStore(store)).read(1).records
     assert before and not ObjectLogStore(store).repaired
-    store.write("000001-00000000/000000", b"of a run that was killed before it was named").result()
-    store.write("MANIFEST", content).result()
+    store.put("000001-00000000/000000", b"of a run that was killed before it was named")
+    store.put("MANIFEST", content)
     if content is not None:
         with pytest.raises(JournalError, match="MANIFEST is damaged"):
             ObjectLogStore(store, read_only=True)
@@ -194,12 +194,12 @@ def test_where_the_manifest_is_damaged_a_writer_takes_the_segments_that_lie_ther
 
 
 def test_a_last_segment_that_is_gone_leaves_the_others():
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     filled(ObjectLogStore(store))
     EventLog(ObjectLogStore(store)).rotate([b"gone"])
-    for key in store.list().result():
-        if key.startswith(b"000002-"):
-            store.write(key, None).result()
+    for key in store.keys():
+        if key.startswith("000002-"):
+            store.drop(key)
     journal = EventLog(ObjectLogStore(store))
     assert journal.segments() == [1, 2] and journal.read(1).records and not journal.read(2).records
 

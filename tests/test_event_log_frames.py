@@ -2,12 +2,12 @@
 lie in the journal's folder."""
 
 import pytest
-import tensorstore
 
 from dora_jax.config import UnknownFormat
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.frames import LAYOUT, PREAMBLE, frames, unframe
 from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.journal.object_storage import Objects
 from tests.fakes.segments import segment, segment_of_layout, unnumbered
 
 RECORDS = [b"record %d" % i for i in range(8)]
@@ -72,7 +72,7 @@ def test_a_damaged_preamble_is_damage_and_a_whole_one_of_another_layout_is_refus
 
 @pytest.fixture(params=["files", "objects"])
 def new_log(request, tmp_path):
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     return lambda: FileLogStore(tmp_path) if request.param == "files" else ObjectLogStore(store)
 
 
@@ -95,14 +95,14 @@ def test_frames_are_numbered_on_behind_a_head_that_a_child_wrote(new_log):
 
 
 def test_an_object_that_is_missing_is_noticed():
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     journal = EventLog(ObjectLogStore(store))
     journal.rotate([b"head"])
     for record in RECORDS[:4]:
         journal.append(record)
         journal.commit()
-    (third,) = [key for key in store.list().result() if key.endswith(b"/000003")]
-    store.write(third, None).result()
+    (third,) = [key for key in store.keys() if key.endswith("/000003")]
+    store.drop(third)
     read = EventLog(ObjectLogStore(store)).read(1)  # which seals the hole with an empty object
     assert read.records == (b"head", *RECORDS[:2]) and "is out of place: it is record 5 of segment 1" in read.fault
 
@@ -180,22 +180,22 @@ def test_a_folder_in_the_place_of_the_lock_is_set_aside(tmp_path):
 
 
 def test_a_manifest_of_the_object_store_is_checked():
-    store = tensorstore.KvStore.open("memory://j/").result()
+    store = Objects("memory://j")
     for n in range(2):
         EventLog(ObjectLogStore(store)).rotate([b"head %d" % n])
-    good = bytes(store.read("MANIFEST").result().value)
+    good = store.get("MANIFEST")
     for bit in range(8 * len(good)):
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
-        store.write("MANIFEST", bytes(bad)).result()
+        store.put("MANIFEST", bytes(bad))
         try:
             log = ObjectLogStore(store, read_only=True)
         except (JournalError, UnknownFormat) as error:
             assert "MANIFEST" in str(error)
         else:  # the name of the checksum is another, as where none was taken
             assert b"crc32" not in bytes(bad) and log.segments() == [1, 2]
-    store.write("MANIFEST", b'{"format": 3, "segments": {}}').result()
+    store.put("MANIFEST", b'{"format": 3, "segments": {}}')
     with pytest.raises(UnknownFormat, match="MANIFEST is of format 3, and this version of dora_jax reads 1 to 2"):
         ObjectLogStore(store)
-    store.write("MANIFEST", b'{"segments": {}}').result()  # as 10b51e5 wrote it
+    store.put("MANIFEST", b'{"segments": {}}')  # as 10b51e5 wrote it
     assert ObjectLogStore(store).segments() == []

@@ -4,7 +4,6 @@ import dataclasses
 from unittest import mock
 
 import pytest
-import tensorstore
 
 from dora_jax.base.exits import Stop
 from dora_jax.orchestrate import events as ev
@@ -12,6 +11,7 @@ from dora_jax.runtime.common.shutdown import Guard
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journaled_world import JournaledWorld
 from dora_jax.runtime.journal.log_stores import ObjectLogStore
+from dora_jax.runtime.journal.object_storage import Objects
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.recovery import recover
 from tests.fakes.coordinator_world import P
@@ -33,14 +33,14 @@ def test_a_run_killed_again_and_again_trains_every_group_once(tmp_path, mode):
 
 
 def test_a_run_whose_journal_is_in_object_storage_tells_nothing_before_it_is_there(tmp_path):
-    job, store = Run(tmp_path), tensorstore.KvStore.open("memory://j/").result()
+    job, store = Run(tmp_path), Objects("memory://j")
     incarnations, halt = 0, None
     while halt is None:
         incarnations += 1
         halt = job.incarnation(kill_at=60 + 37 * incarnations if incarnations < 12 else None, log=ObjectLogStore(store))
     assert halt.ok and incarnations > 2 and job.went_on
     job.audit()
-    assert len(store.list().result()) < 0.5 * sum(60 + 37 * n for n in range(1, incarnations)), "facts come in batches"
+    assert len(store.keys()) < 0.5 * sum(60 + 37 * n for n in range(1, incarnations)), "facts come in batches"
 
 
 def test_a_run_that_is_stopped_goes_on_and_a_finished_one_ends_at_once(tmp_path):

@@ -10,7 +10,7 @@ from dora_jax.report.load import RunData
 from dora_jax.report.page import page
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.log_stores import FileLogStore, ObjectLogStore
-from dora_jax.runtime.journal.object_storage import opened
+from dora_jax.runtime.journal.object_storage import Objects
 from dora_jax.runtime.journal.records import CODEC
 from tests.fakes.coordinator_world import P
 from tests.fakes.journaled_run import STEPS, Run
@@ -73,7 +73,7 @@ def test_the_books_of_a_bucket_are_those_of_a_folder(tmp_path):
     (folder / "journal").mkdir(parents=True)
     assert audited(bucket).audit == "There is no journal here to audit."
     assert Run(folder / "journal", eval_every=0).incarnation().ok
-    there = EventLog(ObjectLogStore(opened(f"{bucket}/journal")))
+    there = EventLog(ObjectLogStore(Objects(f"{bucket}/journal")))
     here = EventLog(FileLogStore(folder / "journal", read_only=True))
     for number in here.segments():
         assert there.rotate(here.read(number).records) == number

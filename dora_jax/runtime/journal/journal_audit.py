@@ -19,7 +19,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import CodecError
 from dora_jax.runtime.journal.event_log import EventLog, unheard
 from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, LogStore, ObjectLogStore
-from dora_jax.runtime.journal.object_storage import JOURNAL, opened
+from dora_jax.runtime.journal.object_storage import JOURNAL, Objects
 from dora_jax.runtime.journal.records import Batch, Entry, Fact, Head, Published, Saved, reader
 from dora_jax.runtime.journal.recovery import replay
 from dora_jax.runtime.journal.workdir_mirror import url_of
@@ -58,7 +58,7 @@ class Audit:
 def reading(place: Path | str) -> LogStore:
     """The segments of WORKDIR/journal, which may be a URL, for a reader beside the run."""
     if "://" in str(place):
-        return ObjectLogStore(opened(str(place)), read_only=True)
+        return ObjectLogStore(Objects(str(place)), read_only=True)
     return FileLogStore(place, read_only=True)
 
 

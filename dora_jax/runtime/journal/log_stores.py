@@ -1,7 +1,7 @@
 """Where the segments of the event log lie: files of one folder, or objects in a bucket.
 
     FileLogStore      FOLDER/NUMBER.log; a lock keeps a second run out
-    ObjectLogStore    gs://, s3://, file://, memory://: whatever tensorstore's key-value layer opens
+    ObjectLogStore    the `Objects` under a URL (object_storage.py)
         NUMBER-RUN/000000, NUMBER-RUN/000001, ...    one immutable object a commit; they follow without a gap
         MANIFEST                                     {"format", "segments": {NUMBER: folder}, "crc32" of these}: one
                                                      conditional put
@@ -25,27 +25,19 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-import tensorstore
-
-from dora_jax.base.exits import Stop
 from dora_jax.base.state_files import set_aside
 from dora_jax.config import RunError, UnknownFormat
+from dora_jax.runtime.journal.object_storage import ABSENT, Objects
 from dora_jax.trainer.manifest import sync_folder
 
 MANIFEST = "MANIFEST"
 MANIFEST_FORMAT = 2
 FOLDER = re.compile(r"(\d{6,})-[0-9a-f]{8}", re.ASCII)  # of a segment
 GIVEN_UP = b"given up"  # the last object of a segment that its writer does not use
-ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
-ANSWER_S = 60.0  # a store that has not answered by then has failed
 
 
 class JournalError(RunError):
     """The journal can no longer keep its promise."""
-
-
-class StoreError(OSError, Stop):
-    """The store did not do it: an alarm where the run can go on without it, else the end of the run for now."""
 
 
 class FileLogStore:
@@ -171,27 +163,26 @@ class FileLogStore:
 
 
 class ObjectLogStore:
-    """Like FileLogStore, over a key-value store. `read_only`: another process may be writing it."""
+    """Like FileLogStore, over the objects under a URL. `read_only`: another process may be writing it."""
 
     lasting = False
 
-    def __init__(self, store: tensorstore.KvStore, read_only: bool = False):
+    def __init__(self, store: Objects, read_only: bool = False):
         self._store = store
-        found = self._answer(store.read(MANIFEST))
+        found, self._generation = store.stamped(MANIFEST)
         self._unanswered: set[bytes] = set()  # manifests that were put, or not, or not yet
         self._given_up: list[str] = []  # the next objects of segments that only those name
-        self._generation = found.stamp.generation
         self.repaired = ""  # why the segments are those that lie there, not those that the manifest names
         self._folders: dict[int, str] = {}
         try:
-            if found.state == "value":
-                self._folders = _folders(found.value)
+            if found is not None:
+                self._folders = _folders(found)
         except JournalError as error:
             if read_only:
                 raise
             self.repaired = f"{error}; what lies there of segments is read"
-        if not read_only and (self.repaired or found.state != "value"):
-            objects = collections.Counter(key.decode().partition("/")[0] for key in self._answer(store.list()))
+        if not read_only and (self.repaired or found is None):
+            objects = collections.Counter(key.partition("/")[0] for key in store.keys())
             for folder, _ in reversed(objects.most_common()):  # of two of a number, the one that was written further
                 if named := FOLDER.fullmatch(folder):
                     self._folders[int(named[1])] = folder
@@ -203,17 +194,14 @@ class ObjectLogStore:
         if self._folders and not read_only:
             folder = self._folders[max(self._folders)]
             # puts an empty object where the writer of the segment would put its next one
-            while not self._answer(
-                store.write(f"{folder}/{len(self._keys(folder)):06d}", b"", if_equal=ABSENT)
-            ).generation:
+            while not store.replace(f"{folder}/{len(self._keys(folder)):06d}", b"", ABSENT):
                 continue
 
     def segments(self) -> list[int]:
         return sorted(self._folders)
 
     def read(self, segment: int) -> bytes:
-        reads = [self._store.read(key) for key in self._keys(self._folders[segment])]  # all at once
-        return b"".join(bytes(self._answer(read).value) for read in reads)
+        return b"".join(data or b"" for data in self._store.several(self._keys(self._folders[segment])))
 
     def head(self, segment: int) -> Path:
         return Path(tempfile.gettempdir()) / f"dora_jax-{os.getpid()}-{segment:06d}.part"
@@ -260,8 +248,7 @@ class ObjectLogStore:
 
     def _keys(self, folder: str) -> list[str]:
         """The objects of a segment, up to the first that is missing."""
-        within = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is what follows "/"
-        there = {key.decode() for key in self._answer(self._store.list(within))}
+        there = set(self._store.keys(folder))
         return list(itertools.takewhile(there.__contains__, (f"{folder}/{n:06d}" for n in itertools.count())))
 
     def _name(self, folders: dict[int, str], following: str = "") -> None:
@@ -272,45 +259,36 @@ class ObjectLogStore:
         data = json.dumps({**content, "crc32": _checksum(content)}).encode()
         while True:
             before, given_up = self._unanswered.copy(), self._given_up.copy()
-            if before and (found := self._answer(self._store.read(MANIFEST))).value in before:
+            held, generation = self._store.stamped(MANIFEST) if before else (None, b"")
+            if held in before:
                 for key in given_up:  # JournalError: who opened the store since has sealed it
                     self._put(key, GIVEN_UP, ABSENT)
-                self._generation = found.stamp.generation
+                self._generation = generation
             self._unanswered.add(data)
             self._given_up += [following] if following and following not in given_up else []
             try:
                 self._generation = self._put(MANIFEST, data, self._generation)
                 break
             except JournalError:
-                if self._answer(self._store.read(MANIFEST)).value not in before:  # else one of ours came meanwhile
+                if self._store.get(MANIFEST) not in before:  # else one of ours came meanwhile
                     raise
         self._unanswered, self._given_up, self._folders = set(), [], folders
 
     def _put(self, key: str, data: bytes, generation: bytes) -> bytes:
-        # the new generation; empty: another one was found
-        stamp = self._answer(self._store.write(key, data, if_equal=generation)).generation
-        if not stamp and (found := self._answer(self._store.read(key))).value == data:
-            stamp = found.stamp.generation  # ours: the answer to an earlier try was lost
-        if not stamp:
+        """The new generation."""
+        if written := self._store.replace(key, data, generation):
+            return written
+        held, found = self._store.stamped(key)
+        if held != data:  # else it is ours: the answer to an earlier try was lost
             raise JournalError(f"{key} has another writer: this run was taken for dead and is over")
-        return stamp
-
-    def _answer(self, asked: tensorstore.Future) -> Any:
-        try:
-            return asked.result(timeout=ANSWER_S)
-        except TimeoutError as error:
-            raise StoreError(f"the journal's store did not answer within {ANSWER_S:g} s") from error
-        except ValueError as error:  # tensorstore's statuses: no space, no route, no permission
-            raise StoreError(f"the journal's store did not do it: {error}") from error
+        return found
 
     def _tidy(self) -> None:
         """Deletes the objects that no manifest names: of dropped segments, and of runs that died before they named
         theirs."""
-        named = {*self._folders.values(), self._staged}
-        for key in self._answer(self._store.list()):
-            folder, slash, _ = key.decode().partition("/")
-            if slash and folder not in named:
-                self._answer(self._store.write(key, None))
+        there = {key.partition("/")[0] for key in self._store.keys() if "/" in key}
+        for folder in sorted(there.difference(self._folders.values(), [self._staged])):
+            self._store.drop_folder(folder)
 
 
 LogStore = FileLogStore | ObjectLogStore

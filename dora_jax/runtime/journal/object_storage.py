@@ -21,8 +21,8 @@ from typing import Any
 
 import tensorstore
 
+from dora_jax.base.exits import Stop
 from dora_jax.config import ConfigError
-from dora_jax.runtime.journal.log_stores import ABSENT, ANSWER_S, StoreError
 from dora_jax.trainer.manifest import MANIFEST, Files
 
 STEPS, JOURNAL, WEIGHTS, WANTED, ROSTER = "checkpoints", "journal", "weights", "wanted_instances", "controller.json"
@@ -30,9 +30,15 @@ LEASE = "lease"  # {"number", "owner"} of the controller that may write
 STEP = re.compile(rf"{STEPS}/(\d+)/.+")  # a name of something else under it is no step's
 BLOCK_BYTES = 1 << 20  # the most of a file that grows in its own object; the rest is in blocks of as many
 BLOCKS = ".blocks"  # the folder of them, behind the file's name; each is named by where it begins
+ABSENT = b"\x02"  # tensorstore's generation of a key that is not there
+ANSWER_S = 60.0  # a store that has not answered by then has failed
 STREAMS = 8  # whole objects at a time
 TRIES = 5  # of a conditional write that meets another one
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}  # short: a thread with other work waits
+
+
+class StoreError(OSError, Stop):
+    """The store did not do it: an alarm where the run can go on without it, else the end of the run for now."""
 
 
 class LeaseLost(StoreError):
@@ -97,8 +103,12 @@ class Objects:
         return whole
 
     def get(self, key: str) -> bytes | None:
-        found = self._done(self._store.read(key))
-        return bytes(found.value) if found.state == "value" else None
+        return self.stamped(key)[0]
+
+    def several(self, keys: Iterable[str]) -> list[bytes | None]:
+        """All are asked for at once, for they are small."""
+        found = [self._done(read) for read in [self._store.read(key) for key in keys]]
+        return [bytes(held.value) if held.state == "value" else None for held in found]
 
     def stamped(self, key: str) -> tuple[bytes | None, bytes]:
         """(an object, its generation): for `replace`."""

@@ -59,7 +59,7 @@ def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> Even
         if not section.on:
             raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
         try:
-            store = ObjectLogStore(object_storage.opened(f"{url}/{object_storage.JOURNAL}"))
+            store = ObjectLogStore(object_storage.Objects(f"{url}/{object_storage.JOURNAL}"))
             if store.repaired:
                 writer.note(store.repaired)
             return EventLog(store, writer.note, section.sync_s)

@@ -21,8 +21,7 @@ from pathlib import Path
 from dora_jax.base import state_files
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.config.task import ROW_FILES
-from dora_jax.runtime.journal.log_stores import ANSWER_S
-from dora_jax.runtime.journal.object_storage import one_line, opened, side_by_side
+from dora_jax.runtime.journal.object_storage import ANSWER_S, one_line, opened, side_by_side
 from dora_jax.runtime.journal.workdir_mirror import private_folder
 
 ENDINGS = (*ROW_FILES, ".safetensors", ".jinja", ".model", ".txt")  # weights and texts, never code
