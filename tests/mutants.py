@@ -117,9 +117,9 @@ MUTANTS = (
     ),
     Mutant(
         "a_manifest_is_not_made_durable",
-        "trainer/manifest.py",
-        "        out.flush()\n        os.fsync(out.fileno())",
-        "        out.flush()",
+        "base/state_files.py",
+        "        out.flush()\n        os.fsync(out.fileno())\n    os.replace",
+        "        out.flush()\n    os.replace",
         "test_durable_order.py::test_a_manifest_is_put_after_the_files_that_it_names_and_before_their_folders",
     ),
     Mutant(

@@ -42,6 +42,16 @@ def test_a_step_killed_before_its_manifest_is_adopted_on_another_mesh_where_its_
     again.close()
 
 
+def test_half_a_manifest_that_a_killed_seal_has_left_is_no_file_of_the_step(tmp_path):
+    root = tmp_path / "4"
+    root.mkdir()
+    (root / "params").write_bytes(b"weights")
+    for name in ("manifest.json.part", ".manifest.json.partial"):  # an older dora_jax, this one
+        (root / name).write_text("half")
+    manifest.write(root)
+    assert list(manifest.listing(root)) == ["params"] and manifest.fault(root, full=True) is None
+
+
 def test_a_step_without_a_manifest_that_nobody_adopts_is_set_aside_and_one_in_part_too(tmp_path):
     killed_before_its_manifest(tmp_path, small())
     (tmp_path / "6" / "params").mkdir(parents=True)

@@ -26,7 +26,8 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", lambda fd: (seen.append(("sync", name(fd))), sync(fd)))
     monkeypatch.setattr(os, "fdatasync", lambda fd: (seen.append(("data", name(fd))), data_sync(fd)))
-    monkeypatch.setattr(os, "rename", renamed)
+    for name_of_it in ("rename", "replace"):
+        monkeypatch.setattr(os, name_of_it, renamed)
     return seen
 
 
@@ -74,8 +75,8 @@ def test_a_manifest_is_put_after_the_files_that_it_names_and_before_their_folder
     (root / "b").write_bytes(b"b")
     manifest.write(root)
     files, put, folders = calls[:3], calls[3], calls[4:]
-    assert files == [("sync", "b"), ("sync", "a"), ("sync", "manifest.json.part")]
-    assert put == ("rename", "manifest.json.part", "manifest.json")
+    assert files == [("sync", "b"), ("sync", "a"), ("sync", ".manifest.json.partial")]
+    assert put == ("rename", ".manifest.json.partial", "manifest.json")
     assert sorted(folders) == [("sync", "7"), ("sync", "checkpoints"), ("sync", "params")]
 
 

@@ -137,7 +137,7 @@ def test_the_points_of_a_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointSection(keep=1))
 
     def there():
-        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/manifest*"))
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*manifest.json*"))
 
     names = ["started", "before_manifest", "half_manifest", "after_manifest"]
     with passes([f"checkpoint.{name}" for name in names], there) as seen:
@@ -148,7 +148,7 @@ def test_the_points_of_a_checkpoint(tmp_path):
     assert [name.removeprefix("checkpoint.") for name, _ in seen] == names * 2
     first = ["1/manifest.json"]
     assert [files for _, files in seen] == [
-        [], [], ["1/manifest.json.part"], first, first, first, [*first, "2/manifest.json.part"],
+        [], [], ["1/.manifest.json.partial"], first, first, first, [*first, "2/.manifest.json.partial"],
         [*first, "2/manifest.json"],
     ]  # fmt: skip
     assert there() == ["2/manifest.json"], "the older one is deleted behind the last point"

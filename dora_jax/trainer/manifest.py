@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dora_jax.base import state_files
+
 MANIFEST = "manifest.json"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 CHUNK_BYTES = 1 << 22
@@ -33,14 +35,9 @@ def steps(directory: str | os.PathLike) -> list[int]:
 
 def write(root: Path) -> None:
     """Reads every file once, makes it durable, then puts the manifest in place."""
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and path.name != MANIFEST)
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and MANIFEST not in path.name)  # nor half a one
     files = {str(path.relative_to(root)): [path.stat().st_size, checksum(path, durable=True)] for path in paths}
-    part = root / (MANIFEST + ".part")
-    with part.open("w") as out:
-        out.write(text(int(root.name), files))
-        out.flush()
-        os.fsync(out.fileno())
-    part.rename(root / MANIFEST)
+    state_files.replace(root / MANIFEST, text(int(root.name), files).encode())
     for folder in [root.parent, root, *(path for path in root.rglob("*") if path.is_dir())]:
         sync_folder(folder)
 

@@ -172,7 +172,7 @@ def seams(name, hit):
             waited = within(lambda checkpoints: (ocp.CheckpointManager, "wait_until_finished"), after(hit))
             yield Checkpoints, "seal", waited
         case "checkpoint.half_manifest":
-            yield Path, "rename", before(hit, lambda old, new: Path(new).name == "manifest.json")
+            yield os, "replace", before(hit, lambda old, new: Path(new).name == "manifest.json")
         case "checkpoint.after_manifest":
             yield Checkpoints, "sealed", within(lambda checkpoints: (checkpoint, "to_keep"), before(hit))
         case "resume.replaying":
