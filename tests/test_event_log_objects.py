@@ -25,7 +25,7 @@ def put(monkeypatch):
             return self.by(self.store.write, *args, **options)
 
     memory = Memory()
-    monkeypatch.setattr(object_storage, "opened", lambda url: memory)
+    monkeypatch.setattr(object_storage, "opened", lambda *_: memory)
     return memory
 
 

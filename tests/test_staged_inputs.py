@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tensorstore
 
 import dora_jax
 from dora_jax.config import Config, ConfigError, ModelSection, RunError, TaskSection
 from dora_jax.config.task import TaskPart
 from dora_jax.plan import validate
-from dora_jax.runtime.journal import staged_inputs, workdir_mirror
+from dora_jax.runtime.journal import object_storage, staged_inputs, workdir_mirror
 from tests.fakes.command_line import parse, write_workspace
 from tests.fakes.hf_models import MODEL
 from tests.fakes.tasks import sums, write
@@ -92,9 +93,20 @@ def test_a_copy_on_another_machine_is_made_anew_from_its_name(store, tmp_path):
 def test_what_cannot_be_copied_is_one_sentence(store, monkeypatch, path, error, why):
     for name, value in {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9", "AWS_EC2_METADATA_DISABLED": "true"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(staged_inputs, "ANSWER_S", 1.0)
+    monkeypatch.setattr(object_storage, "ANSWER_S", 1.0)
     with pytest.raises(error, match=why):
         copied(Config(model=ModelSection(path=path.format(store))))
+
+
+@pytest.mark.parametrize("name", ["mine/../../../escaped.txt", "mine//etc/escaped.txt"])
+def test_a_name_that_leads_out_of_the_copy_is_refused(store, tmp_path, monkeypatch, name):
+    memory = tensorstore.KvStore.open({"driver": "memory", "path": "models/"}).result()
+    for key in ("mine/config.json", name):
+        memory.write(key, b"{}").result()
+    monkeypatch.setattr(object_storage, "opened", lambda *_: memory)
+    with pytest.raises(RunError, match="model.path: .* cannot be read: .* holds an object named '.*escaped.txt'"):
+        copied(Config(model=ModelSection(path=f"{store}/models/mine")))
+    assert not list(tmp_path.rglob("escaped.txt"))
 
 
 def test_a_run_records_the_url_and_reads_the_copy(store, tmp_path, monkeypatch):

@@ -281,8 +281,8 @@ class Objects:
             return Answer(error=ValueError("UNAVAILABLE: 503"))
         return None
 
-    def read(self, key: str) -> Any:
-        return self._asked(READ) or self._store.read(key)
+    def read(self, key: str, **options: Any) -> Any:
+        return self._asked(READ) or self._store.read(key, **options)
 
     def list(self, within: Any = None) -> Any:
         return self._asked(READ) or (self._store.list(within) if within is not None else self._store.list())

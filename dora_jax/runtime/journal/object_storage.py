@@ -75,9 +75,10 @@ class Objects:
     With a lease nothing is written over that another controller has written since it was taken: what an object was is
     read, then the lease, and the object is replaced where it still is that."""
 
-    def __init__(self, url: str, lease: Lease | None = None):
+    def __init__(self, url: str, lease: Lease | None = None, field: str = "workdir"):
+        """ConfigError, about the field that names the URL: it cannot be opened."""
         self.url = url.rstrip("/")
-        self._store = opened(url)
+        self._store = opened(url, field)
         self._lease = lease
         self._written: dict[str, bytes] = {}  # under the lease: the generation of what was put last
 
@@ -86,8 +87,12 @@ class Objects:
         return (self._store / folder).spec().to_json()
 
     def keys(self, folder: str = "") -> list[str]:
-        """The names, but for those of empty folders, which end with a slash. StoreError: one leads out of a folder."""
-        keys = sorted(key.decode() for key in self._done(self._store.list(_within(folder) if folder else None)))
+        return self.beginning(f"{folder}/" if folder else "")
+
+    def beginning(self, prefix: str) -> list[str]:
+        """The names that begin so, but for those of empty folders, which end with a slash. StoreError: one leads out of
+        a folder."""
+        keys = sorted(key.decode() for key in self._done(self._store.list(_beginning(prefix) if prefix else None)))
         for key in keys:
             if {"", ".", ".."} & set(key.removesuffix("/").split("/")):
                 raise StoreError(f"it holds an object named {key!r}, which no run writes: remove it")
@@ -110,9 +115,10 @@ class Objects:
         found = [self._done(read) for read in [self._store.read(key) for key in keys]]
         return [bytes(held.value) if held.state == "value" else None for held in found]
 
-    def stamped(self, key: str) -> tuple[bytes | None, bytes]:
-        """(an object, its generation): for `replace`."""
-        held = self._done(self._store.read(key))
+    def stamped(self, key: str, known: bytes | None = None, limit_s: float = 0.0) -> tuple[bytes | None, bytes]:
+        """(an object, its generation): for `replace`. known: a generation that counts as no object. limit_s: of the
+        answer, where it is not ANSWER_S."""
+        held = self._done(self._store.read(key, if_not_equal=known), limit_s)
         return (bytes(held.value), held.stamp.generation) if held.state == "value" else (None, ABSENT)
 
     def replace(self, key: str, data: bytes | None, generation: bytes) -> bytes:
@@ -144,15 +150,16 @@ class Objects:
     def drop_folder(self, folder: str) -> None:
         if self._lease is not None:
             self._lease.check()
-        self._done(self._store.delete_range(_within(folder)))
+        self._done(self._store.delete_range(_beginning(f"{folder}/")))
         if "://" not in self.url:  # tensorstore leaves the folder itself, empty
             shutil.rmtree(Path(self.url) / folder, ignore_errors=True)
 
-    def _done(self, asked: tensorstore.Future) -> Any:
+    def _done(self, asked: tensorstore.Future, limit_s: float = 0.0) -> Any:
+        limit_s = limit_s or ANSWER_S
         try:
-            return asked.result(timeout=ANSWER_S)
+            return asked.result(timeout=limit_s)
         except (ValueError, OSError) as error:  # tensorstore's statuses: no space, no route, no permission
-            reason = f"no answer within {ANSWER_S:g} s" if isinstance(error, TimeoutError) else one_line(error)
+            reason = f"no answer within {limit_s:g} s" if isinstance(error, TimeoutError) else one_line(error)
             raise StoreError(f"{self.url}: {reason}") from error
 
 
@@ -225,5 +232,5 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _within(folder: str) -> tensorstore.KvStore.KeyRange:
-    return tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is what follows "/"
+def _beginning(prefix: str) -> tensorstore.KvStore.KeyRange:
+    return tensorstore.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))  # the first that does not

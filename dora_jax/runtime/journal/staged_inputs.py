@@ -21,7 +21,7 @@ from pathlib import Path
 from dora_jax.base import state_files
 from dora_jax.config import Config, ConfigError, RunError
 from dora_jax.config.task import ROW_FILES
-from dora_jax.runtime.journal.object_storage import ANSWER_S, one_line, opened, side_by_side
+from dora_jax.runtime.journal.object_storage import Objects, one_line, side_by_side
 from dora_jax.runtime.journal.workdir_mirror import private_folder
 
 ENDINGS = (*ROW_FILES, ".safetensors", ".jinja", ".model", ".txt")  # weights and texts, never code
@@ -57,11 +57,9 @@ def _copy(field: str, url: str) -> Path:
         base, name = f"{base}/{name}", ""
     folder = private_folder(field) / INPUTS / urllib.parse.quote(base, safe="")
     folder.mkdir(parents=True, exist_ok=True)
-    store = opened(base, field)
-    behind = name[:-1] + chr(ord(name[-1]) + 1) if name else ""  # the first name that does not begin with this one
+    store = Objects(base, field=field)
     try:
-        listed = [key.decode() for key in store.list(store.KeyRange(name, behind)).result(timeout=ANSWER_S)]
-        keys = [key for key in listed if key.endswith(ENDINGS)]
+        keys = [key for key in store.beginning(name) if key.endswith(ENDINGS)]
         keys = [key for key in keys if not name or key == name or key.startswith(f"{name}/")] or keys
         if not keys:
             raise ConfigError(f"{field}: there is nothing at {url} that a run reads, which is {', '.join(ENDINGS)}")
@@ -75,12 +73,12 @@ def _copy(field: str, url: str) -> Path:
 
             def bring(key: str) -> None:
                 local = folder / key
-                generation = bytes.fromhex(known[key]) if key in known and local.is_file() else None
-                read = store.read(key, if_not_equal=generation).result(timeout=COPY_S)
-                if read.state == "value":
+                here = bytes.fromhex(known[key]) if key in known and local.is_file() else None
+                data, generation = store.stamped(key, here, COPY_S)
+                if data is not None:
                     local.parent.mkdir(parents=True, exist_ok=True)
-                    state_files.replace(local, read.value)
-                    known[key] = read.stamp.generation.hex()
+                    state_files.replace(local, data)
+                    known[key] = generation.hex()
 
             side_by_side(bring, keys)
             state_files.replace(record, json.dumps(known).encode())
