@@ -51,6 +51,21 @@ def test_a_ladder_compiles_a_narrower_call_once_the_wider_ones_have_cost_as_much
     assert costs.use(1, 1) == 4 and costs.next_rung() is None
 
 
+def test_a_ladder_takes_the_shortest_context_that_is_there_and_compiles_the_one_that_is_missed():
+    section = dataclasses.replace(SECTION, ladder="on")
+    shapes, costs = shapes_of(section), CallCosts(shapes_of(section))
+    assert len(shapes.decode_buckets) > 1 and shapes.first_buckets == shapes.decode_buckets[-1:]
+    assert shapes_of(dataclasses.replace(section, drafts=3, draft_cost=0.6)).first_buckets == shapes.decode_buckets
+    assert costs.context(1) == 1  # of an engine without a warm-up
+    longest = shapes.decode_buckets[-1]
+    costs.decode_s, costs.compile_s = {longest: 2.0}, {longest: 9.0}
+    assert costs.context(longest) == longest and costs.next_rung() is None
+    assert costs.context(1) == longest and costs.next_rung() == (4, 1)
+    costs.climbed(4, 1, 1.0, 1.0)
+    assert costs.context(1) == 1 and costs.next_rung() is None
+    assert costs.use(1, 1) == 4 and costs.next_rung() is None  # a narrower one waits as long as any
+
+
 def test_the_plan_follows_the_live_rows_of_each_version():
     device = FakeDevice(dataclasses.replace(BOTH, drafts=0))
     for index in range(3):
@@ -94,16 +109,18 @@ def test_a_ladder_compiles_beside_what_runs_and_samples_the_same_tokens():
     plain, engine = new_engine(), new_engine(ladder="on")
     costs = engine.scheduler.decoding.costs
     engine.warmup()
-    assert engine.shapes.rungs and set(costs.decode_s) == set(costs.compile_s) == set(engine.shapes.decode_buckets)
+    longest = engine.shapes.decode_buckets[-1]
+    assert engine.shapes.rungs and set(costs.decode_s) == set(costs.compile_s) == {longest}
     costs.compile_s = dict.fromkeys(costs.compile_s, 0.0)  # any call that is wider than it need be is one too many
-    wide, narrow = [], []
+    wide, narrow, widths = [], [], {1, engine.shapes.rows}
     for each, done in (plain, wide), (engine, narrow):
         each.load(0, weights(each))
-        while not done or (each is engine and not engine.calls.rungs):  # until a compilation is over
+        while not done or (each is engine and {rows for rows, _ in engine.calls.rungs} != widths):  # compiled by then
             for id in ids():
                 submit(each, id)
             done.append(finish(each))
-    assert set(engine.calls.rungs) == set(costs.narrow) == {(1, blocks) for _, blocks in costs.narrow}
+    assert set(engine.calls.rungs) == set(costs.narrow)
+    assert {blocks for rows, blocks in costs.narrow if rows > 1} == set(costs.decode_s) - {longest}
     costs.narrow = dict.fromkeys(costs.narrow, 0.5)
     with mock.patch.object(engine.device, "generate", wraps=engine.device.generate) as generate:
         for id in ids():

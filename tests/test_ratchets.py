@@ -32,7 +32,7 @@ CODE = {
     "orchestrate": 2910,
     "plan": 1617,
     "report": 1260,
-    "rollout": 3542,
+    "rollout": 3556,
     "runtime": 12432,
     "serving": 2960,
     "sim": 2039,

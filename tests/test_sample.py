@@ -22,13 +22,14 @@ def keys(group, indices):
 
 @functools.partial(jax.jit, static_argnames=STATIC)  # as the engine draws; one operation at a time is compiled slowly
 def _draw(logits, keys, positions, **options):
-    return sample.draw(logits, keys, positions, **options)
+    return sample.draw(logits, sample.noise(keys, positions, logits.shape[-1]), positions, **options)
 
 
 def draw(logits, keys, positions, limits=None, **options):
     if limits is None:
         return _draw(logits, keys, positions, **options)
-    return jax.jit(lambda *inputs: sample.draw(*inputs, limits, **options))(logits, keys, positions)
+    noise = sample.noise(keys, positions, logits.shape[-1])
+    return jax.jit(lambda *inputs: sample.draw(*inputs, limits, **options))(logits, noise, positions)
 
 
 def test_frequencies_follow_the_distribution():

@@ -166,11 +166,11 @@ class Device:
             raise RuntimeError(f"recurrent state {wrong[0]} is none of the {self.shapes.states} of this engine")
 
     def warmup(self, params: Any, costs: CallCosts) -> None:
-        """Compiles every call by making it once with padding rows only, but for those of a ladder."""
+        """Compiles every call by making it once with padding rows only, but for those that a ladder compiles later."""
         s = self.shapes
         for blocks in s.prefill_buckets:
             self.prefill(params, np.zeros(s.prefill_control(blocks), np.int32), blocks)
-        for blocks in s.decode_buckets:
+        for blocks in s.first_buckets:
             for rows in (*(() if s.ladder else s.rungs), s.rows):
                 control = np.zeros(s.decode_control(blocks, rows), np.int32)
                 control[:, SLOT] = s.slots
@@ -189,7 +189,7 @@ class Device:
         """Fills in the costs that are in use and that the configuration does not give."""
         s = self.shapes
         narrow, verify = s.narrow_rows and not s.narrow_cost, s.drafts and not s.draft_cost
-        for blocks in s.decode_buckets if narrow or verify or s.ladder else ():
+        for blocks in s.first_buckets if narrow or verify or s.ladder else ():
             rungs = s.rungs if narrow else ()
             times = TIMED if narrow or verify else 1  # a ladder learns from it only when to compile a narrower one
             decode_s, *others_s = self._quickest_s(params, blocks, (s.rows, *rungs), bool(verify), times)
@@ -200,8 +200,8 @@ class Device:
                 costs.narrow[rows, blocks] = narrow_s / decode_s
 
     def climb(self, params: Any, costs: CallCosts) -> bool:
-        """Compile the narrower call that a ladder lacks most, beside what runs; measure it when it is there, which
-        takes a few calls. Returns whether it has been measured now."""
+        """Compile the call that a ladder lacks most, beside what runs; measure it when it is there, which takes a few
+        calls. Returns whether it has been measured now."""
         if self._rung is None and (at := costs.next_rung()) is not None:
             self._rung = at, self._calls.begin_rung(*at)
         if self._rung is None or not self._rung[1].done():
@@ -209,7 +209,7 @@ class Device:
         (rows, blocks), compiled = self._rung
         self._rung, self._calls.rungs[rows, blocks] = None, compiled.result()
         decode_s, narrow_s = self._quickest_s(params, blocks, (self.shapes.rows, rows), False, TIMED_RUNG)
-        costs.narrow[rows, blocks] = narrow_s / decode_s
+        costs.climbed(rows, blocks, decode_s, narrow_s)
         return True
 
     def _quickest_s(self, params: Any, blocks: int, widths: Iterable[int], verify: bool, times: int) -> list[float]:

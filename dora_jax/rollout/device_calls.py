@@ -137,9 +137,7 @@ class Calls:
             routes=routes,
             gain=lora.gain if lora.on else 1.0,
         )
-        self.rungs: dict[
-            tuple[int, int], jax.stages.Compiled
-        ] = {}  # narrower decode calls of a ladder, by (rows, blocks)
+        self.rungs = dict[tuple[int, int], jax.stages.Compiled]()  # of a ladder: decode calls by (rows, blocks)
         self._platform = mesh.devices.flat[0].platform
         self._lay_out_weights(cfg, mesh, section.weights, dtype, lora)
         self._jit(computed, kv, section.compiler_options)
@@ -223,7 +221,7 @@ class Calls:
             params = jax.tree.map(_placed, params, self.param_formats)
         pool = jax.tree.map(_placed, self.abstract_pool, self.pool_sharding)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rep)
-        found = {f"decode {blocks}": self._decode_program(blocks, s.rows) for blocks in s.decode_buckets}
+        found = {f"decode {blocks}": self._decode_program(blocks, s.rows) for blocks in s.first_buckets}
         for blocks in s.prefill_buckets:
             control = ints(*s.prefill_control(blocks))
             found[f"prefill {blocks}"] = self.prefill, (params, pool, control), {"blocks": blocks}
@@ -252,6 +250,8 @@ class Calls:
         def compile() -> None:
             try:
                 with _COMPILES:
+                    if not threading.main_thread().is_alive():
+                        return  # the process ends, and waits for this thread alone
                     traced = call.trace(*arguments, **static)
                     program.set_result(traced.lower(lowering_platforms=(self._platform,)).compile())
             except BaseException as error:  # raised where the result is taken

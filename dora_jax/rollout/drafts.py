@@ -10,10 +10,11 @@ rule that keeps a draw is exact here because rollout/sample.py keys every draw b
 Stage 2, pure: which call decodes the rows of a version: the decode call, a narrower one, or one that verifies drafts.
 
 Consumes the rows that decode, and what the calls cost: times that `Device.measure` takes when calls are compiled, or
-the configuration's; produces the decode calls of a tick. Few rows take the quickest narrower call that holds them. Of a
-ladder (rollout.ladder) a narrower call is compiled once the wider ones have taken a few times as long as a compilation:
-what is spent on one that never pays is little beside what was spent anyway. Drafts are verified where they draw
-more tokens a second than the call that the rows would else take.
+the configuration's; produces the decode calls of a tick. Few rows take the quickest narrower call that holds them. An
+engine with a ladder (rollout.ladder) begins with one call, of all rows and the longest context. A shorter context is
+compiled when samples would take it, beside what runs; a narrower call once the wider ones have taken a few times as
+long as a compilation: what is spent on one that never pays is little beside what was spent anyway. Drafts are verified
+where they draw more tokens a second than the call that the rows would else take.
 """
 
 from __future__ import annotations
@@ -217,6 +218,14 @@ class CallCosts:
             cost = shapes.narrow_cost + (1 - shapes.narrow_cost) * share
             self.narrow |= {(rows, blocks): cost for blocks in shapes.decode_buckets}
 
+    def context(self, blocks: int) -> int:
+        """Blocks of the shortest decode call that is there and holds so many; the one that a warm-up has left out is
+        compiled next."""
+        there = min((each for each in self.compile_s if each >= blocks), default=blocks)
+        if there > blocks:
+            self._lost_s[self._rows, blocks] = math.inf
+        return there
+
     def rows(self, samples: int, blocks: int) -> int:
         """Rows of the quickest decode call that takes so many samples."""
         fit = [
@@ -245,10 +254,15 @@ class CallCosts:
         return rows
 
     def next_rung(self) -> tuple[int, int] | None:
-        """(rows, blocks) of the narrower call to compile now; None: none has been missed for long enough."""
-        lost = self._lost_s.items()
-        late = [at for at, lost_s in lost if at not in self.narrow and lost_s > PATIENCE * self.compile_s[at[1]]]
+        """(rows, blocks) of the call to compile now; None: none has been missed for long enough."""
+        lost, patience_s = self._lost_s.items(), PATIENCE * max(self.compile_s.values(), default=0.0)
+        late = [at for at, lost_s in lost if at not in self.narrow and lost_s > patience_s]
         return max(late, key=self._lost_s.__getitem__, default=None)
+
+    def climbed(self, rows: int, blocks: int, decode_s: float, narrow_s: float) -> None:
+        """The call of so many rows is there; the times are of the widest of this context and of this one."""
+        self.decode_s[blocks], self.compile_s[blocks] = decode_s, max(self.compile_s.values())
+        self.narrow[rows, blocks] = narrow_s / decode_s
 
 
 class Decoding:
@@ -263,7 +277,7 @@ class Decoding:
         """One for each version and row batch. here: every sample of the engine."""
         calls = []
         for version, slots in self._rows.batches():
-            drafts, blocks = None, self._rows.blocks(slots)
+            drafts, blocks = None, self.costs.context(self._rows.blocks(slots))
             if self.drafter is not None:
                 cost = self.costs.of_draft(len(slots), blocks)
                 drafts = self.drafter.decide(self._rows.on(slots), cost, here)

@@ -19,7 +19,7 @@ import numpy as np
 
 from dora_jax.models import decoder, moe
 from dora_jax.models.routes import RouteShape
-from dora_jax.rollout import quantize
+from dora_jax.rollout import quantize, sample
 from dora_jax.rollout.shapes import HEADER, PREFILL_HEADER, PREFILL_STATE, SOURCE, STATE, TOP_COLUMNS, Shapes
 
 
@@ -80,8 +80,9 @@ class Forward:
                 logits_BxV = self.logits(self._base(params), hidden_Bx1xD[:, 0])
                 limits = self.limits and self.limits(last_B, repeats_B)
                 forced_B = forced_BxN[:, i] if self.shapes.exact else None
-                drawn = self.draw(logits_BxV, keys_B, drawn_B + i, limits, forced_B)
-                drawn = own.draw(drawn, logits_BxV, keys_B, drawn_B + i, limits, tokens_NxB.T, i)
+                noise_BxT = sample.noise(keys_B, drawn_B + i, logits_BxV.shape[-1])
+                drawn = self.draw(logits_BxV, noise_BxT, drawn_B + i, limits, forced_B)
+                drawn = own.draw(drawn, logits_BxV, noise_BxT, drawn_B + i, limits, tokens_NxB.T, i)
                 next_B, logprob_B, kept_BxK, top_BxT = drawn
             given_B = own.given(steps, i) >= 0
             token_B = jnp.where(active_B, next_B, last_B)
@@ -140,14 +141,15 @@ class Forward:
         )
         with jax.named_scope("sample"):
             keys_T = jax.vmap(self.key)(jnp.repeat(group_B, length), jnp.repeat(index_B, length))
-            drawn_BxL = drawn_B[:, None] + at_L[None]
+            drawn_T = (drawn_B[:, None] + at_L[None]).reshape(-1)
             repeats = [repeats_B]  # how often each token has come in a row; the first one 0 where it is the prompt's
             for i in range(1, length):
                 again_B = (tokens_BxL[:, i] == tokens_BxL[:, i - 1]) & (repeats[-1] > 0)
                 repeats.append(jnp.where(again_B, repeats[-1] + 1, 1))
             limits = self.limits and self.limits(tokens_BxL.reshape(-1), jnp.stack(repeats, axis=1).reshape(-1))
             logits_TxV = self.logits(self._base(params), hidden_BxLxD.reshape(-1, self.cfg.d_model))
-            drawn = self.draw(logits_TxV, keys_T, drawn_BxL.reshape(-1), limits)
+            noise = sample.noise(keys_T, drawn_T, logits_TxV.shape[-1])
+            drawn = self.draw(logits_TxV, noise, drawn_T, limits)
         next_BxL, logprob_BxL, kept_BxLxK = (x.reshape(*tokens_BxL.shape, *x.shape[1:]) for x in drawn)
         goes_on_BxK = (next_BxL[:, :-1] == drafts_BxK) & ~self.stop(next_BxL[:, :-1])
         goes_on_BxK &= at_L[None, 1:] < remaining_B[:, None]

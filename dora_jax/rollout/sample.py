@@ -34,7 +34,7 @@ def sample_key(seed: int, group_id, index) -> jax.Array:
 
 def draw(
     logits_BxV,
-    keys_B,
+    noise_BxT,
     positions_B,
     limits: DrawLimits | None = None,
     forced_B: jax.Array | None = None,
@@ -47,8 +47,8 @@ def draw(
 ):
     """(token i32[B], log-prob f32[B], kept i32[B, top_k or 0]) of the next token of each row.
 
-    `logits_BxV` are already tempered and masked. forced_B: tokens to report in the place of the drawn ones; -1: none.
-    kept: the ids that were drawn from, -1 beyond them.
+    `logits_BxV` are already tempered and masked. noise_BxT: of `noise`. forced_B: tokens to report in the place of the
+    drawn ones; -1: none. kept: the ids that were drawn from, -1 beyond them.
     """
     logprobs_BxV = jax.nn.log_softmax(logits_BxV, axis=-1)
     allowed_BxV = logprobs_BxV if limits is None else limits.cut(logprobs_BxV, positions_B)
@@ -59,7 +59,7 @@ def draw(
         kept_BxK = jnp.where(values_BxK > MASKED, ids_BxK, -1)
         in_set_BxV = jnp.zeros(kept_BxV.shape, bool).at[jnp.arange(len(ids_BxK))[:, None], ids_BxK].set(True)
         kept_BxV = jnp.where(in_set_BxV, kept_BxV, MASKED)  # of ties with the last, only those that are sent along
-    token_B = _likeliest(kept_BxV) if greedy else _drawn(kept_BxV, keys_B, positions_B)
+    token_B = _likeliest(kept_BxV) if greedy else _drawn(kept_BxV, noise_BxT)
     if forced_B is not None:
         token_B = jnp.where(forced_B >= 0, forced_B, token_B)
     return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0], kept_BxK
@@ -78,7 +78,7 @@ class OwnSampling:
     temperature: float  # that the logits were divided by
     stop_ids: tuple[int, ...]
 
-    def draw(self, drawn, logits_BxV, keys_B, positions_B, limits: DrawLimits | None, new_BxN, count):
+    def draw(self, drawn, logits_BxV, noise_BxT, positions_B, limits: DrawLimits | None, new_BxN, count):
         """(token, log-prob, kept) as `draw` returns them, with these rows' draws in place, and
         i32[B, TOP_COLUMNS]: the ids of the most likely tokens, then the bits of their log-probs; zeros where nobody
         wants them. new_BxN: this call's tokens, of which the first `count` are there."""
@@ -86,13 +86,13 @@ class OwnSampling:
         own_B = self.options_BxO[:, Option.OWN] > 0
 
         def draw_rows(rows):
-            options, masks, logits, keys, positions, new, *limited = rows
+            options, masks, logits, noise, positions, new, *limited = rows
             cuts = dataclasses.replace(limits, last_B=limited[0], repeats_B=limited[1]) if limits else None
             own = dataclasses.replace(self, options_BxO=options, masks_BxM=masks)
-            return own._draw(logits, keys, positions, cuts, new, count)
+            return own._draw(logits, noise, positions, cuts, new, count)
 
         def draw_own(*_):
-            rows = self.options_BxO, self.masks_BxM, logits_BxV, keys_B, positions_B, new_BxN
+            rows = self.options_BxO, self.masks_BxM, logits_BxV, noise_BxT, positions_B, new_BxN
             rows += (limits.last_B, limits.repeats_B) if limits else ()
             size = math.gcd(len(own_B), OWN_ROWS)
             some = jax.lax.map(draw_rows, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows))
@@ -108,7 +108,7 @@ class OwnSampling:
         """i32[B]: the token that each row takes in the place of this call's next draw; -1: it draws."""
         return jnp.where(self.options_BxO[:, Option.OWN] > 0, self.options_BxO[:, -steps:][:, count], -1)
 
-    def _draw(self, logits_BxV, keys_B, positions_B, limits: DrawLimits | None, new_BxN, count):
+    def _draw(self, logits_BxV, noise_BxT, positions_B, limits: DrawLimits | None, new_BxN, count):
         """(token, log-prob, most likely tokens) of each row."""
         greedy_B = self._number(Option.TEMPERATURE) < GREEDY
         divisor_Bx1 = jnp.where(greedy_B, 1.0, self._number(Option.TEMPERATURE))[:, None]
@@ -130,7 +130,7 @@ class OwnSampling:
         least_B = jax.lax.cond(cuts_B.any(), _least, _first, least_B, allowed_BxV, top_k_B, top_p_B)
         least_B = jnp.maximum(least_B, allowed_BxV.max(-1) + jnp.log(self._number(Option.MIN_P)))
         rest_BxV = jnp.where(allowed_BxV >= least_B[:, None], allowed_BxV, MASKED)
-        next_B = jnp.where(greedy_B, _likeliest(allowed_BxV), _drawn(rest_BxV, keys_B, positions_B))
+        next_B = jnp.where(greedy_B, _likeliest(allowed_BxV), _drawn(rest_BxV, noise_BxT))
         given_B = self.given(new_BxN.shape[1], count)
         next_B = jnp.where(given_B >= 0, given_B, next_B)
         reported_BxV = jax.nn.log_softmax(raw_BxV / divisor_Bx1, axis=-1)
@@ -269,7 +269,14 @@ def _likeliest(scores_BxV) -> jax.Array:
     return jnp.where(scores_BxV == top_Bx1, ids_1xV, vocab - 1).min(-1)  # a row of nan takes the last id
 
 
-def _drawn(logprobs_BxV, keys_B, positions_B) -> jax.Array:
+def noise(keys_B, positions_B, vocab: int) -> jax.Array:
+    """f32[B, T]: what a draw of each row adds to its log-probs, for its blocks of ids and for the ids of one block."""
+    size = math.gcd(vocab, BLOCKS) + vocab // math.gcd(vocab, BLOCKS)
+    keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B.astype(jnp.uint32))
+    return jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys_B)
+
+
+def _drawn(logprobs_BxV, noise_BxT) -> jax.Array:
     """Gumbel-max in two stages: a block of ids by its mass, then an id of the block. The law is that of one stage.
 
     A row takes noise for its blocks and for the ids of one block, not for every id: over a vocabulary of 49,152 that
@@ -278,12 +285,7 @@ def _drawn(logprobs_BxV, keys_B, positions_B) -> jax.Array:
     rows, vocab = logprobs_BxV.shape
     n_blocks = math.gcd(vocab, BLOCKS)
     ids_BxNxW = logprobs_BxV.reshape(rows, n_blocks, vocab // n_blocks)
-    noise_BxT = jax.vmap(_noise, (0, 0, None))(keys_B, positions_B, n_blocks + vocab // n_blocks)
     mass_BxN = jnp.log(jnp.exp(ids_BxNxW).sum(-1))
     block_B = _likeliest(mass_BxN + noise_BxT[:, :n_blocks])
     inside_BxW = jnp.take_along_axis(ids_BxNxW, block_B[:, None, None], axis=1)[:, 0]
     return block_B * (vocab // n_blocks) + _likeliest(inside_BxW + noise_BxT[:, n_blocks:])
-
-
-def _noise(key, position, size: int) -> jax.Array:
-    return jax.random.gumbel(jax.random.fold_in(key, position.astype(jnp.uint32)), (size,))

@@ -134,7 +134,7 @@ Positions = TypeVar("Positions", int, "np.ndarray")  # of one sample, or of seve
 class Shapes:
     slots: int  # samples that hold pages and decode
     rows: int  # of one decode call
-    ladder: bool  # narrower decode calls are compiled when they would have paid
+    ladder: bool  # decode calls of shorter contexts and of fewer rows are compiled beside what runs
     narrow_rows: int  # of the narrowest decode call that is compiled at start; 0: there is none
     narrow_cost: float  # its time over that of a decode call; 0: measured
     steps: int  # decode steps a call
@@ -211,6 +211,11 @@ class Shapes:
         longest = -(-(self.max_context - 1) // self.block)
         powers = [1 << i for i in range(longest.bit_length()) if 1 << i < longest and not self.paged]
         return (*powers, longest)
+
+    @property
+    def first_buckets(self) -> tuple[int, ...]:
+        """Contexts whose decode call a warm-up compiles: with a ladder the longest alone, which takes every sample."""
+        return self.decode_buckets[-1:] if self.ladder and not self.drafts else self.decode_buckets
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
