@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import scipy.optimize
 
 from dora_jax.config import Config, ConfigError
 from dora_jax.costs.recording import Recording
@@ -197,13 +196,15 @@ def fit_ticks(rows: np.ndarray) -> dict[str, Any]:
     two, but for those whose ticks their prefill explains without them; the KV that is read is part of that, since
     context and batch grow together.
     """
+    from scipy.optimize import nnls  # the import takes as long as that of JAX, and a program's start does not need it
+
     steps, batch, prefill, works, seconds = rows.astype(float).T
     bucket = np.ceil(np.log2(np.maximum(batch, 1.0))).astype(int)
     kinds = np.unique(bucket)
     columns = np.stack([*(steps * (bucket == kind) for kind in kinds), prefill, prefill > 0], 1).astype(float)
     contention, beside = 1.0, works > 0
     for _ in range(ROUNDS):
-        found = scipy.optimize.nnls(columns, seconds / np.where(works, contention, 1.0))[0].round(12)  # 1e-20 becomes 0
+        found = nnls(columns, seconds / np.where(works, contention, 1.0))[0].round(12)  # 1e-20 becomes 0
         if beside.any() and not beside.all():
             ratio = [seconds[part].sum() / (columns @ found)[part].sum() for part in (beside, ~beside)]
             contention = float(ratio[0] / ratio[1])  # times as long as without a trainer that works
