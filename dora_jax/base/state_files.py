@@ -21,7 +21,7 @@ from typing import Any
 
 FORMAT, CHECKSUM = "format", "checksum"  # fields of a state file, beside its own
 UNNUMBERED = 1  # the format of files from before formats had numbers: neither field, otherwise as format 2
-DAMAGED = ".damaged"  # ends the name of what is moved aside
+DAMAGED = "damaged"  # ends the name of what is moved aside
 MOST_SPANS = 8  # of line numbers that a sentence lists
 
 Row = dict[str, Any]
@@ -136,9 +136,9 @@ def numbers(listed: Iterable[int]) -> str:
     return ", ".join(shown) + (", ..." if len(spans) > MOST_SPANS else "")
 
 
-def set_aside(file: Path, lines: Iterable[bytes] | None = None) -> Path:
-    """Append lines of a file to FILE.damaged, or rename the file or folder itself. Return where they are."""
-    place = file.with_name(file.name + DAMAGED)
+def set_aside(file: Path, lines: Iterable[bytes] | None = None, why: str = DAMAGED) -> Path:
+    """Append lines of a file to FILE.WHY, or rename the file or folder itself. Return where they are."""
+    place = file.with_name(f"{file.name}.{why}")
     if lines is not None and not place.is_dir():
         with place.open("ab") as out:
             out.write(b"".join(line + b"\n" for line in lines))
@@ -148,7 +148,7 @@ def set_aside(file: Path, lines: Iterable[bytes] | None = None) -> Path:
     number = 1
     while place.exists():
         number += 1
-        place = file.with_name(f"{file.name}{DAMAGED}.{number}")
+        place = file.with_name(f"{file.name}.{why}.{number}")
     if lines is not None:
         place.write_bytes(b"".join(line + b"\n" for line in lines))
     else:

@@ -34,7 +34,7 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from dora_jax.base import exits
+from dora_jax.base import exits, state_files
 from dora_jax.base.digest import digest, digest_json
 from dora_jax.base.exits import NO_ROOM, NO_ROOM_WORDS, never_print
 from dora_jax.config import CheckpointSection, RunError
@@ -121,7 +121,7 @@ class Checkpoints:
             tidy(self._dir, notify)
             for step in [] if adopts else unsealed(self._dir):
                 notify(f"checkpoint {step} has no manifest and is moved aside")
-                set_aside(self._dir / str(step), UNPROVED)
+                state_files.set_aside(self._dir / str(step), why=UNPROVED)
         self._manager = _manager(self._dir, alone=put is not None)
         self.part: tuple[int, Files] | None = None
         self._finite = jax.jit(_all_finite)
@@ -207,7 +207,7 @@ class Checkpoints:
             self.set_aside(step, "undone")
 
     def set_aside(self, step: int, why: str) -> None:
-        set_aside(self._dir / str(step), why)
+        state_files.set_aside(self._dir / str(step), why=why)
         self._manager.reload()
 
     def restore(
@@ -433,32 +433,22 @@ def tidy(directory: Path, notify: Callable[[str], None]) -> None:
             continue
         elif not path.is_dir():
             notify(f"{path.name} is a file, no checkpoint, and is moved aside")  # it has the name of a step to come
-            set_aside(path, "broken")
+            state_files.set_aside(path, why="broken")
         elif not (path / MANIFEST).exists():
             if not any(inside.is_file() for inside in path.rglob("*")):
                 notify(f"{path.name} is empty, no checkpoint, and is removed")
                 shutil.rmtree(path)
             elif not (all((path / item).is_dir() for item in ITEMS) and (path / STEP_METADATA).is_file()):
                 notify(f"{path.name} is no complete checkpoint and is moved aside")
-                set_aside(path, "broken")
+                state_files.set_aside(path, why="broken")
         elif (fault := verify(directory, int(path.name))) is not None:
             notify(f"checkpoint {path.name} cannot be trusted and is moved aside: {fault}")
-            set_aside(path, "broken")
+            state_files.set_aside(path, why="broken")
 
 
 def aside(directory: str | os.PathLike) -> list[str]:
     """Names of the folders of steps that were moved aside."""
-    return sorted(path.name for path in Path(directory).glob("*") if re.fullmatch(r"\d+\.[a-z]+\d*", path.name))
-
-
-def set_aside(path: Path, why: str) -> None:
-    """Move a checkpoint out of the way of the next save, and keep it for a person."""
-    target = path.with_name(f"{path.name}.{why}")
-    again = 1
-    while target.exists():
-        again += 1
-        target = path.with_name(f"{path.name}.{why}{again}")
-    path.rename(target)
+    return sorted(path.name for path in Path(directory).glob("*") if re.fullmatch(r"\d+\.[a-z]+[.\d]*", path.name))
 
 
 # ---------------------------------------------------------------- private

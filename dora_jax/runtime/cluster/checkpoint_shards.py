@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from dora_jax.base import state_files
 from dora_jax.config import CheckpointSection, ConfigError
 from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal import object_storage, workdir_mirror
@@ -69,7 +70,7 @@ class StepFolder:
 
     def set_aside(self, step: Version, why: str) -> None:
         """Takes the step off the list; `why` names the folder that keeps it."""
-        checkpoint.set_aside(self._folder / str(step), why)
+        state_files.set_aside(self._folder / str(step), why=why)
 
     def seal(self, step: Version, parts: Sequence[Files] | None = None) -> None:
         """Writes the manifest of a step: of an unsealed one, or, in a bucket only, of the files that each process of
