@@ -16,7 +16,8 @@ from dora_jax.models import hf, lora, peft
 from dora_jax.models.lora_config import Lora
 from dora_jax.plan import validate
 from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.journal_audit import audit, reading
+from dora_jax.runtime.journal.journal_audit import audit
+from dora_jax.runtime.journal.log_stores import log_at
 from dora_jax.runtime.journal.recovery import replay
 from dora_jax.trainer import checkpoint
 from tests.fakes.tiny_run import CONFIG
@@ -89,7 +90,7 @@ def test_a_run_of_adapters_is_killed_goes_on_and_is_exported(tmp_path, monkeypat
 def assert_nothing_is_lost_or_mixed(workdir):
     books = audit(workdir / "journal")
     assert books.ok and books.trained == 10 and books.epochs == 1, books
-    journal = EventLog(reading(workdir / "journal"))
+    journal = EventLog(log_at(workdir / "journal", read_only=True))
     groups = [group for step in replay(journal, journal.segments(), print).steps for group in step.groups]
     for group in groups:
         assert all([span.version for span in sample.spans] == [group.version] for sample in group.samples)

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.journal_audit import audit, facts, reading
+from dora_jax.runtime.journal.journal_audit import audit, facts
+from dora_jax.runtime.journal.log_stores import log_at
 from dora_jax.runtime.journal.records import Published
 from tests.fakes.tiny_run import CONFIG
 
@@ -51,7 +52,7 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
     assert "version 4 is published" in text
     books = audit(tmp_path / "run" / "journal")
     assert books.ok and books.trained == 16, books
-    journal = EventLog(reading(tmp_path / "run" / "journal"))
+    journal = EventLog(log_at(tmp_path / "run" / "journal", read_only=True))
     records = [fact.payload for number in journal.segments() for fact in facts(journal.read(number).records)]
     copies = [payload.copy for payload in records if isinstance(payload, Published)]
     assert len(copies) == 4 and all(copies), "every copy that travelled has its digest there"
@@ -74,7 +75,7 @@ def test_one_process_and_a_cluster_train_the_same_weights_in_mode_sync(tmp_path)
         env["TPU_WORKER_ID"] = "WARNING: could not determine TPU worker number"  # libtpu's, where it finds no TPU
         ran = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=400)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        journal = EventLog(reading(workdir / "journal"))
+        journal = EventLog(log_at(workdir / "journal", read_only=True))
         records = [fact.payload for number in journal.segments() for fact in facts(journal.read(number).records)]
         digests.append([payload.digest for payload in records if isinstance(payload, Published)])
     assert digests[0] == digests[1] and len(set(digests[0])) == 2 and all(digests[0]), digests

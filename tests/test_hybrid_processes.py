@@ -15,7 +15,8 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.plan import presets, validate
 from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.journal_audit import audit, facts, reading
+from dora_jax.runtime.journal.journal_audit import audit, facts
+from dora_jax.runtime.journal.log_stores import log_at
 from tests.fakes.tiny_run import CONFIG
 from tests.soak.gang_run import running
 
@@ -34,7 +35,7 @@ HYBRID = (  # versions are all the base, so that one engine can make every sampl
 
 
 def journaled(folder, segments=slice(None)):
-    log = EventLog(reading(folder / "journal"))
+    log = EventLog(log_at(folder / "journal", read_only=True))
     return [fact for number in sorted(log.segments())[segments] for fact in facts(log.read(number).records)]
 
 

@@ -36,11 +36,11 @@ def audit(workdir: str, data: RunData) -> None:
 
 
 def _replay(place: str, data: RunData) -> None:
-    from dora_jax.runtime.journal import journal_audit  # a report without a journal needs none of it
+    from dora_jax.runtime.journal import journal_audit, log_stores  # a report without a journal needs none of it
     from dora_jax.runtime.journal.event_log import EventLog, unheard
     from dora_jax.runtime.journal.recovery import replay
 
-    journal = EventLog(journal_audit.reading(place))
+    journal = EventLog(log_stores.log_at(place, read_only=True))
     numbers = journal.segments()
     if not numbers:
         data.audit = "There is no journal here to audit."

@@ -37,7 +37,7 @@ from dora_jax.runtime.common.seams import TrainerSide
 from dora_jax.runtime.common.worker import Worker
 from dora_jax.runtime.journal import recovery, workdir_mirror
 from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.journal_audit import reading
+from dora_jax.runtime.journal.log_stores import log_at
 from dora_jax.runtime.journal.object_storage import JOURNAL, WANTED, Lease, Objects, StoreError
 from dora_jax.runtime.journal.payload_state import Step
 from dora_jax.runtime.local_backend import RunContext
@@ -190,7 +190,7 @@ class ClusterBackend:
 
     def _steps_since(self, version: Version) -> Sequence[Step]:
         try:
-            return recovery.steps_since(EventLog(reading(f"{self._place}/{JOURNAL}")), version)
+            return recovery.steps_since(EventLog(log_at(f"{self._place}/{JOURNAL}", read_only=True)), version)
         except OSError as error:
             raise StoreError(str(error)) from error
 

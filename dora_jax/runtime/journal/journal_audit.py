@@ -18,8 +18,8 @@ from dora_jax.config import changes
 from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import CodecError
 from dora_jax.runtime.journal.event_log import EventLog, unheard
-from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, LogStore, ObjectLogStore
-from dora_jax.runtime.journal.object_storage import JOURNAL, Objects
+from dora_jax.runtime.journal.log_stores import JournalError, log_at
+from dora_jax.runtime.journal.object_storage import JOURNAL
 from dora_jax.runtime.journal.records import Batch, Entry, Fact, Head, Published, Saved, reader
 from dora_jax.runtime.journal.recovery import replay
 from dora_jax.runtime.journal.workdir_mirror import url_of
@@ -55,16 +55,9 @@ class Audit:
         )
 
 
-def reading(place: Path | str) -> LogStore:
-    """The segments of WORKDIR/journal, which may be a URL, for a reader beside the run."""
-    if "://" in str(place):
-        return ObjectLogStore(Objects(str(place)), read_only=True)
-    return FileLogStore(place, read_only=True)
-
-
 def audit(folder: Path | str) -> Audit:
     """Audits WORKDIR/journal, which may be a URL. ValueError: the first facts of the run are gone."""
-    journal = EventLog(reading(folder))
+    journal = EventLog(log_at(folder, read_only=True))
     numbers = journal.segments()
     if not numbers or numbers[0] != 1:
         raise ValueError(f"{folder} begins at segment {numbers[:1]}: the first facts of the run are gone")
@@ -127,7 +120,7 @@ def params_digest(workdir: Path, version: Version) -> int | None:
     if place == workdir and not (workdir / JOURNAL).is_dir():
         return None
     try:
-        journal = EventLog(reading(f"{place}/{JOURNAL}"))
+        journal = EventLog(log_at(f"{place}/{JOURNAL}", read_only=True))
         numbers = sorted(journal.segments(), reverse=True)
     except (JournalError, OSError):
         return None

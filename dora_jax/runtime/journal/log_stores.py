@@ -45,6 +45,7 @@ class FileLogStore:
     run writes it."""
 
     lasting = True  # appended bytes outlive this process before they are synced; else `append` takes long, and syncs
+    repaired = ""  # why the segments are those that lie there, not those that a manifest names
 
     def __init__(self, directory: str | os.PathLike, read_only: bool = False):
         self._dir = Path(directory)
@@ -172,7 +173,7 @@ class ObjectLogStore:
         found, self._generation = store.stamped(MANIFEST)
         self._unanswered: set[bytes] = set()  # manifests that were put, or not, or not yet
         self._given_up: list[str] = []  # the next objects of segments that only those name
-        self.repaired = ""  # why the segments are those that lie there, not those that the manifest names
+        self.repaired = ""
         self._folders: dict[int, str] = {}
         try:
             if found is not None:
@@ -292,6 +293,13 @@ class ObjectLogStore:
 
 
 LogStore = FileLogStore | ObjectLogStore
+
+
+def log_at(place: str | os.PathLike, read_only: bool = False) -> LogStore:
+    """The segments in a folder or under a URL. `read_only`: another process may be writing them."""
+    if "://" in str(place):
+        return ObjectLogStore(Objects(str(place)), read_only)
+    return FileLogStore(place, read_only)
 
 
 def write_all(fd: int, data: bytes) -> None:

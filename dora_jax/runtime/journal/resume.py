@@ -28,9 +28,10 @@ from dora_jax.orchestrate.core import Orchestrator
 from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.orchestrate.snapshot import Outstanding
 from dora_jax.runtime.common.seams import CheckpointStore, Digest, Pack, PolicyTrainer, PublishedWeights, Tree
-from dora_jax.runtime.journal import object_storage, workdir_mirror
+from dora_jax.runtime.journal import workdir_mirror
 from dora_jax.runtime.journal.event_log import EventLog
-from dora_jax.runtime.journal.log_stores import FileLogStore, JournalError, ObjectLogStore
+from dora_jax.runtime.journal.log_stores import JournalError, log_at
+from dora_jax.runtime.journal.object_storage import JOURNAL, StoreError
 from dora_jax.runtime.journal.payload_state import PayloadState
 from dora_jax.runtime.journal.records import Published, Saved
 from dora_jax.runtime.journal.recovery import NO_SETTINGS, Recovered, recover
@@ -54,25 +55,20 @@ class Begun:
 def open_journal(workdir: Path, section: JournalSection, writer: Writer) -> EventLog | None:
     """The event log of a workdir; None: `section.on` is False. Then an earlier journal is moved aside, because it would
     not know what this run does. ConfigError: the journal cannot be opened."""
-    folder = workdir / "journal"
-    if url := workdir_mirror.url_of(workdir):
-        if not section.on:
-            raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
-        try:
-            store = ObjectLogStore(object_storage.Objects(f"{url}/{object_storage.JOURNAL}"))
-            if store.repaired:
-                writer.note(store.repaired)
-            return EventLog(store, writer.note, section.sync_s)
-        except (JournalError, OSError) as error:
-            raise ConfigError(f"workdir: {error}") from error
+    url, folder = workdir_mirror.url_of(workdir), workdir / JOURNAL
     if not section.on:
+        if url:
+            raise ConfigError("journal.on: a run in a bucket is what its journal says: leave it on")
         if folder.exists():
-            folder.rename(workdir / f"journal.{time.time():.0f}.ended")
+            folder.rename(workdir / f"{JOURNAL}.{time.time():.0f}.ended")
         return None
     try:
-        return EventLog(FileLogStore(folder), writer.note, section.sync_s)
-    except JournalError as error:
+        store = log_at(f"{url}/{JOURNAL}" if url else folder)
+    except (JournalError, StoreError) as error:
         raise ConfigError(f"workdir: {error}") from error
+    if store.repaired:
+        writer.note(store.repaired)
+    return EventLog(store, writer.note, section.sync_s)
 
 
 def begin(
