@@ -74,17 +74,8 @@ from dora_jax.sim.meter import IDLE_CAPPED, IDLE_TAIL, Result
 from dora_jax.sim.run import orchestrator_config, simulate
 from dora_jax.sim.table import grid
 from dora_jax.sim.workload import Turn, Workload
-from dora_jax.types import (
-    EpisodeEnded,
-    EpisodeSoFar,
-    Observed,
-    Prompt,
-    Sample,
-    SampleId,
-    ScoredGroup,
-    TokenTable,
-    Version,
-)
+from dora_jax.types import EpisodeEnded, EpisodeSoFar, Observed, Prompt, Sample, SampleId, ScoredGroup, TokenTable
+from tests.fakes.coordinator_world import Weights
 from tests.fakes.oracle import OracleEngine
 
 TOKEN = 64  # tokens of the published experiment that one token here stands for
@@ -605,25 +596,6 @@ class IdleTrainer:
     def step(self, batches: Iterable[int]) -> dict[str, float]:
         """Counts groups."""
         return {"groups": float(sum(batches))}
-
-
-class Weights:
-    """The weights of version v are the number v."""
-
-    def __init__(self):
-        self.held = {0}
-
-    def put(self, version: Version, params: Any, digest: int = 0, copy: int = 0) -> int:
-        self.held.add(version)
-        return 0
-
-    def get(self, version: Version, shardings: Any) -> Version:
-        if version not in self.held:
-            raise RuntimeError(f"version {version} is not in the store: it holds {sorted(self.held)}")
-        return version
-
-    def drop(self, version: Version) -> None:
-        self.held.remove(version)
 
 
 # ---------------------------------------------------------------- pages
