@@ -18,3 +18,11 @@ def test_a_fleet_at_work():
     body.brain.state.ledger.check()
     lines = list(report(body))
     assert "of one core" in lines[0] and any("journal and wire" in line for line in lines)
+
+
+def test_samples_that_are_given_up_end():
+    """Mode `rollpacker` starts more of them than it trains; without an end each keeps its slot, and no step follows."""
+    body = measure(Options(instances=2, seconds=300.0, warm_s=100.0, mtbf_s=0.0, snapshot_s=0.0, mode="rollpacker"))
+    summary = body.brain.summary()
+    assert body.cost.events["SampleCancelled"] and summary["base"] >= 1
+    assert sum(summary["versions"].values()) == sum(map(len, body.runs))

@@ -268,17 +268,15 @@ class Body:
         return (self.first_lengths if id.group_id < self.first_groups else self.lengths)[hash(id) % LENGTHS]
 
     def place(self, i: int, id: SampleId, sampled: float) -> None:
-        if self.options.aged:
+        first = not self.options.aged and self.now < UP_S + 2 * LOAD_S
+        self.first_groups = max(self.first_groups, first * (id.group_id + 1))
+        length = self.length(id)
+        if first:  # the first samples are somewhere in their answers
+            sampled = self.draw.random() * length
+        elif self.options.aged:
             if id.group_id not in self.ages and self.now < AGED_S:
                 self.ages[id.group_id] = self.draw.random() * MAX_TOKENS
-            length = self.length(id)
             sampled = max(sampled, min(length - 1, self.ages.get(id.group_id, 0.0)))
-        elif self.now < UP_S + 2 * LOAD_S:  # the first samples are somewhere in their answers
-            self.first_groups = max(self.first_groups, id.group_id + 1)
-            length = self.length(id)
-            sampled = self.draw.random() * length
-        else:
-            length = self.length(id)
         zero = self.runs[i][id] = sampled - self.now * TOKENS_PER_S
         self.at(max(2 * BEGIN_S, (length - sampled) / TOKENS_PER_S), self.done, i, self.incarnations[i], id, zero)
 
@@ -296,9 +294,8 @@ class Body:
                 for id in command.ids:
                     self.place(i, id, self.sampled.pop(id, 0.0))
                     self.later(BEGIN_S, ev.SampleResumed, i, id=id, attempt=command.attempt)
-            case ev.LoadWeights():
-                loaded = {"version": command.version, "attempt": command.attempt}
-                self.later(LOAD_S, ev.WeightsLoaded, command.instance, **loaded)
+            case ev.LoadWeights(instance=i, version=version, attempt=attempt):
+                self.later(LOAD_S, ev.WeightsLoaded, i, version=version, attempt=attempt)
             case ev.Move(src=src, dst=dst):
                 way = {"src": src, "dst": dst, "attempt": command.attempt}
                 for id in command.ids:
@@ -312,10 +309,13 @@ class Body:
                     if (zero := self.runs[i].pop(id, None)) is not None:
                         self.sampled[id] = self.now * TOKENS_PER_S + zero
                         self.later(PARK_S, ev.SampleParked, i, id=id)
+            case ev.Cancel(instance=i):
+                for id in command.ids:
+                    (self.sampled if i is None else self.runs[i]).pop(id, None)
+                    self.at(0.0, self.tell, ev.SampleCancelled(id=id, reason=command.reason))
             case ev.Train():
-                self.batch += len(command.group_ids)
-                if self.batch == self.brain.state.config.groups_per_step:
-                    self.batch = 0
+                self.batch = (self.batch + len(command.group_ids)) % self.brain.state.config.groups_per_step
+                if not self.batch:
                     self.at(STEP_S, self.tell, ev.StepPublished(version=command.base_version + 1))
 
     def moved(self, event: ev.SampleMoved, sampled: float, incarnation: int) -> None:
