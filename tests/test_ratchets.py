@@ -34,13 +34,13 @@ CODE = {
     "report": 1260,
     "rollout": 3556,
     "runtime": 12432,
-    "serving": 2960,
+    "serving": 2904,
     "sim": 2039,
     "tasks": 4661,
     "trainer": 2357,
 }
 PIECES = {"functions": 85.4, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
-LOOSE = {"Any": 876, "Protocol": 31, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
+LOOSE = {"Any": 876, "Protocol": 30, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
 SHORT = 60  # lines of a file
 READING_ORDER = 3300  # lines until one step is explained: the files that dora_jax/README.md names in order
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dora_jax.models import grammar
+from dora_jax.runtime.common.worker import Crashed
 from dora_jax.types import SampleId, Sampling
 from tests.fakes.endpoint import END, SECTION, Letters, Rig, sample_of
 from tests.fakes.oracle import OracleEngine
@@ -362,10 +363,16 @@ def test_an_engine_that_dies_is_an_error_and_no_answer():
         async with Rig() as rig:
             calls = [rig.open(COMPLETIONS, {"prompt": "abc", "stream": stream}) for stream in (False, True)]
             await rig.turn(3)
-            rig.answers.fail("the engine has died")
-            await asyncio.gather(*(call.task for call in calls), return_exceptions=True)
-            assert calls[0].status == 500 and calls[0].error["message"] == "the engine has died"
+            assert (await rig.ask("/healthz")).status == 200
+            rig.fleet.put(Crashed(role="rollout 0", error=RuntimeError("no room")))
+            await rig.settle()
+            calls.append(rig.open(COMPLETIONS, {"prompt": "abc"}))
+            await rig.settle()
+            assert rig.fleet.died.is_set() and all(call.task.done() for call in calls)
+            for call in (calls[0], calls[2]):
+                assert call.status == 500 and call.error["message"] == "the engines cannot go on: no room"
             assert calls[1].task.exception() and "[DONE]" not in calls[1].events
+            assert (await rig.ask("/healthz")).status == 503
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,12 +17,11 @@ from dora_jax.config import CheckpointSection, Config, ConfigError, ModelSection
 from dora_jax.models import hf, lora, peft, sharding
 from dora_jax.models.lora_config import Lora
 from dora_jax.serving import server
-from dora_jax.serving.service import Options
 from dora_jax.trainer.checkpoint import Checkpoints
 from tests.fakes import hf_folder
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = Options(host="127.0.0.1", port=0, name="policy", session_idle_s=60.0)
+OPTIONS = server.Options(host="127.0.0.1", port=0, name="policy", session_idle_s=60.0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.7", "a.example"])
@@ -33,6 +33,13 @@ def test_an_address_that_others_reach_wants_a_secret(host):
 def test_a_port_that_is_taken_is_refused_before_the_model_is_read():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="^port: .* in use"):
         server.serve(Config(), dataclasses.replace(OPTIONS, port=taken.getsockname()[1]), None)
+
+
+@pytest.mark.parametrize("address, url", [(("127.0.0.1", 80), "127.0.0.1:80"), (("::1", 80, 0, 0), "[::1]:80")])
+def test_the_address_that_is_printed_can_be_opened(address, url):
+    endpoint = SimpleNamespace(limits=SimpleNamespace(context=128))
+    sentence = server.where(endpoint, SimpleNamespace(getsockname=lambda: address), "policy@3")
+    assert sentence == f"policy@3 is served at http://{url}/v1, 128 tokens a request"
 
 
 @pytest.mark.slow

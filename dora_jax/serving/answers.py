@@ -9,14 +9,16 @@ a sample without a reader leaves its engine at once: for host memory, where its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +26,11 @@ from dora_jax.serving.chat import CONTEXT, Detokenizer, StopText
 from dora_jax.serving.parser import AnswerSyntax, Thought, ToolCall
 from dora_jax.serving.request import MAX_SAMPLES, GenerateRequest, Refused
 from dora_jax.serving.versions import Versions
-from dora_jax.types import MAX_TOP_LOGPROBS, GroupId, Prompt, Sample, SampleId, Sampling, Version
+from dora_jax.types import MAX_TOP_LOGPROBS, GroupId, InstanceId, Prompt, Sample, SampleId, Sampling, Version
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from dora_jax.rollout.migrate import InFlightSample
 
 LINGER_S = 120.0  # an answer whose client is gone waits so long for the retry: clients back off for seconds
@@ -53,17 +57,43 @@ def requested(group_id: GroupId, prompt_ids: Sequence[int], wanted: GenerateRequ
     )
 
 
-class ServingFleet(Protocol):
-    """The engines. Every call returns at once; what comes of it goes to `Answers`."""
+class ServingFleet:
+    """The engines. Every call returns at once; what comes of it goes to `answers`, on the loop of the endpoint."""
 
-    def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None: ...
+    answers: Answers  # set before it is served
 
-    def cancel(self, id: SampleId) -> None: ...
+    def __init__(self, versions: Versions):
+        self.versions = versions
+        self.free_pages: dict[InstanceId, int] = {}  # KV pages that no sample holds; empty: nobody counts them
+        self.attached = threading.Event()  # what is posted before is lost
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it is served
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self.attached.set()
+        try:
+            yield
+        finally:
+            self._loop = None
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        """Calls it on the loop, from any thread, while it is served."""
+        if loop := self._loop:
+            with contextlib.suppress(RuntimeError):  # it ends at this moment
+                loop.call_soon_threadsafe(call, *args)
+
+    def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None:
+        """Samples it at this version."""
+
+    def cancel(self, id: SampleId) -> None:
+        """Ends the sample, wherever it is."""
 
     def park(self, id: SampleId) -> None:
         """Takes the sample out of its engine, with its KV."""
 
-    def resume(self, in_flight: InFlightSample) -> None: ...
+    def resume(self, in_flight: InFlightSample) -> None:
+        """Goes on with a sample that was parked."""
 
 
 Top = tuple[tuple[int, float], ...]  # the most likely tokens at one token, each with its log-prob
@@ -227,7 +257,6 @@ class Answers:
     def __init__(
         self,
         fleet: ServingFleet,
-        versions: Versions,
         decode: Callable[..., str],
         *,
         linger_s: float = LINGER_S,
@@ -237,7 +266,7 @@ class Answers:
     ):
         """decode(ids, keep_special=...). first_group: of the samples' identities, and so of their noise. syntax: of
         chats."""
-        self.versions = versions
+        self.versions = fleet.versions
         self.joined = self.cancelled_samples = self.tokens = 0  # since the start
         self._fleet, self._linger_s, self._parked_bytes = fleet, linger_s, parked_bytes
         self._codec = TextCodec(decode, syntax or AnswerSyntax())

@@ -44,6 +44,7 @@ SESSION, RETRY_KEY, VERSION, API_KEY = "x-session-id", "idempotency-key", "x-wei
 TASK, GROUP = "x-task-id", "x-group-id"
 T = TypeVar("T")
 BeginAnswer = Callable[[], Awaitable[Reader]]
+Health = Callable[[], tuple[int, dict[str, Any]]]  # what /healthz answers
 KEEP_ALIVE = b": the answer is being sampled\n\n"
 
 
@@ -58,7 +59,7 @@ class Endpoint:
     counters: Counters
     token: str
     pulse_s: float
-    health: Callable[[], tuple[int, dict[str, Any]]]  # what /healthz answers
+    health: Health
     sessions: LiveSessions | None = None  # that a run trains on
     large: asyncio.Semaphore = dataclasses.field(default_factory=functools.partial(asyncio.Semaphore, 1))
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,11 +22,13 @@ from dora_jax.runtime.common.seams import RolloutEngine, Tree, WeightStore
 from dora_jax.runtime.common.worker import Crashed, Exported, Finished, TopTokens
 from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.runtime.journal.records import Partial
-from dora_jax.serving.answers import Answers
+from dora_jax.serving.answers import ServingFleet
 from dora_jax.serving.versions import Versions
 from dora_jax.types import InstanceId, Prompt, SampleId, Version
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from dora_jax.rollout.migrate import InFlightSample
 
 LOG = logging.getLogger(__name__)
@@ -50,7 +52,9 @@ class VersionSource(Protocol):
         """Its weights, as `WeightStore.put` takes them. OSError, ValueError: they cannot be read any more."""
 
 
-class LocalFleet:
+class LocalFleet(ServingFleet):
+    """died: an engine has, every answer that runs is an error, and none begins."""
+
     def __init__(
         self,
         engines: Sequence[ServingEngine],
@@ -58,29 +62,35 @@ class LocalFleet:
         versions: Versions,
         source: VersionSource | None = None,
     ):
+        super().__init__(versions)
         self.workers = [EngineWorker(i, engine, store, self, EVERY_TICK_S) for i, engine in enumerate(engines)]
         self.free_pages = {i: engine.free_pages for i, engine in enumerate(engines)}
         self.crashed: BaseException | None = None
-        self._engines = engines
-        self._store, self._versions, self._source = store, versions, source
+        self.died = asyncio.Event()
+        self._engines, self._store, self._source = engines, store, source
         self._home: dict[SampleId, EngineWorker] = {}
         self._load = [0] * len(engines)  # samples on each
         self._awaited: set[InstanceId] = set()  # engines that are yet to load `versions.loading`
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._answers: Answers | None = None
-        self._on_change: Callable[[], None] = lambda: None
         self._background: set[asyncio.Future[Any]] = set()
 
-    def attach(self, answers: Answers, on_change: Callable[[], None]) -> None:
-        """From inside the loop. on_change: called when the residents have changed, or an engine has died."""
-        self._loop, self._answers, self._on_change = asyncio.get_running_loop(), answers, on_change
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        following = asyncio.ensure_future(self.follow())
+        try:
+            async with super().lifespan(app):
+                for worker in self.workers:
+                    worker.start()
+                yield
+        finally:
+            following.cancel()
+            for worker in self.workers:
+                worker.stop()
 
-    def stop_engines(self) -> None:
-        self._loop = None
-        for worker in self.workers:
-            worker.stop()
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """What /healthz answers."""
+        return (503, {"status": "an engine has died"}) if self.crashed else (200, {"status": "ok"})
 
-    # ----------------------------------------------------------------- Fleet
+    # ------------------------------------------------------------ as a ServingFleet
 
     def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None:
         at = zlib.crc32(session.encode()) % len(self.workers) if session else int(np.argmin(self._load))
@@ -110,13 +120,13 @@ class LocalFleet:
                 LOG.warning("no look at new versions: %s", error)
                 newest = None
             if newest is not None:
-                self._versions.offer(newest)
+                self.versions.offer(newest)
             self.replan()
             await asyncio.sleep(period_s)
 
     def replan(self) -> None:
-        was = self._versions.loading
-        drop, load = self._versions.plan(time.monotonic())
+        was = self.versions.loading
+        drop, load = self.versions.plan(time.monotonic())
         if drop is not None:
             for worker in self.workers:
                 worker.post(worker.engine.drop, drop)
@@ -131,8 +141,8 @@ class LocalFleet:
             await asyncio.to_thread(self._read, version)
         except (OSError, ValueError, KeyError) as error:  # the run may have deleted it: a newer one is there by then
             LOG.warning("version %d is not loaded: %s", version, error)
-            self._versions.loading = None
-            self._on_change()
+            self.versions.loading = None
+            self.answers.changed()
         except Exception as error:  # no room on the device, say: raised on the main thread
             self._die(error)
 
@@ -148,13 +158,10 @@ class LocalFleet:
 
     def put(self, item: Any) -> None:
         """Called by the engines' threads."""
-        if loop := self._loop:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(self._on_item, item)
+        self.post(self._on_item, item)
 
     def _on_item(self, item: Any) -> None:
-        answers = self._answers
-        assert answers is not None
+        answers = self.answers
         match item:
             case Partial():
                 answers.grew(item.id, item.start, item.out_ids, item.logprobs)
@@ -174,14 +181,15 @@ class LocalFleet:
             case ev.WeightsLoaded(instance=instance, version=version):
                 self._awaited.discard(instance)
                 if not self._awaited:
-                    self._versions.loaded(version)
-                    self._on_change()
+                    self.versions.loaded(version)
+                    answers.changed()
             case Crashed(error=error):
                 self._die(error)
 
     def _die(self, error: BaseException) -> None:
         self.crashed = error
-        self._on_change()
+        self.answers.fail(f"the engines cannot go on: {error}")
+        self.died.set()
 
     def _place(self, id: SampleId, at: int) -> EngineWorker:
         self._load[at] += 1

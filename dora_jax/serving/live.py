@@ -8,37 +8,29 @@ socket is taken before anything of the run is made; no request stops the run, an
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import uvicorn
 
-from dora_jax.base.prometheus import Counters
 from dora_jax.config import Config, RunError
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.rollout.migrate import InFlightSample
 from dora_jax.runtime.live_requests import LiveRequests
 from dora_jax.runtime.live_sessions import LiveSessions
 from dora_jax.runtime.observe.monitoring import RunFacts
-from dora_jax.serving.answers import Answers
-from dora_jax.serving.app import Endpoint
-from dora_jax.serving.parser import AnswerSyntax
+from dora_jax.serving.answers import ServingFleet
 from dora_jax.serving.request import Refused
-from dora_jax.serving.server import TOKEN_VARIABLE, http_config, limits_of, listening_socket
-from dora_jax.serving.service import Options
+from dora_jax.serving.server import TOKEN_VARIABLE, Options, http_config, listening_socket, new_endpoint, where
 from dora_jax.serving.versions import Versions
 from dora_jax.types import SERVED, Prompt, Sample, SampleId, Version
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
 
 START_S = 60
 GRACE_S = 2  # open answers get so long when the run has ended
@@ -74,42 +66,21 @@ class LiveEndpoint:
         self, config: Config, tokenizer: Tokenizer, requests: LiveRequests, sessions: LiveSessions | None = None
     ) -> Iterator[str]:
         """Answers requests while the context lasts; yields what to tell the user."""
-        fleet = LiveFleet(requests, Versions(residents=0, idle_s=0.0, name=self._options.name))
+        options, facts = self._options, self.facts
+        fleet = LiveFleet(requests, Versions(residents=0, idle_s=0.0, name=options.name))
         requests.desk = fleet
-        answers = Answers(fleet, fleet.versions, tokenizer.decode, syntax=AnswerSyntax.of(tokenizer))
-        fleet.answers = answers
-
-        def numbers() -> dict[str, tuple[str, float]]:
-            return {
-                "samples": ("samples of requests that run or wait", answers.running),
-                "tokens": ("tokens sampled for requests since the start", answers.tokens),
-                "joined": ("requests that joined an answer that was there", answers.joined),
-                "cancelled_samples": ("samples whose client went away", answers.cancelled_samples),
-                "newest_version": ("that is served", max(fleet.versions.resident, default=-1)),
-            }
-
-        limits = limits_of(config, tokenizer)
-        endpoint = Endpoint(
-            answers,
-            tokenizer,
-            limits,
-            Counters(numbers, self.facts.gauges),
-            self._options.token,
-            self._options.keepalive_s,
-            health=self.facts.health,
-            sessions=sessions,
-        )
+        endpoint = new_endpoint(fleet, config, tokenizer, options, facts.health, facts.gauges)
+        endpoint.sessions = sessions
         # on a thread: signals are the run's
         server = uvicorn.Server(http_config(endpoint.app(fleet.lifespan), grace_s=GRACE_S, idle_s=IDLE_CONNECTION_S))
         thread = threading.Thread(target=server.run, args=([self._listening],), name="endpoint", daemon=True)
         thread.start()
         if not fleet.attached.wait(START_S):
             raise RunError(f"the endpoint of the run has not started within {START_S} s")
-        host, port = self._listening.getsockname()[:2]
         try:
-            yield f"{self._options.name} is served at http://{host}:{port}/v1, {limits.context} tokens a request"
+            yield where(endpoint, self._listening, options.name)
         finally:
-            fleet.post(answers.fail, ENDED, 503)
+            fleet.post(endpoint.answers.fail, ENDED, 503)
             if sessions:
                 sessions.over()
             server.should_exit = True
@@ -126,29 +97,16 @@ def _on_loop(call: Callable[..., None]) -> Callable[..., None]:
     return posted
 
 
-class LiveFleet:
+class LiveFleet(ServingFleet):
     """`ServingFleet` for Answers, on its loop; `Desk` for the run, on the run's thread.
 
     A sample whose client is gone for the moment leaves its engine and begins again when the client is back: by the same
     version and with the same noise, so with the same tokens, which is checked."""
 
-    answers: Answers  # set before it is served
-
     def __init__(self, requests: LiveRequests, versions: Versions):
-        self.versions = versions
-        self.attached = threading.Event()  # what is posted before is lost
+        super().__init__(versions)
         self._requests = requests
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._samples: dict[SampleId, _Sample] = {}  # by the answers' id
-
-    @contextlib.asynccontextmanager
-    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._loop = asyncio.get_running_loop()
-        self.attached.set()
-        try:
-            yield
-        finally:
-            self._loop = None
 
     # ------------------------------------------------------------ as a ServingFleet
 
@@ -236,12 +194,6 @@ class LiveFleet:
     @_on_loop
     def retired(self, version: Version) -> None:
         self.versions.resident.discard(version)
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        """To the loop, if it still runs."""
-        if loop := self._loop:
-            with contextlib.suppress(RuntimeError):  # it ends at this moment
-                loop.call_soon_threadsafe(call, *args)
 
     def _agrees(self, id: SampleId, sample: _Sample, start: int, out_ids: np.ndarray) -> bool:
         """Whether tokens that come again are those that were sent; the others are remembered."""

@@ -1,4 +1,5 @@
-"""Assembles the endpoint of one process: engines as `train` makes them, versions of a folder or of a run, the server.
+"""Assembles endpoints. `serve` is that of one process: engines as `train` makes them, versions of a folder or of a run.
+`new_endpoint` has what it shares with the endpoint of a run (live.py).
 
 Consumes a configuration; serves until a signal. Law: the socket is taken before the model is read, so that a port that
 is not free costs nothing.
@@ -13,15 +14,19 @@ import functools
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import uvicorn
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dora_jax.base.exits import SIGNALS
+from dora_jax.base.prometheus import Counters
 from dora_jax.config import Config, ConfigError, RunError, field_context
 from dora_jax.models import hf, lora, peft, sharding
 from dora_jax.models.families.config import ModelConfig
@@ -36,10 +41,11 @@ from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.common.seams import Tree
 from dora_jax.runtime.journal.workdir_mirror import fetch
 from dora_jax.runtime.local_backend import side_by_side
-from dora_jax.serving.app import is_loopback
+from dora_jax.serving.answers import Answers, ServingFleet
+from dora_jax.serving.app import Endpoint, Health, is_loopback
 from dora_jax.serving.fleet import LocalFleet
+from dora_jax.serving.parser import AnswerSyntax
 from dora_jax.serving.request import SAMPLING, ServedLimits
-from dora_jax.serving.service import Options, Service
 from dora_jax.serving.versions import Versions
 from dora_jax.trainer import checkpoint
 from dora_jax.types import Version
@@ -49,6 +55,19 @@ BUCKET_S = 30.0  # between two looks into a bucket, each of which reads every ch
 HEADER_S = 30.0  # from the first byte of a request, or the start of a connection, to the end of its headers
 MAX_CONNECTIONS = 4096  # beyond them a request is answered 503
 TOKEN_VARIABLE = "DORA_SERVE_TOKEN"  # in the environment, which other users of the machine do not see
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says of the endpoint itself."""
+
+    host: str
+    port: int
+    name: str  # what requests call the policy
+    session_idle_s: float
+    keepalive_s: float = 10.0
+    step: int | None = None  # of the run: this checkpoint alone; None: the newest, and those that follow
+    token: str = ""
 
 
 def serve(config: Config, options: Options, workdir: Path | None) -> int:
@@ -75,28 +94,58 @@ def serve(config: Config, options: Options, workdir: Path | None) -> int:
         meshes = [sharding.make_mesh(found[i : i + size], 1, 1, size) for i in range(0, len(found) - size + 1, size)]
         engines, mesh = [build.new_engine(whole, tokenizer, model, mesh) for mesh in meshes], meshes[0]
         source = None if workdir is None else RunSource(config, model, mesh, workdir, options.step)
-        versions = Versions(config.rollout.residents, options.session_idle_s, options.name)
         store = DeviceWeights(config.model.dtype)
         first = 0 if source is None else source.first
         store.put(first, read_folder(config, mesh) if source is None else source.read(first))
         side_by_side([functools.partial(_begin, engine, first, store) for engine in engines])
         store.drop(first)
+        versions = Versions(config.rollout.residents, options.session_idle_s, options.name)
         versions.loaded(first)
         fleet = LocalFleet(engines, store, versions, source)
-        limits = limits_of(config, tokenizer)
-        asyncio.run(_run(Service(fleet, versions, tokenizer, limits, options), listening))
+        endpoint = new_endpoint(fleet, config, tokenizer, options, fleet.health)
+        asyncio.run(_run(fleet, endpoint, listening))
     if fleet.crashed is not None:
         raise RunError(f"the engines cannot go on: {type(fleet.crashed).__name__}: {fleet.crashed}") from fleet.crashed
     return 0
 
 
-def limits_of(config: Config, tokenizer: Tokenizer) -> ServedLimits:
+def new_endpoint(
+    fleet: ServingFleet,
+    config: Config,
+    tokenizer: Tokenizer,
+    options: Options,
+    health: Health,
+    *gauges: Collector,
+    **answering: Any,
+) -> Endpoint:
+    """The routes over a fleet. answering: see Answers."""
     section = config.rollout
-    return ServedLimits(
+    limits = ServedLimits(
         context=section.max_prompt_tokens + section.max_new_tokens,
         vocab=tokenizer.vocab_size,
         sampling=tuple((name, getattr(section, name)) for name in SAMPLING),
     )
+    answers = fleet.answers = Answers(fleet, tokenizer.decode, syntax=AnswerSyntax.of(tokenizer), **answering)
+
+    def numbers() -> Mapping[str, tuple[str, float]]:
+        resident, free = fleet.versions.resident, fleet.free_pages.values()
+        return {
+            "samples": ("samples of requests that run, wait or are parked", answers.running),
+            "tokens": ("tokens sampled for requests since the start", answers.tokens),
+            "joined": ("requests that joined an answer that was there", answers.joined),
+            "cancelled_samples": ("samples whose client went away", answers.cancelled_samples),
+            "resident_versions": ("versions that engines hold", len(resident)),
+            "newest_version": ("of the resident ones", max(resident, default=-1)),
+        } | ({"free_pages": ("KV pages that no sample holds", sum(free))} if free else {})
+
+    return Endpoint(answers, tokenizer, limits, Counters(numbers, *gauges), options.token, options.keepalive_s, health)
+
+
+def where(endpoint: Endpoint, listening: socket.socket, name: str) -> str:
+    """A sentence for the console."""
+    host, port = listening.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    return f"{name} is served at http://{host}:{port}/v1, {endpoint.limits.context} tokens a request"
 
 
 def read_folder(config: Config, mesh: jax.sharding.Mesh) -> Tree:
@@ -134,16 +183,12 @@ class RunSource:
 # ---------------------------------------------------------------- private
 
 
-async def _run(service: Service, listening: socket.socket) -> None:
-    app = service.endpoint.app(service.lifespan)
-    server = _Server(http_config(app))
-    watch = asyncio.ensure_future(service.died.wait())
+async def _run(fleet: LocalFleet, endpoint: Endpoint, listening: socket.socket) -> None:
+    server = _Server(http_config(endpoint.app(fleet.lifespan)))
+    watch = asyncio.ensure_future(fleet.died.wait())
     watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
-    host, port = listening.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    there = f"{service.options.name}@{max(service.versions.resident)}"
-    context = service.endpoint.limits.context
-    print(f"{there} is served at http://{host}:{port}/v1, {context} tokens a request (Ctrl-C ends)", flush=True)
+    there = f"{fleet.versions.name}@{max(fleet.versions.resident)}"
+    print(f"{where(endpoint, listening, there)} (Ctrl-C ends)", flush=True)
     await server.serve(sockets=[listening])
     watch.cancel()
 

@@ -11,12 +11,12 @@ import time
 import numpy as np
 import uvicorn
 
-from dora_jax.config import RolloutSection
+from dora_jax.config import Config, RolloutSection
 from dora_jax.plan import presets
+from dora_jax.serving.answers import ServingFleet
 from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import ServedLimits
-from dora_jax.serving.server import http_config
-from dora_jax.serving.service import Options, Service
+from dora_jax.serving.server import Options, http_config, new_endpoint
 from dora_jax.serving.versions import Versions
 from dora_jax.types import Sample, Span
 from tests.fakes.oracle import OracleEngine
@@ -27,7 +27,7 @@ SECTION = presets.on_cpu(
         slots=64, pages=2048, page_size=4, max_prompt_tokens=64, max_new_tokens=64, decode_steps=2, residents=3
     )
 )
-LIMITS = ServedLimits(
+LIMITS = ServedLimits(  # those of SECTION
     context=128, vocab=256, sampling=(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
 )
 
@@ -62,7 +62,7 @@ class Speaker(OracleEngine):
 class Letters:
     """A tokenizer of single characters; END is special. Its chat template writes role, text and tools."""
 
-    longest_token = 1
+    longest_token, vocab_size = 1, 256
 
     def encode(self, text):
         return list(text.encode("latin-1"))
@@ -123,14 +123,16 @@ class Rig:
             for _ in range(engines)
         ]  # fmt: skip
         self.versions, self.store = Versions(section.residents, idle_s=options.pop("idle_s", 60.0)), Store()
+        config = dataclasses.replace(Config(), rollout=section)
         for version in versions:
             for each in self.engines:
                 each.load(version, version)
             self.versions.loaded(version)
         self.fleet = LocalFleet(self.engines, self.store, self.versions, self.store)
         reported = Options(host="", port=0, name="policy", session_idle_s=60.0, keepalive_s=pulse_s, token=token)
-        self.service = Service(self.fleet, self.versions, Letters(), LIMITS, reported, **{"first_group": 0} | options)
-        self.answers, self.app = self.service.answers, self.service.endpoint.app(self.service.lifespan)
+        health = self.fleet.health
+        endpoint = new_endpoint(self.fleet, config, Letters(), reported, health, **{"first_group": 0} | options)
+        self.answers, self.app = endpoint.answers, endpoint.app(self.fleet.lifespan)
 
     @contextlib.contextmanager
     def live(self):
@@ -149,10 +151,12 @@ class Rig:
     async def __aenter__(self):
         # one thread for what the loop hands away, so that `settle` can wait for all of it
         asyncio.get_running_loop().set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
-        self.service.attach()
+        self._served = ServingFleet.lifespan(self.fleet, self.app)  # without the engines' threads
+        await self._served.__aenter__()
         return self
 
     async def __aexit__(self, *error):
+        await self._served.__aexit__(*error)
         for worker in self.fleet.workers:
             worker.stop()
 

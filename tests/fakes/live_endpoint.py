@@ -13,8 +13,7 @@ from dora_jax.config import Config
 from dora_jax.runtime.live_requests import LiveRequests
 from dora_jax.runtime.live_sessions import SessionPrompts
 from dora_jax.serving.live import LiveEndpoint
-from dora_jax.serving.server import listening_socket
-from dora_jax.serving.service import Options
+from dora_jax.serving.server import Options, listening_socket
 from tests.fakes.coordinator_world import SECTION, Trainer, make, play
 from tests.fakes.endpoint import END, Letters
 
@@ -24,7 +23,6 @@ PATIENCE_S = 60.0  # of a test, for what comes at once
 class Tokenizer(Letters):
     """Its chat template writes what the policy says as the policy says it."""
 
-    vocab_size = 256
     eos_ids = (END,)
 
     def encode_text(self, text):

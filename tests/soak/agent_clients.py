@@ -112,8 +112,9 @@ class Scripted(OracleEngine):
 
 
 endpoint.Letters = Letters
-endpoint.LIMITS = dataclasses.replace(endpoint.LIMITS, context=CONTEXT)
-with endpoint.Rig(engine=Scripted()).live() as url:
+endpoint.LIMITS = dataclasses.replace(endpoint.LIMITS, context=CONTEXT)  # older checkouts read it
+section = dataclasses.replace(endpoint.SECTION, max_prompt_tokens=CONTEXT // 2, max_new_tokens=CONTEXT // 2)
+with endpoint.Rig(engine=Scripted(), section=section).live() as url:
     print(url, flush=True)
     sys.stdin.read()
 """
