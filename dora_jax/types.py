@@ -67,8 +67,7 @@ def is_eval(group_id: GroupId) -> bool:
 
 
 def is_served(group_id: GroupId) -> bool:
-    """A request of the endpoint of a run is a group of one sample, pinned to a version: it is neither trained nor
-    scored."""
+    """A request of an endpoint is a group of one sample, pinned to a version: it is neither trained nor scored."""
     return group_id <= SERVED
 
 

@@ -1,5 +1,6 @@
 """The endpoint on the rollout fleet of a run: one version an answer, nothing trained, nothing in the way of the run."""
 
+import asyncio
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 from dora_jax.runtime.common.worker import Finished
 from dora_jax.types import is_served
 from tests.fakes.coordinator_world import ORACLE, STEPS, G, P, trained_by
+from tests.fakes.endpoint import Rig
 from tests.fakes.live_endpoint import Run
 from tests.fakes.oracle import OracleEngine
 
@@ -89,6 +91,21 @@ def test_a_client_that_waits_when_the_run_ends_is_answered_so():
         run.until(lambda: any(map(is_served, run.brain.state.groups)))
     client.join()
     assert run.halt.ok and notes[0][0] == 503 and notes[0][1]["message"] == "the run has ended"
+
+
+def test_a_seed_names_the_same_sample_on_a_run_as_where_its_checkpoint_is_served():
+    """By its name an engine draws its tokens."""
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"seed": 7, "max_tokens": 60}}
+    with Run(short) as run:
+        assert run.ask(**body)[0] == 200
+    (sample,) = served(run)
+
+    async def alone():
+        async with Rig(versions=(0,)) as rig:
+            call = await rig.ask("/inference/v1/generate", body)
+            assert call.json["choices"][0]["token_ids"] == rig.engines[0].expected(0, *sample.id, 60).tolist()
+
+    asyncio.run(alone())
 
 
 def served(run):

@@ -34,7 +34,7 @@ CODE = {
     "report": 1260,
     "rollout": 3556,
     "runtime": 12432,
-    "serving": 2904,
+    "serving": 2900,
     "sim": 2039,
     "tasks": 4661,
     "trainer": 2357,

@@ -8,8 +8,8 @@ import pytest
 
 from dora_jax.models import grammar
 from dora_jax.runtime.common.worker import Crashed
-from dora_jax.types import SampleId, Sampling
-from tests.fakes.endpoint import END, SECTION, Letters, Rig, sample_of
+from dora_jax.types import Sampling
+from tests.fakes.endpoint import END, SECTION, Letters, Rig, named, sample_of
 from tests.fakes.oracle import OracleEngine
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -22,7 +22,7 @@ def test_a_completion_says_its_text_tokens_and_version():
         async with Rig(length=lambda *_: 6) as rig:
             body = {"model": "policy", "prompt": "abc", "max_tokens": 9, "logprobs": 1, "return_token_ids": True}
             call = await rig.ask(COMPLETIONS, body)
-            sampled = [*rig.engines[0].expected(1, 1, 0, 5).tolist(), END]
+            sampled = [*rig.engines[0].expected(1, *named(1), 5).tolist(), END]
             (choice,) = call.json["choices"]
             assert call.status == 200 and call.headers["x-weight-version"] == "1"
             assert call.json["model"] == "policy@1" and call.json["weight_version"] == 1
@@ -64,7 +64,7 @@ def test_token_ids_go_in_and_come_out_with_their_logprobs():
             params = {"max_tokens": 4, "temperature": 1.0, "logprobs": 1, "skip_special_tokens": False}
             call = await rig.ask(GENERATE, {"model": "policy@1", "token_ids": [7, 8], "sampling_params": params})
             (choice,) = call.json["choices"]
-            assert choice["token_ids"] == rig.engines[0].expected(1, 1, 0, 4).tolist()
+            assert choice["token_ids"] == rig.engines[0].expected(1, *named(1), 4).tolist()
             content = choice["logprobs"]["content"]
             assert [entry["token"] for entry in content] == [f"token_id:{id}" for id in choice["token_ids"]]
             assert all(-2.1 < entry["logprob"] < 0 for entry in content) and call.json["request_id"]
@@ -286,7 +286,7 @@ def test_a_session_that_comes_back_goes_on_where_it_was():
             before = rig.answers.tokens
             assert 0 < before < 30
             again = await rig.ask(COMPLETIONS, body, x_session_id="s")
-            assert again.json["choices"][0]["token_ids"] == engine.expected(1, 1, 0, 30).tolist()
+            assert again.json["choices"][0]["token_ids"] == engine.expected(1, *named(1), 30).tolist()
             assert rig.answers.tokens == 30 and rig.answers.joined == 1
             other = await rig.ask(COMPLETIONS, body, x_session_id="s")
             assert other.json["choices"] != again.json["choices"], "sent in full: the next one is another request"
@@ -306,7 +306,7 @@ def test_a_retry_joins_the_answer_that_runs(header):
             await rig.finish()
             await asyncio.gather(second.task, third.task)
             texts = [call.json["choices"][0]["token_ids"] for call in (second, third)]
-            assert texts == [rig.engines[0].expected(1, group, 0, 30).tolist() for group in (1, 2)]
+            assert texts == [rig.engines[0].expected(1, *named(group), 30).tolist() for group in (1, 2)]
             assert rig.answers.tokens == 60 and rig.answers.running == 0
             if header == "idempotency_key":
                 late = await rig.ask(COMPLETIONS, body, **key)
@@ -381,7 +381,7 @@ def test_64_streams_are_each_of_the_version_that_they_name_while_versions_come_a
     """Every token is compared with what the oracle samples at the version that the answer names, and at no other."""
 
     async def run():
-        async with Rig(engines=2, length=lambda v, g, i, limit: 5 + g % 20, section=FOUR) as rig:
+        async with Rig(engines=2, length=lambda v, g, i, limit: 5 + (named(0).group_id - g) % 20, section=FOUR) as rig:
             body = {"prompt": "abc", "max_tokens": 30, "stream": True, "return_token_ids": True}
             calls = []
             for i in range(64):
@@ -402,7 +402,7 @@ def test_64_streams_are_each_of_the_version_that_they_name_while_versions_come_a
                 assert {chunk["model"] for chunk in call.chunks} == {f"policy@{version}"}
                 ids = [id for chunk in call.chunks for id in chunk["choices"][0]["token_ids"]]
                 n = 5 + group % 20
-                assert ids == [*rig.engines[0].expected(version, group, 0, n - 1).tolist(), END]
+                assert ids == [*rig.engines[0].expected(version, *named(group), n - 1).tolist(), END]
             rig.versions.idle_s = 0.0
             for _ in range(5):
                 rig.fleet.replan()
@@ -472,7 +472,7 @@ def test_a_stop_string_ends_the_sample_in_its_engine_too():
     async def run():
         async with Rig() as rig:
             (engine,) = rig.engines
-            free, expected = engine.free_pages, engine.expected(1, 1, 0, 30).tolist()
+            free, expected = engine.free_pages, engine.expected(1, *named(1), 30).tolist()
             text = Letters().decode(expected)
             body = {"prompt": "abc", "max_tokens": 30, "stop": [text[6:9]], "return_token_ids": True}
             call = await rig.ask(COMPLETIONS, body)
@@ -535,10 +535,10 @@ def test_a_tool_call_is_reported_as_one(stream):
             texts = b'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
             ids, logprobs = np.frombuffer(texts, np.uint8).astype(np.int32), np.full(len(texts), -0.5, np.float32)
             for start in range(0, len(ids), 7):
-                rig.answers.grew(SampleId(1, 0), start, ids[start : start + 7], logprobs[start : start + 7])
+                rig.answers.grew(named(1), start, ids[start : start + 7], logprobs[start : start + 7])
                 await rig.settle()
             whole = np.append(ids, np.int32(END)), np.append(logprobs, np.float32(-0.5))
-            rig.answers.ended(sample_of(SampleId(1, 0), *whole))
+            rig.answers.ended(sample_of(named(1), *whole))
             await call.task
             if stream:
                 deltas = [chunk["choices"][0] for chunk in call.chunks]

@@ -6,8 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dora_jax.types import SampleId
-from tests.fakes.endpoint import END, Rig, sample_of
+from tests.fakes.endpoint import END, Rig, named, sample_of
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -106,9 +105,9 @@ def test_a_thought_stands_beside_the_answer(path, stream):
             ids = np.append(np.frombuffer(THOUGHT, np.uint8).astype(np.int32), np.int32(END))
             logprobs = np.full(len(ids), -0.5, np.float32)
             for n in (9, 25):
-                rig.answers.grew(SampleId(1, 0), 0, ids[:n], logprobs[:n])
+                rig.answers.grew(named(1), 0, ids[:n], logprobs[:n])
                 await rig.settle()
-            rig.answers.ended(sample_of(SampleId(1, 0), ids, logprobs))
+            rig.answers.ended(sample_of(named(1), ids, logprobs))
             await call.task
             if path == CHAT and stream:
                 deltas = [choice["delta"] for chunk in call.chunks for choice in chunk["choices"]]
@@ -143,9 +142,9 @@ def test_a_tool_call_is_one_in_another_dialect(path, stream):
             await rig.settle()
             ids = np.append(np.frombuffer(SAMPLED, np.uint8).astype(np.int32), np.int32(END))
             logprobs = np.full(len(ids), -0.5, np.float32)
-            rig.answers.grew(SampleId(1, 0), 0, ids[:9], logprobs[:9])
+            rig.answers.grew(named(1), 0, ids[:9], logprobs[:9])
             await rig.settle()
-            rig.answers.ended(sample_of(SampleId(1, 0), ids, logprobs))
+            rig.answers.ended(sample_of(named(1), ids, logprobs))
             await call.task
             answer = whole_of(path, call) if stream else call.json
             if path == RESPONSES:

@@ -26,7 +26,7 @@ from dora_jax.serving.chat import CONTEXT, Detokenizer, StopText
 from dora_jax.serving.parser import AnswerSyntax, Thought, ToolCall
 from dora_jax.serving.request import MAX_SAMPLES, GenerateRequest, Refused
 from dora_jax.serving.versions import Versions
-from dora_jax.types import MAX_TOP_LOGPROBS, GroupId, InstanceId, Prompt, Sample, SampleId, Sampling, Version
+from dora_jax.types import MAX_TOP_LOGPROBS, SERVED, GroupId, InstanceId, Prompt, Sample, SampleId, Sampling, Version
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -425,7 +425,7 @@ class Answers:
             else:
                 digests = [hashlib.sha256(repr((wanted.seed, prompt, i)).encode()).digest() for i in range(wanted.n)]
                 groups = [SEEDED + int.from_bytes(each[:8], "big") % SEEDED for each in digests]
-            ids += [SampleId(group, 0) for group in groups]
+            ids += [SampleId(SERVED - group, 0) for group in groups]
         busy = any(id in self._choices or id in self._leaving for id in ids)
         return None if busy or len(set(ids)) < len(ids) else ids
 

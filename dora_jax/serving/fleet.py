@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dora_jax.rollout.migrate import InFlightSample
 
 LOG = logging.getLogger(__name__)
-EVERY_TICK_S = 1e-9  # an engine's worker tells what its samples have grown by after every tick
 POLL_S = 0.5  # between two looks at the source of versions
 
 
@@ -63,7 +62,7 @@ class LocalFleet(ServingFleet):
         source: VersionSource | None = None,
     ):
         super().__init__(versions)
-        self.workers = [EngineWorker(i, engine, store, self, EVERY_TICK_S) for i, engine in enumerate(engines)]
+        self.workers = [EngineWorker(i, engine, store, self) for i, engine in enumerate(engines)]
         self.free_pages = {i: engine.free_pages for i, engine in enumerate(engines)}
         self.crashed: BaseException | None = None
         self.died = asyncio.Event()

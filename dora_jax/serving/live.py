@@ -30,7 +30,7 @@ from dora_jax.serving.answers import ServingFleet
 from dora_jax.serving.request import Refused
 from dora_jax.serving.server import TOKEN_VARIABLE, Options, http_config, listening_socket, new_endpoint, where
 from dora_jax.serving.versions import Versions
-from dora_jax.types import SERVED, Prompt, Sample, SampleId, Version
+from dora_jax.types import Prompt, Sample, SampleId, Version
 
 START_S = 60
 GRACE_S = 2  # open answers get so long when the run has ended
@@ -106,12 +106,11 @@ class LiveFleet(ServingFleet):
     def __init__(self, requests: LiveRequests, versions: Versions):
         super().__init__(versions)
         self._requests = requests
-        self._samples: dict[SampleId, _Sample] = {}  # by the answers' id
+        self._samples: dict[SampleId, _Sample] = {}
 
     # ------------------------------------------------------------ as a ServingFleet
 
     def start(self, id: SampleId, prompt: Prompt, version: Version, session: str | None) -> None:
-        prompt = dataclasses.replace(prompt, group_id=SERVED - id.group_id)
         self._samples[id] = _Sample(prompt, version)
         self._requests.ask(prompt, version)
 
@@ -137,31 +136,29 @@ class LiveFleet(ServingFleet):
     # -------------------------------------------------- what the run reports
 
     @_on_loop
-    def grew(self, live: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        id = SampleId(SERVED - live.group_id, 0)
+    def grew(self, id: SampleId, start: int, out_ids: np.ndarray, logprobs: np.ndarray) -> None:
         if (sample := self._samples.get(id)) and self._agrees(id, sample, start, out_ids):
             self.answers.grew(id, start, out_ids, logprobs)
 
     @_on_loop
-    def ranked(self, live: SampleId, start: int, rows: np.ndarray) -> None:
-        self.answers.ranked(SampleId(SERVED - live.group_id, 0), start, rows)
+    def ranked(self, id: SampleId, start: int, rows: np.ndarray) -> None:
+        self.answers.ranked(id, start, rows)
 
     @_on_loop
-    def ended(self, live: Sample) -> None:
-        id = SampleId(SERVED - live.id.group_id, 0)
+    def ended(self, sampled: Sample) -> None:
+        id = sampled.id
         sample = self._samples.get(id)
         if sample is None:
             return
         if sample.state == LEAVING:
             del self._samples[id]
             self.answers.cancelled(id)
-        elif self._agrees(id, sample, 0, live.out_ids):
+        elif self._agrees(id, sample, 0, sampled.out_ids):
             del self._samples[id]
-            self.answers.ended(dataclasses.replace(live, id=id))
+            self.answers.ended(sampled)
 
     @_on_loop
-    def gone(self, live: SampleId, reason: str) -> None:
-        id = SampleId(SERVED - live.group_id, 0)
+    def gone(self, id: SampleId, reason: str) -> None:
         sample = self._samples.get(id)
         if sample is None:
             return

@@ -18,7 +18,7 @@ from dora_jax.serving.fleet import LocalFleet
 from dora_jax.serving.request import ServedLimits
 from dora_jax.serving.server import Options, http_config, new_endpoint
 from dora_jax.serving.versions import Versions
-from dora_jax.types import Sample, Span
+from dora_jax.types import SERVED, Sample, SampleId, Span
 from tests.fakes.oracle import OracleEngine
 
 END = 0  # the engines' stop token
@@ -191,6 +191,11 @@ class Rig:
         while not call.task.done():
             await self.turn()
         return call
+
+
+def named(number):
+    """The sample of the request that came as this number of its Rig, from 1 on."""
+    return SampleId(SERVED - number, 0)
 
 
 def sample_of(id, out_ids, logprobs):
