@@ -46,7 +46,9 @@ def test_a_version_gets_no_more_than_it_has_a_use_for():
 def views(*rows):
     """(id, version or None, samples, speed 1)"""
     return [
-        InstanceView(id, () if v is None else ((v, n),), int(v is None), 8 * (speed or [1.0])[0], (speed or [1.0])[0])
+        InstanceView(
+            id, () if v is None else (v,), {v: n}, int(v is None), 8 * (speed or [1.0])[0], (speed or [1.0])[0]
+        )
         for id, v, n, *speed in rows
     ]
 
@@ -111,7 +113,8 @@ def test_a_version_gets_an_instance_however_fast_the_only_spare_one_is():
 
 
 def resident_slot(id, *samples, residents=2):
-    return InstanceView(id, samples, residents - len(samples), 8.0)
+    held = dict(samples)
+    return InstanceView(id, tuple(held), held, residents - len(samples), 8.0)
 
 
 def resident_changes(rows, demand, newest):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dora_jax.orchestrate import events as ev
@@ -34,7 +35,8 @@ class InstanceView(NamedTuple):
     """An instance as the partition sees it."""
 
     id: InstanceId
-    samples: tuple[tuple[Version, int], ...]  # of each version that it holds, or that is on its way
+    versions: Sequence[Version]  # that it holds, or that are on their way
+    samples: Mapping[Version, int]
     free: int  # versions that it can still take
     capacity: float  # slots by speed
     speed: float = 1.0  # its class
@@ -110,53 +112,56 @@ def plan_partition(
     """
     mean = sum(view.capacity for view in views) / len(views)
     missing = {version: share * mean for version, share in shares.items()}
-    spare = [_Candidate(0, 0, view, None) for view in views if view.free > 0]
+    spare = [_Candidate(0, 0, view.id, NOTHING, view) for view in views if view.free > 0]
     kept: list[_Candidate] = []
-    held: dict[Version, list[tuple[int, InstanceView]]] = {}
+    held: dict[Version, list[InstanceView]] = {}
     for view in views:
-        for version, samples in view.samples:
-            held.setdefault(version, []).append((samples, view))
+        for version in view.versions:
+            held.setdefault(version, []).append(view)
     for version, holding in sorted(held.items()):
-        holding.sort(key=lambda held: (-held[1].speed if version < newest else 0.0, -held[0], held[1].id))
-        for i, (samples, view) in enumerate(holding):
-            place = _Candidate(1, samples, view, version)
+        holding.sort(key=lambda v: (-v.speed if version < newest else 0.0, -v.samples.get(version, 0), v.id))
+        for i, view in enumerate(holding):
+            place = _Candidate(1, view.samples.get(version, 0), view.id, version, view)
             if missing.get(version, 0.0) > (view.capacity / 2 if i else 0.0):
                 missing[version] -= view.capacity
                 kept.append(place)
             else:
                 spare.append(place)
-    spare.sort(key=lambda p: (p.taken, p.samples, p.view.id, -1 if p.leaving is None else p.leaving))
+    spare.sort()
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
     for version in sorted(shares):
         holders = len(held.get(version, ()))
         for place in spare:
             # an older one by heads: it only shrinks
-            grows = not holders or version == newest or holders < shares[version]
+            if missing[version] <= 0 or (holders and version != newest and holders >= shares[version]):
+                break
             enough = place.view.capacity / 2 if holders else 0.0
-            if grows and missing[version] > enough and _may_load(version, place, changes):
-                changes[place.view.id] = (version, place.leaving)
+            if missing[version] > enough and _may_load(version, place, changes):
+                changes[place.id] = (version, None if place.leaving == NOTHING else place.leaving)
                 missing[version] -= place.view.capacity
                 holders += 1
         if not holders and shares[version]:  # none is spare: a younger version gives one up
-            younger = [
-                p for p in kept if p.leaving is not None and p.leaving > version and _may_load(version, p, changes)
-            ]
-            for place in sorted(younger, key=lambda p: (-(p.leaving or 0), p.samples, p.view.id))[:1]:
-                changes[place.view.id] = (version, place.leaving)
+            younger = [place for place in kept if place.leaving > version and _may_load(version, place, changes)]
+            for place in sorted(younger, key=lambda p: (-p.leaving, p.samples, p.id))[:1]:
+                changes[place.id] = (version, place.leaving)
     return changes
 
 
+NOTHING = -1  # leaves
+
+
 class _Candidate(NamedTuple):
-    """Where a version may be loaded."""
+    """Where a version may be loaded; in the order in which they are taken."""
 
     taken: int  # 0: beside what the instance holds
     samples: int
+    id: InstanceId
+    leaving: Version
     view: InstanceView
-    leaving: Version | None
 
 
 def _may_load(version: Version, place: _Candidate, changes: dict) -> bool:
-    return place.view.id not in changes and version not in dict(place.view.samples)
+    return place.id not in changes and version not in place.view.versions
 
 
 def speed_class(speed: float) -> float:
@@ -267,19 +272,18 @@ def rebalance(s: State) -> None:
         versions = instance.versions
         if instance.phase == fl.LOADING and instance.coming is not None:
             versions = [*versions, instance.coming]
-        samples = tuple((v, instance.counts.get(v, 0)) for v in versions)
         speed, free = speed_class(instance.speed), instance.residents - len(versions)
-        views.append(InstanceView(instance.id, samples, free, instance.slots * speed, speed))
+        views.append(InstanceView(instance.id, versions, instance.counts, free, instance.slots * speed, speed))
     changes = plan_partition(views, shares, taken)
     for instance in instances:
         if instance.phase != fl.LOADING:
             coming, leaving = changes.get(instance.id, (None, None))
             if (coming, leaving) != (instance.coming, instance.leaving):
                 s.fleet.turn(instance, fl.STEADY if coming is None else fl.CLEARING, coming, leaving)
-            if coming is not None or not instance.used:
+            if not instance.used or (coming is not None and leaving not in instance.counts):
                 s.due.emptied[instance.id] = None
     if s.decisions.mixes_versions:
-        s.fleet.outdated = {h.id: None for h in s.fleet.instances.values() if any(v < taken for v in h.counts)}
+        s.fleet.outdated = {h.id: None for h in s.fleet.instances.values() if min(h.counts, default=taken) < taken}
         swap(s)
     for version in sorted(s.fleet.drains):
         _move(s, version)
