@@ -1,10 +1,10 @@
 # python -m dora_jax.simulate --config=configs/sim/tilts.py:sampling
-"""`dora` with a stride against `partial` on three instances, where sampling is the slower side and where the trainer
-is, and with every assumption 20 % off either way.
+"""`dora` with a stride against `partial`, where sampling is the slower side and where the trainer is, and with every
+assumption 20 % off either way.
 
-Argument: "sampling" or "trainer", the slower side, which the number of the trainer's chips makes: all rows have the
-same chips. Then ",points": what was tried for each row instead. The work is that of sim/fair.py, 128 x 16 samples a
-step.
+Argument: "sampling" or "trainer", the slower side, which the split of the chips makes: all rows have the same. Then
+",64" for the 64 chips and the 512 x 16 samples a step of sim/fair.py: 20 of them are five instances that sample, or 32
+are eight. Else 12 chips are three, for 128 x 16 samples a step. Then ",points": what was tried for each row instead.
 
     dora, every version     rollouts take each version
     dora, stride            they take every s-th one
@@ -15,12 +15,18 @@ step.
 
 For each row there are six points (POINTS), and TUNED has the fastest of those with a mean lag of at most 2, of one
 seed; it stays for the blocks in which something is 20 % off. With K versions a deadline falls due at step K first, so
-that six steps are not measured.
+that the first steps are not measured.
 """
 
 from dora_jax.sim import paper
 
-CHIPS = {"sampling": 44, "trainer": 24}  # 12 of them sample
+# of the slower side and the size: chips, of them those that sample
+CHIPS = {
+    ("sampling", ""): (44, 12), ("trainer", ""): (24, 12),
+    ("sampling", "64"): (64, 20), ("trainer", "64"): (64, 32),
+}  # fmt: skip
+GROUPS = {"": 128, "64": 512}
+STEPS = {"": (12, 6), "64": (8, 5)}  # the first ones are not measured
 ROWS = ("dora, every version", "dora, stride", "partial", "partial, KV reused")
 # of each row: (inflight, K, stride); K and stride mean nothing to `partial`
 POINTS = {
@@ -41,14 +47,18 @@ FIELDS = {"acceptance": "draft.acceptance", "overhead": "cost.decode_overhead_s"
 
 
 def get_config(arg="sampling"):
-    side, *points = (arg or "sampling").split(",")
-    if side not in CHIPS or points not in ([], ["points"]):
-        raise ValueError(f"the argument {arg!r} is not sampling or trainer, then ,points or nothing")
+    side, *more = (arg or "sampling").split(",")
+    size, points = "64" if "64" in more else "", "points" in more
+    if more != [word for word, there in (("64", size), ("points", points)) if there] or (side, size) not in CHIPS:
+        raise ValueError(
+            f"the argument {arg!r} is not sampling or trainer, then ,64 or nothing, then ,points or nothing"
+        )
     c = paper.setting(64)
-    c.steps, c.warmup_steps, c.seeds, c.report_tokens = 12, 6, 1 if points else 3, 256
-    c.hardware.chips, c.hardware.rollout_chips = CHIPS[side], 12
+    c.steps, c.warmup_steps = STEPS[size]
+    c.seeds, c.report_tokens = 1 if points else 3, 256
+    c.hardware.chips, c.hardware.rollout_chips = CHIPS[side, size]
     c.hardware.speeds = 1.1, 1.0, 0.9
-    c.orchestrator.groups_per_step = 128
+    c.orchestrator.groups_per_step = GROUPS[size]
     c.cost.balance_s = 16.0  # 4 % of a step, of each version that is taken
     c.cost.publish_s, c.cost.control_s = 2.0, 0.1
     if points:
@@ -60,8 +70,9 @@ def get_config(arg="sampling"):
         for sign, factor in (("-20 %", 0.8), ("+20 %", 1.2)):
             changed = {field: factor * c[section][leaf]}
             blocks[f"{what} {sign}"] = DRAFTS | changed if what == "acceptance" else changed
+    tuned = {name: TUNED[side, size, name] for name in ROWS}
     c.rows = tuple(
-        _row(name, TUNED[side, name], f"{block}: {name}", changes) for block, changes in blocks.items() for name in ROWS
+        _row(name, tuned[name], f"{block}: {name}", changes) for block, changes in blocks.items() for name in ROWS
     )
     return c
 

@@ -19,6 +19,7 @@ that `advance` was called first.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Collection
@@ -300,7 +301,9 @@ class SimInstance:
             self._report_at = self.ticks + self._report_ticks
             found.append((REPORT, None))
         if self.decoding and self.capacity - self._held - self._context < len(self.decoding):
-            job = max(self.decoding.values(), key=lambda j: (j.join, j.id))
+            joins = next(reversed(self.decoding.values())).join  # the last ones did so at the same tick
+            last = itertools.takewhile(lambda job: job.join == joins, reversed(self.decoding.values()))
+            job = max(last, key=lambda job: job.id)
             if len(self.decoding) == 1:
                 raise RuntimeError(f"instance {self.id}: {job.id} alone needs more than {self.capacity} tokens of KV")
             self._leave(job)
