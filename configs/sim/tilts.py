@@ -36,10 +36,14 @@ POINTS = {
     "partial, KV reused": [(load, 3, 1) for load in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)],
 }
 TUNED = {
-    ("sampling", "dora, every version"): (1.0, 6, 1), ("sampling", "dora, stride"): (0.75, 6, 3),
-    ("sampling", "partial"): (1.0, 3, 1), ("sampling", "partial, KV reused"): (2.0, 3, 1),
-    ("trainer", "dora, every version"): (0.75, 3, 1), ("trainer", "dora, stride"): (1.0, 6, 3),
-    ("trainer", "partial"): (1.0, 3, 1), ("trainer", "partial, KV reused"): (1.0, 3, 1),
+    ("sampling", "", "dora, every version"): (1.0, 6, 1), ("sampling", "", "dora, stride"): (0.75, 6, 3),
+    ("sampling", "", "partial"): (1.0, 3, 1), ("sampling", "", "partial, KV reused"): (2.0, 3, 1),
+    ("trainer", "", "dora, every version"): (0.75, 3, 1), ("trainer", "", "dora, stride"): (1.0, 6, 3),
+    ("trainer", "", "partial"): (1.0, 3, 1), ("trainer", "", "partial, KV reused"): (1.0, 3, 1),
+    ("sampling", "64", "dora, every version"): (1.0, 3, 1), ("sampling", "64", "dora, stride"): (1.0, 6, 3),
+    ("sampling", "64", "partial"): (1.0, 3, 1), ("sampling", "64", "partial, KV reused"): (0.5, 3, 1),
+    ("trainer", "64", "dora, every version"): (1.5, 3, 1), ("trainer", "64", "dora, stride"): (1.25, 6, 2),
+    ("trainer", "64", "partial"): (1.25, 3, 1), ("trainer", "64", "partial, KV reused"): (1.25, 3, 1),
 }  # fmt: skip
 DRAFTS = {"draft.tokens": 7, "draft.rows": 512}
 FIELDS = {"acceptance": "draft.acceptance", "overhead": "cost.decode_overhead_s", "trainer": "cost.train_utilisation",
