@@ -112,7 +112,7 @@ def plan_partition(
     """
     mean = sum(view.capacity for view in views) / len(views)
     missing = {version: share * mean for version, share in shares.items()}
-    spare = [_Candidate(0, 0, view.id, NOTHING, view) for view in views if view.free > 0]
+    spare = [_Candidate(0, 0, view.id, -1, view) for view in views if view.free > 0]
     kept: list[_Candidate] = []
     held: dict[Version, list[InstanceView]] = {}
     for view in views:
@@ -132,12 +132,10 @@ def plan_partition(
     for version in sorted(shares):
         holders = len(held.get(version, ()))
         for place in spare:
-            # an older one by heads: it only shrinks
             if missing[version] <= 0 or (holders and version != newest and holders >= shares[version]):
-                break
-            enough = place.view.capacity / 2 if holders else 0.0
-            if missing[version] > enough and _may_load(version, place, changes):
-                changes[place.id] = (version, None if place.leaving == NOTHING else place.leaving)
+                break  # an older one by heads: it only shrinks
+            if missing[version] > (place.view.capacity / 2 if holders else 0.0) and _may_load(version, place, changes):
+                changes[place.id] = (version, None if place.leaving < 0 else place.leaving)
                 missing[version] -= place.view.capacity
                 holders += 1
         if not holders and shares[version]:  # none is spare: a younger version gives one up
@@ -147,16 +145,13 @@ def plan_partition(
     return changes
 
 
-NOTHING = -1  # leaves
-
-
 class _Candidate(NamedTuple):
     """Where a version may be loaded; in the order in which they are taken."""
 
     taken: int  # 0: beside what the instance holds
     samples: int
     id: InstanceId
-    leaving: Version
+    leaving: Version  # -1: nothing does
     view: InstanceView
 
 

@@ -301,9 +301,8 @@ class SimInstance:
             self._report_at = self.ticks + self._report_ticks
             found.append((REPORT, None))
         if self.decoding and self.capacity - self._held - self._context < len(self.decoding):
-            joins = next(reversed(self.decoding.values())).join  # the last ones did so at the same tick
-            last = itertools.takewhile(lambda job: job.join == joins, reversed(self.decoding.values()))
-            job = max(last, key=lambda job: job.id)
+            join, last = next(reversed(self.decoding.values())).join, reversed(self.decoding.values())
+            job = max(itertools.takewhile(lambda job: job.join == join, last), key=lambda job: job.id)
             if len(self.decoding) == 1:
                 raise RuntimeError(f"instance {self.id}: {job.id} alone needs more than {self.capacity} tokens of KV")
             self._leave(job)

@@ -31,12 +31,8 @@ class RowResults(NamedTuple):
     @property
     def mean(self) -> Result:
         """Every figure the mean of the seeds' figures; a lag that a seed does not have counts as none."""
-        return Result(
-            **{
-                field.name: _mean([getattr(result, field.name) for result in self.results])
-                for field in dataclasses.fields(Result)
-            }
-        )
+        names = [field.name for field in dataclasses.fields(Result)]
+        return Result(**{name: _mean([getattr(result, name) for result in self.results]) for name in names})
 
     def spread(self, figure: Callable[[Result], float]) -> float:
         """Standard deviation over the seeds; 0 for one."""
