@@ -302,7 +302,7 @@ class SimInstance:
             found.append((REPORT, None))
         if self.decoding and self.capacity - self._held - self._context < len(self.decoding):
             join, last = next(reversed(self.decoding.values())).join, reversed(self.decoding.values())
-            job = max(itertools.takewhile(lambda job: job.join == join, last), key=lambda job: job.id)
+            job = max(itertools.takewhile(lambda one: one.join == join, last), key=lambda one: one.id)
             if len(self.decoding) == 1:
                 raise RuntimeError(f"instance {self.id}: {job.id} alone needs more than {self.capacity} tokens of KV")
             self._leave(job)
