@@ -36,6 +36,7 @@ def trainer_logprobs(cfg, params, samples):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", (*FAMILIES, *NEWER))
 def test_two_hundred_tokens(family, tmp_path):
     model = torch_model(family, tied=family == "qwen2")

@@ -8,6 +8,7 @@ from dora_jax.models import hf
 from tests.fakes.hf_models import NEWER, our_logits, tokens, torch_logits, torch_model, transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", NEWER)
 def test_same_logits_both_ways(family, tied, tmp_path):
