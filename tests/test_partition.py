@@ -114,7 +114,7 @@ def test_a_version_gets_an_instance_however_fast_the_only_spare_one_is():
 
 def resident_slot(id, *samples, residents=2):
     held = dict(samples)
-    return InstanceView(id, tuple(held), held, residents - len(samples), 8.0)
+    return InstanceView(id, list(held), held, residents - len(samples), 8.0)
 
 
 def resident_changes(rows, demand, newest):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dora_jax.orchestrate import events as ev
@@ -35,8 +34,8 @@ class InstanceView(NamedTuple):
     """An instance as the partition sees it."""
 
     id: InstanceId
-    versions: Sequence[Version]  # that it holds, or that are on their way
-    samples: Mapping[Version, int]
+    versions: list[Version]  # that it holds, or that are on their way
+    samples: dict[Version, int]
     free: int  # versions that it can still take
     capacity: float  # slots by speed
     speed: float = 1.0  # its class

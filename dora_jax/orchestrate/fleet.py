@@ -247,17 +247,17 @@ class Fleet:
 
     def offer(self, instance: Instance) -> None:
         """Enter an instance with room into the heap of each version that it may start samples of."""
-        versions = [version for version in instance.versions if version != instance.leaving]
-        if not versions or not self.has_room(instance):
+        if not self.has_room(instance):
             return
         entry = ((len(instance.units) + instance.incoming) / (instance.slots * instance.speed), instance.id)
-        for version in versions:
-            heap = self.open.setdefault(version, [])
-            heapq.heappush(heap, entry)
-            if len(heap) > 4 * len(self.holders[version]) + 64:
-                held = [self.instances[id] for id in self.holders[version]]
-                heap[:] = [(h.load, h.id) for h in held if _serves(h, version) and self.has_room(h)]
-                heapq.heapify(heap)
+        for version in instance.versions:
+            if version != instance.leaving:
+                heap = self.open.setdefault(version, [])
+                heapq.heappush(heap, entry)
+                if len(heap) > 4 * len(self.holders[version]) + 64:
+                    held = [self.instances[id] for id in self.holders[version]]
+                    heap[:] = [(h.load, h.id) for h in held if _serves(h, version) and self.has_room(h)]
+                    heapq.heapify(heap)
 
     def place(self, unit: Unit) -> Instance | None:
         """Where a waiting sample goes on: where its KV is, or else where there is most room."""
@@ -311,7 +311,8 @@ class Fleet:
         self._count_phase(instance, -1)
         instance.phase, instance.coming, instance.leaving = phase, coming, leaving
         self._count_phase(instance, 1)
-        self.offer(instance)
+        if phase != CLEARING or instance.residents > 1:  # else it starts nothing: its only version leaves
+            self.offer(instance)
 
     def _count_phase(self, instance: Instance, sign: int) -> None:
         if instance.coming is not None:

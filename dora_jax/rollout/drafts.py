@@ -277,11 +277,12 @@ class Decoding:
         """One for each version and row batch. here: every sample of the engine."""
         calls = []
         for version, slots in self._rows.batches():
-            drafts, blocks = None, self.costs.context(self._rows.blocks(slots))
+            drafts, blocks = None, self.costs.context(shortest := self._rows.blocks(slots))
             if self.drafter is not None:
                 cost = self.costs.of_draft(len(slots), blocks)
                 drafts = self.drafter.decide(self._rows.on(slots), cost, here)
-            width = self.costs.use(len(slots), blocks)
+            # while a shorter context is compiled, none of fewer rows is missed at this one
+            width = (self.costs.use if blocks == shortest else self.costs.rows)(len(slots), blocks)
             options = self._rows.options(slots, width)
             calls.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, width), drafts, options))
         return calls

@@ -272,8 +272,8 @@ def _likeliest(scores_BxV) -> jax.Array:
 def noise(keys_B, positions_B, vocab: int) -> jax.Array:
     """f32[B, T]: what a draw of each row adds to its log-probs, for its blocks of ids and for the ids of one block."""
     size = math.gcd(vocab, BLOCKS) + vocab // math.gcd(vocab, BLOCKS)
-    keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B.astype(jnp.uint32))
-    return jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys_B)
+    row = lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), (size,))
+    return jax.vmap(row)(keys_B, positions_B.astype(jnp.uint32))
 
 
 def _drawn(logprobs_BxV, noise_BxT) -> jax.Array:
