@@ -18,6 +18,7 @@ same version, and only onto slots and pages that are free now.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from typing import NamedTuple
@@ -111,53 +112,52 @@ def plan_partition(
     """
     mean = sum(view.capacity for view in views) / len(views)
     missing = {version: share * mean for version, share in shares.items()}
-    spare = [_Candidate(0, 0, view.id, -1, view) for view in views if view.free > 0]
-    kept: list[_Candidate] = []
+    # Where a version may be loaded, in the order in which they are taken: (0 beside what the instance holds, samples,
+    # instance, version that leaves or -1, view)
+    spare = [(0, 0, view.id, -1, view) for view in views if view.free > 0]
     held: dict[Version, list[InstanceView]] = {}
     for view in views:
         for version in view.versions:
             held.setdefault(version, []).append(view)
     for version, holding in sorted(held.items()):
-        holding.sort(key=lambda v: (-v.speed if version < newest else 0.0, -v.samples.get(version, 0), v.id))
-        for i, view in enumerate(holding):
-            place = _Candidate(1, view.samples.get(version, 0), view.id, version, view)
-            if missing.get(version, 0.0) > (view.capacity / 2 if i else 0.0):
-                missing[version] -= view.capacity
-                kept.append(place)
-            else:
-                spare.append(place)
+        wanted, capacity = missing.get(version, 0.0), sum(view.capacity for view in holding)
+        if wanted <= 0:
+            spare += [(1, view.samples.get(version, 0), view.id, version, view) for view in holding]
+        elif wanted >= capacity:
+            missing[version] -= capacity
+        else:
+            by_speed = version < newest
+            first, *others = sorted(
+                (-view.speed if by_speed else 0.0, -view.samples.get(version, 0), view.id, view) for view in holding
+            )
+            missing[version] -= first[3].capacity
+            for _, samples, id, view in others:
+                if missing[version] > view.capacity / 2:
+                    missing[version] -= view.capacity
+                else:
+                    spare.append((1, -samples, id, version, view))
     spare.sort()
     changes: dict[InstanceId, tuple[Version, Version | None]] = {}
     for version in sorted(shares):
         holders = len(held.get(version, ()))
-        for place in spare:
+        for _, _, id, leaving, view in spare:
             if missing[version] <= 0 or (holders and version != newest and holders >= shares[version]):
                 break  # an older one by heads: it only shrinks
-            if missing[version] > (place.view.capacity / 2 if holders else 0.0) and _may_load(version, place, changes):
-                changes[place.id] = (version, None if place.leaving < 0 else place.leaving)
-                missing[version] -= place.view.capacity
+            enough = missing[version] <= (view.capacity / 2 if holders else 0.0)
+            if not enough and id not in changes and version not in view.versions:
+                changes[id] = (version, None if leaving < 0 else leaving)
+                missing[version] -= view.capacity
                 holders += 1
         if not holders and shares[version]:  # none is spare: a younger version gives one up
-            younger = [place for place in kept if place.leaving > version and _may_load(version, place, changes)]
-            for place in sorted(younger, key=lambda p: (-p.leaving, p.samples, p.id))[:1]:
-                changes[place.id] = (version, place.leaving)
+            for younger in sorted((v for v in held if v > version), reverse=True):
+                places = [(v.samples.get(younger, 0), v.id) for v in held[younger] if v.id not in changes]
+                if places:
+                    changes[min(places)[1]] = (version, younger)
+                    break
     return changes
 
 
-class _Candidate(NamedTuple):
-    """Where a version may be loaded; in the order in which they are taken."""
-
-    taken: int  # 0: beside what the instance holds
-    samples: int
-    id: InstanceId
-    leaving: Version  # -1: nothing does
-    view: InstanceView
-
-
-def _may_load(version: Version, place: _Candidate, changes: dict) -> bool:
-    return place.id not in changes and version not in place.view.versions
-
-
+@functools.lru_cache(maxsize=1 << 14)
 def speed_class(speed: float) -> float:
     """The nearest of 1, 1.41, 2, ... and 0.71, 0.5, ...: for less of a difference moves cost more than they gain."""
     return 2 ** (round(2 * math.log2(speed)) / 2)
@@ -352,6 +352,8 @@ def _move(s: State, version: Version) -> None:
             drained.append(instance)
         elif version in instance.versions and s.fleet.has_room(instance):
             roomy.append((instance.load, id))
+    if not roomy:
+        return
     # So many moves reach no others
     sinks = [_sink(s.fleet.instances[id]) for _, id in heapq.nsmallest(MOVES_A_STEP, roomy)]
     room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))

@@ -425,9 +425,8 @@ def renew_speeds(fleet: Fleet) -> None:
     median = statistics.median(instance.pace for instance in measured)
     for instance in measured:
         instance.pace -= median
-        speed = 2.0**instance.pace
-        if abs(math.log2(speed / instance.speed)) >= DIFFERENCE:
+        if abs(instance.pace - math.log2(instance.speed)) >= DIFFERENCE:
             fleet.weigh(instance, -1)
-            instance.speed = speed
+            instance.speed = 2.0**instance.pace
             fleet.weigh(instance, 1)
             fleet.offer(instance)
