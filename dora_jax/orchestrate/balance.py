@@ -126,13 +126,9 @@ def plan_partition(
         elif wanted >= capacity:
             missing[version] -= capacity
         else:
-            by_speed = version < newest
-            first, *others = sorted(
-                (-view.speed if by_speed else 0.0, -view.samples.get(version, 0), view.id, view) for view in holding
-            )
-            missing[version] -= first[3].capacity
-            for _, samples, id, view in others:
-                if missing[version] > view.capacity / 2:
+            places = [(-v.speed * (version < newest), -v.samples.get(version, 0), v.id, v) for v in holding]
+            for i, (_, samples, id, view) in enumerate(sorted(places)):
+                if missing[version] > (view.capacity / 2 if i else 0.0):
                     missing[version] -= view.capacity
                 else:
                     spare.append((1, -samples, id, version, view))
@@ -352,13 +348,11 @@ def _move(s: State, version: Version) -> None:
             drained.append(instance)
         elif version in instance.versions and s.fleet.has_room(instance):
             roomy.append((instance.load, id))
-    if not roomy:
-        return
     # So many moves reach no others
     sinks = [_sink(s.fleet.instances[id]) for _, id in heapq.nsmallest(MOVES_A_STEP, roomy)]
     room = min(MOVES_A_STEP, sum(sink.slots - sink.used for sink in sinks))
     sources = []
-    for instance in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)):
+    for instance in sorted(drained, key=lambda h: (h.counts.get(version, 0), h.id)) if roomy else ():
         room -= instance.counts.get(version, 0)
         if room < 0:
             break
