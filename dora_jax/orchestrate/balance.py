@@ -146,9 +146,9 @@ def plan_partition(
                 holders += 1
         if not holders and shares[version]:  # none is spare: a younger version gives one up
             for younger in sorted((v for v in held if v > version), reverse=True):
-                places = [(v.samples.get(younger, 0), v.id) for v in held[younger] if v.id not in changes]
-                if places:
-                    changes[min(places)[1]] = (version, younger)
+                giving = [(v.samples.get(younger, 0), v.id) for v in held[younger] if v.id not in changes]
+                if giving:
+                    changes[min(giving)[1]] = (version, younger)
                     break
     return changes
 
