@@ -17,6 +17,8 @@ from typing import Any
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
+from tests.soak.gang_run import ancestors, descendants, parents
+
 CHIPS = 4  # of a host
 STORE_BYTES = 100 << 20
 PREEMPTION = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
@@ -77,7 +79,7 @@ class FakeSlices:
     def take(self, pid: int, how: signal.Signals) -> float:
         """Takes away the node that runs this process; when that was. SIGSTOP: as one whose network is gone."""
         name, raylet = self._where(pid)
-        gone = _descendants(raylet)
+        gone = descendants(raylet)
         began = time.monotonic()
         for each in gone:
             os.kill(each, how)
@@ -107,39 +109,15 @@ class FakeSlices:
 
     def _where(self, pid: int) -> tuple[str, int]:
         """The slice and the raylet of this process."""
-        line = set(_ancestors(pid))
+        line = set(ancestors(pid))
         return next((name, raylet) for name, nodes in self._slices.items() for raylet in nodes if raylet in line)
 
     def close(self) -> None:
         for pid in self._frozen:
-            if _parents().get(pid) is not None:
+            if parents().get(pid) is not None:
                 os.kill(pid, signal.SIGKILL)
         self._cluster.shutdown()
 
 
 def _raylet(node: Any) -> int:
     return next(info.process.pid for kind, infos in node.all_processes.items() if kind == "raylet" for info in infos)
-
-
-def _parents() -> dict[int, int]:
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has just ended
-    return parents
-
-
-def _ancestors(pid: int) -> list[int]:
-    parents, line = _parents(), [pid]
-    while line[-1] in parents:
-        line.append(parents[line[-1]])
-    return line
-
-
-def _descendants(pid: int) -> list[int]:
-    parents, line = _parents(), [pid]
-    for each in line:
-        line += [child for child, parent in parents.items() if parent == each]
-    return line

@@ -1,7 +1,7 @@
 """A run of many processes on this machine, whose processes and machines are taken away one by one, then its books.
 
-    python -m tests.soak.gang_kills [--each=3] [--kinds=rollout-kill,...] [--seed=0] [--workdir=DIR]
-                                    [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
+    python -m tests.soak.gang_kills [--each=3 | --minutes=120] [--kinds=rollout-kill,...] [--seed=0] [--users=4]
+                                    [--workdir=DIR] [--config=configs/quickstart.py:tiny] [-- --config.field=value ...]
     ... --kinds=node-kill,node-freeze [--hosts=2] [--spare=1]    on a local Ray cluster of fake TPU slices
     RAY_ADDRESS=HOST:PORT ... -- --config.cluster.launcher=ray --config.cluster.devices_per_host=1
                                                 on a Ray cluster that is there, and outlives the controller
@@ -16,20 +16,31 @@ new gang is up, and until it does its work again (an instance is at once, the tr
 of a controller "noted" means that the next one has its first gang, and at work that another step is published.
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
+
+--minutes: rounds of all kinds, each in an order of its own, until so many minutes have passed. --users: clients of the
+run's endpoint, one short request after the other. Before each blow the processes are looked at; per tenth of the time
+one row has the most memory, open descriptors and threads of a process by role, the processes that there are, the bytes
+of the workdir, and the users' seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import os
 import random
 import signal
+import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from dora_jax.runtime.journal.object_storage import WANTED
-from tests.soak.gang_run import PROCESSES, WatchedRun, new_parser, running, settle
+from tests.soak.gang_run import PROCESSES, WatchedRun, descendants, new_parser, running, settle
+from tests.soak.hostile_clients import MB, Clients, percentiles
 
 KINDS = (
     "rollout-kill",
@@ -48,14 +59,20 @@ BLOWS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGT
 def main() -> None:
     flags = _flags()
     draw = random.Random(flags.seed)
-    blows = [kind for kind in flags.kinds.split(",") for _ in range(flags.each)]
-    draw.shuffle(blows)
-    slices = _slices(flags) if set(blows) & set(NODE_KINDS) else None
+    kinds = flags.kinds.split(",")
+    slices = _slices(flags) if set(kinds) & set(NODE_KINDS) else None
     launcher = _on_slices(slices.type, flags) if slices else PROCESSES
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    launcher = [*launcher, *([f"--config.serving.port={port}"] if flags.users else [])]
     times: dict[str, list[tuple[float, float, float]]] = {}
+    looks: list[Look] = []
+    began = time.monotonic()
     with contextlib.closing(slices) if slices else contextlib.nullcontext(), running(flags, launcher, slices) as run:
-        for kind in blows:
+        users = Clients(port, flags.users)
+        for kind in _blows(kinds, flags, draw):
             run.ready(flags.gangs)
+            looks.append(look(run))
             time.sleep(draw.uniform(0, 1))
             times.setdefault(kind, []).append(_strike(run, kind, draw))
             print(
@@ -64,8 +81,57 @@ def main() -> None:
                 flush=True,
             )
         run.ready(flags.gangs)
+        looks.append(look(run))
+        users.end()
     _table(times)
+    _resources(looks, began, users)
     settle(run, f"{run.steps} steps")
+
+
+def _blows(kinds: list[str], flags: argparse.Namespace, draw: random.Random) -> Iterator[str]:
+    """Each kind `each` times, or rounds of all until the minutes are over."""
+    blows = [kind for kind in kinds for _ in range(1 if flags.minutes else flags.each)]
+    until = time.monotonic() + 60 * flags.minutes
+    for number in itertools.count():
+        draw.shuffle(blows)
+        if number and not flags.minutes:
+            return
+        for kind in blows:
+            if number and time.monotonic() >= until:
+                return
+            yield kind
+
+
+@dataclasses.dataclass
+class Look:
+    """What the processes of a run hold at one time. most: memory in bytes, descriptors and threads of the process that
+    has the most, by role."""
+
+    at: float
+    steps: int
+    processes: int  # of this command, Ray's included
+    workdir_bytes: int
+    most: dict[str, tuple[int, int, int]]
+
+
+def look(run: WatchedRun) -> Look:
+    most: dict[str, tuple[int, int, int]] = {}
+    for name, pids in {"controller": [run.process.pid], **run.pids}.items():
+        for pid in pids:
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            memory, files, threads = (
+                1024 * int(status["VmRSS"].split()[0]),
+                len(os.listdir(f"/proc/{pid}/fd")),
+                int(status["Threads"]),
+            )
+            role = name.split()[0]
+            other = most.get(role, (0, 0, 0))
+            most[role] = max(memory, other[0]), max(files, other[1]), max(threads, other[2])
+    held_bytes = 0
+    for path in run.folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # which the run has just removed
+            held_bytes += path.stat().st_size
+    return Look(time.monotonic(), run.steps, len(descendants(os.getpid())), held_bytes, most)
 
 
 def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, float, float]:
@@ -166,9 +232,34 @@ def _table(times: dict[str, list[tuple[float, float, float]]]) -> None:
         )
 
 
+def _resources(looks: list[Look], began: float, users: Clients) -> None:
+    """One row a tenth of the time."""
+    ends = [began + (looks[-1].at - began) * (i + 1) / 10 for i in range(10)]
+    roles = sorted(looks[0].most)
+    print(
+        f"{'minute':>6} {'steps':>6} {'processes':>9} {'workdir MiB':>11}  "
+        + "  ".join(f"{role + ': MiB files threads':>28}" for role in roles)
+    )
+    for since, until in itertools.pairwise([began, *ends]):
+        part = [each for each in looks if since < each.at <= until]
+        if not part:
+            continue
+        columns = [tuple(map(max, *(each.most[role] for each in part * 2))) for role in roles]
+        print(
+            f"{(until - began) / 60:>6.0f} {part[-1].steps:>6} {max(each.processes for each in part):>9} "
+            f"{part[-1].workdir_bytes / MB:>11.1f}  "
+            + "  ".join(f"{held / MB:>14.0f} {files:>5} {threads:>7}" for held, files, threads in columns)
+        )
+        if taken := users.of(since, until):
+            print(percentiles("  users", taken))
+    print(f"users: {len(users.times)} requests, failed {dict(users.failed) or 'none'}")
+
+
 def _flags() -> argparse.Namespace:
     parser = new_parser(__doc__, "runs/gang_kills", gangs=3)
     parser.add_argument("--each", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--users", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--spare", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=1)

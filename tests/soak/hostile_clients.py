@@ -163,6 +163,7 @@ class Clients:
                     self.failed[str(answer.status)] += 1
             except (OSError, http.client.HTTPException) as error:
                 self.failed[type(error).__name__] += 1
+                self._over.wait(0.2)  # the run may be down
             finally:
                 connection.close()
             self.times.append((began_s, time.monotonic() - began_s))
