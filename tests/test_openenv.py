@@ -39,8 +39,10 @@ def url(python):
         yield url
 
 
-def open_pool(python, **params):
-    section = EnvironmentSection(name=NAME, params=params, python=python, observation="<{content}>", retries=0)
+def open_pool(python, step_timeout_s=60.0, **params):
+    section = EnvironmentSection(
+        name=NAME, params=params, python=python, observation="<{content}>", retries=0, step_timeout_s=step_timeout_s
+    )
     return EnvironmentPool(section, Bridge(Letters(), section.observation), seed=0)
 
 
@@ -82,6 +84,19 @@ def test_episodes_wait_for_a_server_that_is_full(python):
             assert other.observed(other.answer()) == "<seed True>"
         finally:
             pool.close()
+
+
+def test_an_episode_that_does_not_begin_leaves_no_connection_open(python):
+    with serving(python, "1") as url:
+        hangs = open_pool(python, step_timeout_s=0.5, url=url, reset={"silent": True})
+        pool = open_pool(python, url=url, observation="echoed_message")
+        try:
+            hangs.wait_ready(), pool.wait_ready()
+            assert "environment.step_timeout_s = 0.5 s" in begun(hangs, 0).answer().reason
+            one = begun(pool, 0)
+            assert one.observed(one.answer()) == "<seed True>"
+        finally:
+            hangs.close(), pool.close()
 
 
 def test_what_is_no_action_is_observed_and_a_server_that_is_not_there_is_no_reward(python, url):

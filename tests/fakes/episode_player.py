@@ -67,7 +67,8 @@ class Player:
         return self.answer()
 
 
-def answers(pool, n, timeout_s=60.0):
+def answers(pool, n, timeout_s=90.0):
+    """n answers of a pool; later than environment.step_timeout_s, which says what hangs."""
     found: list[Any] = []
     until = time.monotonic() + timeout_s
     while len(found) < n:

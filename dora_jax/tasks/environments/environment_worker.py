@@ -161,9 +161,9 @@ class EpisodeServer:
             if messages[:-1] and not self._replays:
                 raise Lost("the environment does not replay")
             session = Session(self._kind(**self._params), asyncio.get_running_loop().time())
+            self._sessions[id] = session  # before it is begun: one that fails or hangs there is closed as well
             opening = await self._call(session, waits, session.environment.reset, EpisodePrompt(**request["prompt"]))
             observed.append(self._observed(opening))
-            self._sessions[id] = session
         for message in messages[len(session.messages) :]:
             if session.done:
                 raise Lost("the environment ended the episode earlier than it did before")

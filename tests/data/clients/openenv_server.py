@@ -26,6 +26,8 @@ async def session(socket):
     async for frame in socket:
         asked = json.loads(frame)
         kind, data, error = asked["type"], asked["data"], None
+        if data.get("silent"):
+            continue
         if kind == "reset":
             seen = {"echoed_message": f"seed {data['seed'] >= 0}"}
         elif "message" not in data:
