@@ -46,7 +46,7 @@ def open_pool(python, step_timeout_s=60.0, **params):
     return EnvironmentPool(section, Bridge(Letters(), section.observation), seed=0)
 
 
-def begun(pool, index):
+def new_player(pool, index):
     player = Player(pool, SampleId(0, index))
     pool.open(player.id, prompt_of())
     return player
@@ -56,14 +56,14 @@ def test_an_episode_is_a_connection_and_its_reward_the_sum(python, url):
     pool = open_pool(python, url=url, observation="echoed_message", more={"mark": "!"})
     try:
         assert pool.wait_ready() == ("reward",)
-        one = begun(pool, 0)
+        one = new_player(pool, 0)
         assert one.observed(one.answer()) == "<seed True>"
-        other = begun(pool, 1)
+        other = new_player(pool, 1)
         assert other.observed(other.answer()) == "<seed True>"
         assert one.observed(one.ask("a")) == "<a!>" and other.observed(other.ask("b")) == "<b!>"
         assert one.ask("end") == EpisodeEnded(id=one.id, terms={"reward": 1.5})
         assert "CAPACITY_REACHED: no room" in other.ask("full").reason
-        last = begun(pool, 2)
+        last = new_player(pool, 2)
         last.observed(last.answer())
         assert "ConnectionClosed" in last.ask("leave").reason
     finally:
@@ -75,7 +75,7 @@ def test_episodes_wait_for_a_server_that_is_full(python):
         pool = open_pool(python, url=url, observation="echoed_message")
         try:
             pool.wait_ready()
-            one, other = begun(pool, 0), Player(pool, SampleId(0, 1))
+            one, other = new_player(pool, 0), Player(pool, SampleId(0, 1))
             assert one.observed(one.answer()) == "<seed True>"
             pool.open(other.id, prompt_of())
             time.sleep(0.5)
@@ -92,8 +92,8 @@ def test_an_episode_that_does_not_begin_leaves_no_connection_open(python):
         pool = open_pool(python, url=url, observation="echoed_message")
         try:
             hangs.wait_ready(), pool.wait_ready()
-            assert "environment.step_timeout_s = 0.5 s" in begun(hangs, 0).answer().reason
-            one = begun(pool, 0)
+            assert "environment.step_timeout_s = 0.5 s" in new_player(hangs, 0).answer().reason
+            one = new_player(pool, 0)
             assert one.observed(one.answer()) == "<seed True>"
         finally:
             hangs.close(), pool.close()
@@ -103,7 +103,7 @@ def test_what_is_no_action_is_observed_and_a_server_that_is_not_there_is_no_rewa
     pool = open_pool(python, url=url, action="", opening=False)
     try:
         pool.wait_ready()
-        player = begun(pool, 0)
+        player = new_player(pool, 0)
         assert player.observed(player.answer()) == ""
         assert player.observed(player.ask("up")) == "<the action is no JSON object>"
         assert player.observed(player.ask("{}")) == "<Invalid message: ['message']>"
@@ -113,7 +113,7 @@ def test_what_is_no_action_is_observed_and_a_server_that_is_not_there_is_no_rewa
     pool = open_pool(python, url="ws://127.0.0.1:9/ws")
     try:
         pool.wait_ready()
-        assert "ws://127.0.0.1:9/ws: " in begun(pool, 0).answer().reason
+        assert "ws://127.0.0.1:9/ws: " in new_player(pool, 0).answer().reason
     finally:
         pool.close()
 

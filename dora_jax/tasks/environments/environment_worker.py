@@ -161,7 +161,7 @@ class EpisodeServer:
             if messages[:-1] and not self._replays:
                 raise Lost("the environment does not replay")
             session = Session(self._kind(**self._params), asyncio.get_running_loop().time())
-            self._sessions[id] = session  # before it is begun: one that fails or hangs there is closed as well
+            self._sessions[id] = session  # before its reset, so that one that fails or hangs is closed
             opening = await self._call(session, waits, session.environment.reset, EpisodePrompt(**request["prompt"]))
             observed.append(self._observed(opening))
         for message in messages[len(session.messages) :]:
