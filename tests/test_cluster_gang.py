@@ -6,8 +6,10 @@ import os
 import queue
 import resource
 import signal
+import socket
 import threading
 import time
+import types
 
 import psutil
 import pytest
@@ -18,7 +20,7 @@ from dora_jax.runtime.cluster import messages
 from dora_jax.runtime.cluster.connection import RecordConnection
 from dora_jax.runtime.cluster.gang import CallRefused, Gang, GangDied, GangLimits
 from dora_jax.runtime.cluster.launch_process import ProcessLauncher, Ticket
-from dora_jax.runtime.cluster.process_main import leave_multislice
+from dora_jax.runtime.cluster.process_main import leave_multislice, pass_on_notice
 from tests.fakes.cluster import LIMITS, FakeHost, FakeLauncher, Kept, eventually
 from tests.fakes.members import RUN, dialled, new_listener
 
@@ -252,6 +254,22 @@ def test_a_gang_that_is_reported_to_leave_hands_over_first_and_another_comes():
         assert kept.events[:4] == ["up 1", ev.InstanceReported(instance=0, free=3), "down 1", "up 2"]
         assert kept.gangs[0].reason == "preempted: process 1 (pid 1001) received SIGTERM"
         assert any(text.startswith("rollout 0 (epoch 1) has left: preempted") for text in kept.notes)
+
+
+def test_a_notice_is_passed_on_while_an_event_loop_has_the_wake_up_descriptor():
+    sent = queue.SimpleQueue()
+    handler, descriptor = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    with receiver, sender:
+        try:
+            pass_on_notice(types.SimpleNamespace(send=sent.put))
+            signal.set_wakeup_fd(sender.fileno())  # as an event loop does for as long as it runs
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert sent.get(timeout=10) == messages.PreemptionNotice(reason="SIGTERM")
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            signal.signal(signal.SIGTERM, handler)
 
 
 def test_who_leaves_has_left_once_every_process_has_reported_so():

@@ -103,13 +103,15 @@ def pass_on_notice(link: ControllerConnection) -> None:
 
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.set_wakeup_fd(sender.detach())
+    # The handler as well: an event loop that the main thread runs, as of a library that writes a checkpoint, has the
+    # wake-up descriptor meanwhile.
+    signal.signal(signal.SIGTERM, lambda number, frame: sender.send(bytes([number])))
+    signal.set_wakeup_fd(sender.fileno())
 
     def wait() -> None:
-        while receiver.recv(1) != bytes([signal.SIGTERM]):
-            pass
-        link.send(PreemptionNotice(reason="SIGTERM"))
+        while number := receiver.recv(1):
+            if number == bytes([signal.SIGTERM]):
+                link.send(PreemptionNotice(reason="SIGTERM"))
 
     threading.Thread(target=wait, name="notice", daemon=True).start()
 
