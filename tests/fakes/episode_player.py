@@ -60,15 +60,18 @@ class Player:
         self.pool.turn(self.prompt, so_far)
 
     def answer(self):
-        return answers(self.pool, 1)[0]
+        """The next answer to this episode; what comes with it is kept for the others."""
+        kept = vars(self.pool).setdefault("kept", {})
+        while self.id not in kept:
+            kept |= {answer.id: answer for answer in answers(self.pool, 1)}
+        return kept.pop(self.id)
 
     def ask(self, text):
         self.say(text)
         return self.answer()
 
 
-def answers(pool, n, timeout_s=90.0):
-    """n answers of a pool; later than environment.step_timeout_s, which says what hangs."""
+def answers(pool, n, timeout_s=60.0):
     found: list[Any] = []
     until = time.monotonic() + timeout_s
     while len(found) < n:
