@@ -17,10 +17,10 @@ of a controller "noted" means that the next one has its first gang, and at work 
 At the end the books of the whole run, from its journal:
     issued = trained + filtered + failed + in flight; lost, trained twice, generated again: 0
 
---minutes: rounds of all kinds, each in an order of its own, until so many minutes have passed. --users: clients of the
-run's endpoint, one short request after the other. Before each blow the processes are looked at; per tenth of the time
-one row has the most memory, open descriptors and threads of a process by role, the processes that there are, the bytes
-of the workdir, and the users' seconds.
+--minutes: rounds of all kinds, each in an order of its own, until so many minutes have passed, or until Ctrl-C.
+--users: clients of the run's endpoint, one short request after the other. Before each blow the processes are looked at;
+per tenth of the time one row has the most memory, open descriptors and threads of a process by role, the processes that
+there are, the bytes of the workdir, and the users' seconds.
 """
 
 from __future__ import annotations
@@ -70,16 +70,17 @@ def main() -> None:
     began = time.monotonic()
     with contextlib.closing(slices) if slices else contextlib.nullcontext(), running(flags, launcher, slices) as run:
         users = Clients(port, flags.users)
-        for kind in _blows(kinds, flags, draw):
-            run.ready(flags.gangs)
-            looks.append(look(run))
-            time.sleep(draw.uniform(0, 1))
-            times.setdefault(kind, []).append(_strike(run, kind, draw))
-            print(
-                f"  {kind:16} noted {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
-                f"{times[kind][-1][2]:5.1f} s",
-                flush=True,
-            )
+        with contextlib.suppress(KeyboardInterrupt):
+            for kind in _blows(kinds, flags, draw):
+                run.ready(flags.gangs)
+                looks.append(look(run))
+                time.sleep(draw.uniform(0, 1))
+                times.setdefault(kind, []).append(_strike(run, kind, draw))
+                print(
+                    f"  {kind:16} noted {times[kind][-1][0]:5.1f} s  up {times[kind][-1][1]:5.1f} s  at work "
+                    f"{times[kind][-1][2]:5.1f} s",
+                    flush=True,
+                )
         run.ready(flags.gangs)
         looks.append(look(run))
         users.end()
@@ -128,9 +129,10 @@ def look(run: WatchedRun) -> Look:
             other = most.get(role, (0, 0, 0))
             most[role] = max(memory, other[0]), max(files, other[1]), max(threads, other[2])
     held_bytes = 0
-    for path in run.folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # which the run has just removed
-            held_bytes += path.stat().st_size
+    for folder, _, names in os.walk(run.folder):  # which passes over what the run has just removed
+        for each in names:
+            with contextlib.suppress(FileNotFoundError):
+                held_bytes += os.stat(os.path.join(folder, each)).st_size
     return Look(time.monotonic(), run.steps, len(descendants(os.getpid())), held_bytes, most)
 
 
@@ -150,7 +152,7 @@ def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, flo
     else:
         began = time.monotonic()
         os.kill(pid, BLOWS[blow])
-    run.wait(f"the loss of {gang}", lambda: gang not in run.pids)
+    run.wait(f"{kind}: the loss of {gang}", lambda: gang not in run.pids)
     reported_s = time.monotonic() - began
     if role == "node" and not run.slices.spare:
         run.slices.replace()
