@@ -30,6 +30,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ from typing import Any
 from absl import logging
 
 from dora_jax.trainer import checkpoint
+from tests.soak.agent_kills import Agents
+from tests.soak.agent_training import TRAIN, Run
 from tests.soak.chaos import OVERRIDES
 from tests.soak.damage_kinds import SUBJECTS, stale
 from tests.soak.damage_rig import Outcome, Rig
@@ -62,11 +65,19 @@ from tests.soak.damage_weights import StoredCases
 STEPS = 12
 KILLED_AT = "trainer.after_put:11"  # what a kill leaves behind has samples under way
 QUICKSTART = "configs/quickstart.py:tiny"
+SESSIONS, AGENTS = "sessions", 16  # it trains on what these agents of agent_kills.py do through its endpoint
 MODES = {  # config, and what is changed of it
     "plain": (QUICKSTART,),
     "lora": (QUICKSTART, "--config.lora.rank=4"),
     "drafts": (QUICKSTART, "--config.rollout.drafts=3"),
     "environments": ("configs/agent.py:tiny",),
+    SESSIONS: (
+        "",
+        *TRAIN,
+        "--config.serving.reward_s=3600",
+        "--config.serving.session_idle_s=3600",
+        "--config.eval.every=0",
+    ),
     **{name: (QUICKSTART, f"--config.orchestrator.mode={name}") for name in ("sync", "one_step", "partial", "evict")},
     "exact": (QUICKSTART, "--config.rollout.exact=True"),
     "narrow": (QUICKSTART, "--config.rollout.narrow_rows=16"),
@@ -125,7 +136,15 @@ class Cases:
         self._scratch = folder / f"case.{os.getpid()}"
         self._planted = False
         os.environ.setdefault("DORA_COMPILE_CACHE", str(folder.parent / "cache"))
-        self._command = [f"--config={MODES[mode][0]}", *CHANGED, *MODES[mode][1:]]
+        config, *changes = MODES[mode]
+        if mode == SESSIONS:
+            options = argparse.Namespace(workdir=folder, envs=Path(), steps=STEPS, warm_steps=1)
+            self._agents = Run(options, "agents", 0)
+            config = str(self._agents.config)
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                self._port = listening.getsockname()[1]
+            changes = [change.replace("{port}", str(self._port)) for change in changes]
+        self._command = [f"--config={config}", *CHANGED, *changes]
         self._command += [f"--config.{field}={folder.absolute() / 'base'}" for field in ("model.path", "sft.out")]
         if not (folder / "truth.jsonl").exists():
             self._make()
@@ -225,6 +244,8 @@ class Cases:
             shutil.rmtree(old, ignore_errors=True)
         truth = self._folder / "truth.partial"
         truth.unlink(missing_ok=True)
+        if self._mode == SESSIONS:
+            self._agents.warm()
         run = self._observed(self._true, truth, DORA_FAULT=KILLED_AT)
         if run.returncode != -9:
             raise RuntimeError(f"the run was not killed, but ended with {run.returncode}: {run.stderr[-2000:]}")
@@ -232,18 +253,25 @@ class Cases:
             straight = self._observed(self._folder / "undisturbed", self._folder / "undisturbed.jsonl")
             if straight.returncode:
                 raise RuntimeError(f"the undisturbed run ended with {straight.returncode}: {straight.stderr[-2000:]}")
+        if self._mode == SESSIONS:  # which has no reward of its own
+            truth.rename(self._folder / "truth.jsonl")
+            return
         evaluated = [sys.executable, "-m", "dora_jax.evaluate", f"--workdir={self._true}"]
         subprocess.run(evaluated, check=True, capture_output=True)
         truth.rename(self._folder / "truth.jsonl")
 
     def _observed(self, workdir: Path, truth: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        agents = Agents(f"http://127.0.0.1:{self._port}", AGENTS, self._seed) if self._mode == SESSIONS else None
+        done = subprocess.run(
             [sys.executable, "-m", "tests.soak.damage_truth", str(truth), *self._command, f"--workdir={workdir}"],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
             check=False,
         )
+        if agents is not None:
+            agents.over.set()
+        return done
 
     def _drawn(self, draw: random.Random) -> str:
         return self._subject or draw.choices(list(SHARES), list(SHARES.values()))[0]
