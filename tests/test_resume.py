@@ -11,7 +11,7 @@ from dora_jax.orchestrate.modes import OrchestratorConfig
 from dora_jax.runtime.journal import resume
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.records import Published
-from dora_jax.runtime.journal.recovery import head_records, recover
+from dora_jax.runtime.journal.recovery import head_records, recover, steps_since
 from dora_jax.trainer.checkpoint import Restored, UnusableCheckpoint
 from tests.fakes import faults
 from tests.fakes.journal_world import Disk, History
@@ -134,6 +134,22 @@ def test_the_steps_since_the_start_are_made_again_and_live_versions_are_in_the_s
     assert rig.weights == {version: version for version in found.outstanding.versions}
     assert rig.begun.outstanding == found.outstanding and rig.begun.segments == found.segments
     assert "resuming at step" in rig.writer["notes"][-1]
+
+
+def test_steps_since_a_version_read_no_segment_before_the_one_that_begins_there(monkeypatch):
+    history = History(CONFIG, Shape(), every=10)
+    for fact in (60, 40, 30):
+        assert history.live(kill_fact=fact) is None
+    journal, read = EventLog(history.disk), []
+    found = recover(journal, CONFIG, [0], lambda version: True, print)
+    monkeypatch.setattr(history.disk, "read", lambda n: read.append(n) or history.disk.content[n])
+    assert len(found.segments) > 2 and len(set(found.segments.values())) > 2
+    for version in sorted(set(found.segments.values())):
+        read.clear()
+        first = max(n for n, base in found.segments.items() if base <= version)
+        made = [(step.base, step.published) for step in steps_since(journal, version)]
+        assert made == [(step.base, step.published) for step in found.steps if step.base >= version]
+        assert set(read) == {n for n in found.segments if n >= first}
 
 
 def test_a_step_that_comes_out_with_other_weights_begins_an_epoch_and_running_samples_start_over(killed):

@@ -152,12 +152,9 @@ def recover(
 
 def steps_since(journal: EventLog, version: Version) -> tuple[Step, ...]:
     """The steps made since this version, oldest first. Another thread may be writing the log."""
-    heads, _ = _heads(journal, unheard)
-    if not heads:
-        return ()
-    first = max((n for n, base in heads.items() if base <= version), default=min(heads))
-    end = replay(journal, [n for n in sorted(heads) if n >= first], unheard)
-    return tuple(step for step in end.steps if step.base >= version)
+    heads, _ = _heads(journal, unheard, back_to=version)
+    steps = replay(journal, sorted(heads), unheard).steps if heads else []
+    return tuple(step for step in steps if step.base >= version)
 
 
 def replay(journal: EventLog, segments: Sequence[int], notify: Notify) -> ReplayedState:
@@ -230,12 +227,16 @@ def _follow(state: ReplayedState, entry: Entry) -> None:
         state.steps.append(step)
 
 
-def _heads(journal: EventLog, notify: Notify) -> tuple[dict[int, Version], dict[int, UnknownFormat]]:
+Heads = tuple[dict[int, Version], dict[int, UnknownFormat]]
+
+
+def _heads(journal: EventLog, notify: Notify, back_to: Version | None = None) -> Heads:
     """(segments that a replay can begin with -> the version at which they begin, segments that another version of
-    dora_jax wrote -> what is unknown about them)"""
+    dora_jax wrote -> what is unknown about them). back_to: none older than the newest that begins at this version or
+    before it is read, so that the time does not grow with a journal that keeps all."""
     found: dict[int, Version] = {}
     unknown: dict[int, UnknownFormat] = {}
-    for number in journal.segments():
+    for number in sorted(journal.segments(), reverse=back_to is not None):
         try:
             segment = _read(journal, number)
             if not segment.records and segment.fault:
@@ -252,6 +253,8 @@ def _heads(journal: EventLog, notify: Notify) -> tuple[dict[int, Version], dict[
             notify(f"{error}; the segment is stepped over")
             continue
         found[number] = base
+        if back_to is not None and base <= back_to:
+            break
     return found, unknown
 
 
