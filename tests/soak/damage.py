@@ -253,11 +253,9 @@ class Cases:
             straight = self._observed(self._folder / "undisturbed", self._folder / "undisturbed.jsonl")
             if straight.returncode:
                 raise RuntimeError(f"the undisturbed run ended with {straight.returncode}: {straight.stderr[-2000:]}")
-        if self._mode == SESSIONS:  # which has no reward of its own
-            truth.rename(self._folder / "truth.jsonl")
-            return
-        evaluated = [sys.executable, "-m", "dora_jax.evaluate", f"--workdir={self._true}"]
-        subprocess.run(evaluated, check=True, capture_output=True)
+        if self._mode != SESSIONS:  # which has no reward of its own
+            evaluated = [sys.executable, "-m", "dora_jax.evaluate", f"--workdir={self._true}"]
+            subprocess.run(evaluated, check=True, capture_output=True)
         truth.rename(self._folder / "truth.jsonl")
 
     def _observed(self, workdir: Path, truth: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
-
-from tests.soak.gang_run import ancestors, descendants, parents
 
 CHIPS = 4  # of a host
 STORE_BYTES = 100 << 20
@@ -79,7 +78,7 @@ class FakeSlices:
     def take(self, pid: int, how: signal.Signals) -> float:
         """Takes away the node that runs this process; when that was. SIGSTOP: as one whose network is gone."""
         name, raylet = self._where(pid)
-        gone = descendants(raylet)
+        gone = [raylet, *(child.pid for child in psutil.Process(raylet).children(recursive=True))]
         began = time.monotonic()
         for each in gone:
             os.kill(each, how)
@@ -109,12 +108,12 @@ class FakeSlices:
 
     def _where(self, pid: int) -> tuple[str, int]:
         """The slice and the raylet of this process."""
-        line = set(ancestors(pid))
+        line = {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
         return next((name, raylet) for name, nodes in self._slices.items() for raylet in nodes if raylet in line)
 
     def close(self) -> None:
         for pid in self._frozen:
-            if parents().get(pid) is not None:
+            if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
         self._cluster.shutdown()
 

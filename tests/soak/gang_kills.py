@@ -35,11 +35,12 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dora_jax.runtime.journal.object_storage import WANTED
-from tests.soak.gang_run import PROCESSES, WatchedRun, descendants, new_parser, running, settle
+from tests.soak.gang_run import PROCESSES, WatchedRun, new_parser, running, settle
 from tests.soak.hostile_clients import MB, Clients, percentiles
 
 KINDS = (
@@ -119,12 +120,8 @@ def look(run: WatchedRun) -> Look:
     most: dict[str, tuple[int, int, int]] = {}
     for name, pids in {"controller": [run.process.pid], **run.pids}.items():
         for pid in pids:
-            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            memory, files, threads = (
-                1024 * int(status["VmRSS"].split()[0]),
-                len(os.listdir(f"/proc/{pid}/fd")),
-                int(status["Threads"]),
-            )
+            process = psutil.Process(pid)
+            memory, files, threads = process.memory_info().rss, process.num_fds(), process.num_threads()
             role = name.split()[0]
             other = most.get(role, (0, 0, 0))
             most[role] = max(memory, other[0]), max(files, other[1]), max(threads, other[2])
@@ -133,7 +130,11 @@ def look(run: WatchedRun) -> Look:
         for each in names:
             with contextlib.suppress(FileNotFoundError):
                 held_bytes += os.stat(os.path.join(folder, each)).st_size
-    return Look(time.monotonic(), run.steps, len(descendants(os.getpid())), held_bytes, most)
+    processes = 0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes += child.status() != psutil.STATUS_ZOMBIE  # Ray reads no exit code of what was killed
+    return Look(time.monotonic(), run.steps, processes, held_bytes, most)
 
 
 def _strike(run: WatchedRun, kind: str, draw: random.Random) -> tuple[float, float, float]:

@@ -138,28 +138,3 @@ def settle(run: WatchedRun, notes: str) -> None:
     books = audit(run.folder / "journal")
     print(f"{notes}; exit code {run.process.returncode}; {books}")
     sys.exit(0 if books.ok else 1)
-
-
-def parents() -> dict[int, int]:
-    """Each process' parent."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has just ended
-    return found
-
-
-def ancestors(pid: int) -> list[int]:
-    above, line = parents(), [pid]
-    while line[-1] in above:
-        line.append(above[line[-1]])
-    return line
-
-
-def descendants(pid: int) -> list[int]:
-    above, line = parents(), [pid]
-    for each in line:
-        line += [child for child, parent in above.items() if parent == each]
-    return line
