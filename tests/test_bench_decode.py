@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 
 from dora_jax.bench import decode, harness
+from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
 
 
 def test_the_long_tail_is_the_one_it_says():
-    fixed, tail = decode.works(decode.Subject(), [8], 256)
-    assert (fixed.lengths == 128).all() and fixed.tokens == 1024 and fixed.prompts.shape == (8, 32)
+    fixed, tail, grouped = decode.works(512, RolloutSection(max_new_tokens=700), [4], 256, 8)
+    assert (fixed.lengths == 128).all() and fixed.tokens == 512 and fixed.prompts.shape == (4, 48)
     assert len(tail.lengths) == 256 and 40 < np.median(tail.lengths) < 56 and np.quantile(tail.lengths, 0.99) > 500
+    assert (grouped.lengths == tail.lengths).all() and grouped.group == 8
+    assert len(np.unique(grouped.prompts, axis=0)) == 32 and (grouped.prompts[:8] == grouped.prompts[0]).all()
 
 
 def test_instances_take_samples_of_one_queue_when_they_have_room():
@@ -48,3 +51,10 @@ def test_the_page_of_long_contexts():
     _, _, *rows = decode.bandwidth_table("toy", [64, 128], 2, "reference", 1e9)
     assert [row.split()[:2] for row in rows] == [["64", "2"], ["128", "2"]]
     assert all(0 < float(row.split()[4]) and row.endswith("%") for row in rows)
+
+
+@pytest.mark.slow
+def test_the_engines_of_a_shipped_configuration_are_measured_beside_the_plain_way():
+    head, columns, *rows = decode.decode("configs/quickstart.py", rows=(1, 8), tail=0, rivals=("plain",), rounds=1)
+    assert head.startswith("configs/quickstart.py, sha256 ") and columns.split()[-1] == "rival"
+    assert [row.split()[1] for row in rows] == ["B=1", "B=8", "B=8,"] and all("x" in row for row in rows)

@@ -30,7 +30,7 @@ CODE = {
     "models": 4323,
     "ops": 672,
     "orchestrate": 2910,
-    "plan": 1615,
+    "plan": 1618,
     "report": 1260,
     "rollout": 3556,
     "runtime": 12418,

@@ -1,7 +1,7 @@
 """Tokens a second of the rollout engine against other ways to sample from the same weights, log-probs included.
 
-    python -m dora_jax.bench.decode [--rows=1,8,32,128] [--tail=256] [--rivals=plain,transformers,tunix]
-                                      [--copies=1] [--instances=0] [--rounds=3] [--install]
+    python -m dora_jax.bench.decode [--config=configs/rows.py:chat] [--rows=1,8,32] [--tail=256]
+                                      [--rivals=plain,transformers,tunix] [--copies=1] [--rounds=3] [--install]
     python -m dora_jax.bench.decode --smollm --rows=32 --tail=64 --rivals=transformers --rounds=1
     python -m dora_jax.bench.decode --moe --rows=32 --tail=0 --rivals=transformers
     python -m dora_jax.bench.decode --contexts=1024,32768 [--model=toy] [--rows=32] [--attention=reference] [--memory=2]
@@ -10,18 +10,18 @@
     python -m dora_jax.bench.decode adapters [--versions=1,2,4] [--rows=32] [--rank=8] [--tokens=128] [--rounds=3]
                                                [--samples=0] [--width=256]
 
-Two kinds of work: fixed lengths (B prompts of 32 tokens, 128 new tokens each) and a long tail (256 samples, median 48,
-99 % quantile over 500 tokens, 32 at a time). The engine runs as a job runs it: an instance a core, each on a device of
-its own, fed from one queue of samples. Rivals run whole batches over all cores, as they do (`--copies=2`: each started
+Two kinds of work: fixed lengths (B prompts of 48 tokens, 128 new tokens each) and a long tail (256 samples, median 48,
+cut at what the configuration allows, 32 at a time); each with prompts of their own, and in groups that share one. The
+engines are those that a run of the configuration assembles on this machine, with nothing overridden but the model, fed
+from one queue of samples; a digest of the configuration stands above the table. What a ladder compiles beside a run is
+there before the clock starts. Rivals run whole batches over all cores, as they do (`--copies=2`: each started
 twice, with half of the samples); a token beyond a sample's length does not count. `plain` is the plain way in JAX
 and no rival. Prefill is included everywhere, compilation nowhere. Rounds are interleaved and the best of each counts,
 because neighbours on the machine only ever slow things down.
 The floor is what the machine's measured speeds allow: weights and the KV of the running samples read once a step, at
 the speed at which all cores read as many bytes over and over, or the flops at that of a large matrix product, whichever
 takes longer. Rivals run in an environment of their own (`--install` makes it under .bench/) on a folder written here.
-With --smollm the weights are those of a real model of 135M parameters (bench.learning): prompts of 48 tokens, 48 new
-ones each at fixed lengths, and one instance over all cores, because every instance reads all weights at every step.
-Pages are what all slots need, and one a slot more, which admission keeps free for running samples to grow into.
+With --smollm the weights are those of a real model of 135M parameters (bench.learning).
 Tunix is the sampler of its newest published package, 0.1.7; the engine of its development branch is not published.
 With --moe the toy has 8 layers of 16 experts, of which a token takes 2; the rival runs its fastest experts.
 With --contexts: the decode call of a long context alone, as a share of the memory's speed. A decode step must read
@@ -58,8 +58,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ from dora_jax import tasks
 from dora_jax.bench import harness, learning
 from dora_jax.bench.harness import TOY
 from dora_jax.cli import flags as cli_flags
-from dora_jax.config import Config
+from dora_jax.config import Config, RolloutSection
 from dora_jax.config import files as config_files
 from dora_jax.models import decoder, hf, lora, sharding
 from dora_jax.models.families.config import Experts
@@ -84,7 +84,7 @@ from dora_jax.models.lora_config import OFF, Lora
 from dora_jax.models.tokenizer import Tokenizer
 from dora_jax.ops.attention import MASKED
 from dora_jax.ops.segment_attention import segment_attention
-from dora_jax.plan import devices
+from dora_jax.plan import devices, validate
 from dora_jax.publish import DeviceWeights
 from dora_jax.rollout.drafts import NONE, Drafter
 from dora_jax.rollout.engine import Engine
@@ -97,7 +97,8 @@ from dora_jax.types import Sample, SampleId
 
 MODEL = decoder.new_config("qwen3", **TOY)
 MIXTURE = decoder.new_config("qwen3_moe", **TOY | {"n_layers": 8}, experts=Experts(count=16, per_token=2, width=128))
-TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LIMIT = 256, 32, 48, 1.1, 768
+PROMPT, FIXED = 48, 128  # tokens
+TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA = 256, 32, 48, 1.1
 
 
 def drain(engine: Engine, todo: Iterator[tuple], at_once: int = 0, done: dict[SampleId, Sample] | None = None) -> int:
@@ -120,57 +121,41 @@ def drain(engine: Engine, todo: Iterator[tuple], at_once: int = 0, done: dict[Sa
 # ------------------------------------------------------- against rivals
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model, and how its engine is set up."""
-
-    model: decoder.ModelConfig = MODEL
-    prompt: int = 32
-    fixed: int = 128  # new tokens of a sample
-    fixed_rows: int = 32  # of a decode call; more rows at once outgrow a core's cache
-    fixed_steps: int = 32
-    fixed_block: int = 64
-    tail_rows: int = 8  # rows of like context share a call
-    tail_steps: int = 16
-    tail_block: int = 128
-    prefill: int = 128  # prompt tokens of a call
-    tail_prefill: int = 128  # the same, where samples start a few at a time
-
-
-# few calls a step, because each reads all weights: one, and two where short and long contexts meet
-REAL = dict(prompt=48, fixed=48, fixed_steps=48, fixed_block=48, tail_rows=TAIL_BATCH // 2, prefill=768,
-            tail_prefill=192)  # fmt: skip
-
-
 class DecodeWork(NamedTuple):
     name: str
-    subject: Subject
     batch: int  # samples at a time
-    prompts: np.ndarray  # i32[samples, subject.prompt]
+    group: int  # samples that share a prompt
+    prompts: np.ndarray  # i32[samples, tokens]
     lengths: np.ndarray  # i32[samples] tokens to sample
     tokens: int  # their sum
 
 
-def works(subject: Subject, rows: Sequence[int], tail_samples: int) -> list[DecodeWork]:
+def works(vocab: int, rollout: RolloutSection, rows: Sequence[int], tail_samples: int, group: int) -> list[DecodeWork]:
+    """Each kind of work with prompts of their own, and in groups, where they fill the batch; none is longer than
+    the configuration allows."""
+    limit, prompt = rollout.max_new_tokens, min(PROMPT, rollout.max_prompt_tokens)
     rng = np.random.default_rng(0)
-    tail = np.exp(rng.normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, tail_samples)).astype(int).clip(1, TAIL_LIMIT)
+    tail = np.exp(rng.normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, tail_samples)).astype(int).clip(1, limit)
     found = []
     for name, batch, lengths in (
-        *((f"fixed B={b}", b, np.full(b, subject.fixed)) for b in rows),
+        *((f"fixed B={b}", b, np.full(b, min(FIXED, limit))) for b in rows),
         *([("long tail", TAIL_BATCH, tail)] if tail_samples else []),
     ):
-        prompts = rng.integers(3, subject.model.vocab_size, (len(lengths), subject.prompt)).astype(np.int32)
-        found.append(DecodeWork(name, subject, batch, prompts, lengths, int(lengths.sum())))
+        prompts = rng.integers(3, vocab, (len(lengths), prompt)).astype(np.int32)
+        for size in (1, group) if batch % group == 0 < group - 1 else (1,):
+            shared = prompts[np.arange(len(prompts)) // size]
+            called = f"{name}, groups" if size > 1 else name
+            found.append(DecodeWork(called, batch, size, shared, lengths, int(lengths.sum())))
     return found
 
 
-def plain_runner(work: DecodeWork, params) -> Callable[[], None]:
+def plain_runner(work: DecodeWork, model: decoder.ModelConfig, params) -> Callable[[], None]:
     """A closure that samples the whole work once, the plain way in JAX: one contiguous cache, whole batches, a scan
     until the longest sample ends. All of it is tuned as in the engine (layouts, one dispatch a batch, donated cache);
     what it lacks is continuous batching, pages and versions."""
     firsts = range(0, len(work.lengths), work.batch)
     longest = [int(work.lengths[i : i + work.batch].max()) for i in firsts]
-    calls = {n: jax.jit(functools.partial(_generate_plain, work.subject.model, n)) for n in set(longest)}
+    calls = {n: jax.jit(functools.partial(_generate_plain, model, n)) for n in set(longest)}
 
     def run() -> None:
         for first, n in zip(firsts, longest, strict=True):
@@ -225,35 +210,31 @@ def _generate_plain(cfg: decoder.ModelConfig, n: int, params, prompts_BxT, key):
     return jnp.concatenate([first_logprob[None], logprobs]), tokens
 
 
-def engine_runner(work: DecodeWork, params) -> Callable[[], None]:
-    """A closure that samples the whole work once, on a fresh set of ids each time."""
-    devices, s = jax.devices()[: work.batch], work.subject
-    slots, longest = work.batch // len(devices), int(work.lengths.max())
-    fixed = longest == work.lengths.min()
-    sizes = (s.fixed_rows, s.fixed_steps, s.fixed_block, s.prefill)
-    rows, steps, block, prefill = sizes if fixed else (s.tail_rows, s.tail_steps, s.tail_block, s.tail_prefill)
-    engines = [
-        harness.new_engine(s.model, params, sharding.make_mesh([device], 1, 1, 1), slots=slots,
-                           pages=slots * (-(-(s.prompt + longest) // 16) + 2), max_prompt_tokens=s.prompt,
-                           max_new_tokens=longest, prefill_tokens=s.prompt * slots, prefill_call_tokens=prefill,
-                           decode_rows=min(rows, slots), decode_steps=steps, context_block=block)
-        for device in devices
-    ]  # fmt: skip
-    for engine in engines:
-        engine.warmup()
+def engine_runner(work: DecodeWork, engines: Sequence[Engine], params) -> Callable[[], None]:
+    """A closure that samples the whole work once, on a fresh set of groups each time."""
     groups = itertools.count()
-    threads = ThreadPoolExecutor(len(engines))
 
     def run() -> None:
-        group = next(groups)
-        todo = iter([(SampleId(group, i), work.prompts[i], 0, int(n)) for i, n in enumerate(work.lengths)])
-        tokens = sum(threads.map(drain, engines, itertools.repeat(todo)))
+        first = next(groups) << 20
+        todo = iter([(SampleId(first + i // work.group, i % work.group), work.prompts[i], 0, int(n))
+                     for i, n in enumerate(work.lengths)])  # fmt: skip
+        at_once = -(-work.batch // len(engines))
+        with ThreadPoolExecutor(len(engines)) as threads:
+            tokens = sum(threads.map(drain, engines, itertools.repeat(todo), itertools.repeat(at_once)))
         if tokens != work.tokens:
             raise RuntimeError(f"{tokens} tokens were sampled, not {work.tokens}")
         for engine in engines:
             harness.reload(engine, params)  # no prefix is left for the next round
 
     return run
+
+
+def settled(run: Callable[[], None], engines: Sequence[Engine]) -> None:
+    """Samples the work until every dispatch that a ladder wants for it is compiled and measured, as in a run that has
+    gone on for minutes."""
+    run()
+    while any(engine.scheduler.decoding.costs.next_rung() for engine in engines):
+        run()
 
 
 def rival_runner(rival: harness.Rival, copies: int, work: DecodeWork) -> Callable[[], float]:
@@ -278,44 +259,58 @@ def read_speed(n_bytes: int) -> float:
     return matrix.nbytes / harness.best_s(jax.jit(jnp.matmul), matrix, vector, rounds=30)
 
 
-def floor_s(work: DecodeWork, flops: float) -> float:
-    """Steps at full batches; each reads the weights once and each running sample's KV so far."""
-    model, prompt = work.subject.model, work.subject.prompt
+def floor_s(work: DecodeWork, model: decoder.ModelConfig, flops: float) -> float:
+    """Steps at full batches; each reads the weights once and each running sample's KV so far. A group's prompt is
+    computed once."""
     weights = model.matrix_params  # a batch meets all experts, a token those that it is sent to
     kv_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim * 4
-    steps = work.tokens / work.batch
+    steps, prompt = work.tokens / work.batch, work.prompts.shape[1]
     read = steps * weights * 4 + sum(kv_token * (prompt * n + n * (n + 1) / 2) for n in work.lengths.tolist())
     decode = max(read / read_speed(int(read / steps)), 2 * model.active_params * work.tokens / flops)
-    return decode + 2 * model.active_params * prompt * len(work.lengths) / flops
+    return decode + 2 * model.active_params * prompt * len(work.lengths) / work.group / flops
 
 
 def decode(
-    rows=(1, 8, 32, 128), tail=TAIL_SAMPLES, rivals=("plain", "transformers", "tunix"), copies=1, instances=0, rounds=3,
-    install=False, smollm=False, moe=False, contexts=(0,), model: Literal["toy", "qwen3-0.6b", "qwen3-8b"] = "toy",
-    attention: Literal["reference", "tpu"] = "reference", memory=2.0,
+    config="configs/rows.py:chat", rows=(1, 8, 32), tail=TAIL_SAMPLES, rivals=("plain", "transformers", "tunix"),
+    copies=1, rounds=3, install=False, smollm=False, moe=False, contexts=(0,),
+    model: Literal["toy", "qwen3-0.6b", "qwen3-8b"] = "toy", attention: Literal["reference", "tpu"] = "reference",
+    memory=2.0,
 ) -> Iterator[str]:  # fmt: skip
     if any(contexts):
         yield from bandwidth_table(model, contexts, rows[-1], attention, memory * 1e9)
         return
-    devices.setup_platform(Config(cpu_devices=instances or (1 if smollm else len(os.sched_getaffinity(0)))))
+    tree = config_files.load_file(config)
+    digest = hashlib.sha256(tree.to_json().encode()).hexdigest()[:12]
+    devices.setup_platform(Config(cpu_devices=tree.cpu_devices))
     flops = flop_speed()  # before any rival starts: they load for a while
     with tempfile.TemporaryDirectory() as temporary:
         folder, cfg, stacked = harness.weights_of(MIXTURE if moe else MODEL, Path(temporary) / "model", smollm)
-        subject, params = Subject(cfg, **(REAL if smollm else {})), jax.jit(decoder.serving_layout)(stacked)
+        tree.model.path = tree.task.path = str(folder)  # nothing is read of the task
+        run, params = of_this_machine(validate.read(tree).asked), jax.jit(decoder.serving_layout)(stacked)
+        meshes = [sharding.make_mesh([jax.devices()[i] for i in group], 1, 1, len(group))
+                  for group in devices.plan(jax.device_count(), run).instances]  # fmt: skip
+        engines = [build.engine_of(run, cfg, mesh) for mesh in meshes]
+        for engine in engines:
+            engine.warmup()
+            engine.scheduler.decoding.costs.patience = 0  # what a ladder lacks is there before the clock starts
+            harness.reload(engine, params)
         external = {name: harness.Rival(name, name, folder, install, copies) for name in rivals if name != "plain"}
-        yield f"measured: {flops / 1e9:.0f} GFLOP/s; {jax.device_count()} instances; jax {jax.__version__}"
-        table = harness.Table({"tokens/s": "12s", "engine": "10.0f", **dict.fromkeys(rivals, "14.0f"),
+        yield (f"{config}, sha256 {digest}: {len(engines)} instances on {jax.device_count()} devices; measured: "
+               f"{flops / 1e9:.0f} GFLOP/s; jax {jax.__version__}")  # fmt: skip
+        table = harness.Table({"tokens/s": "20s", "engine": "10.1f", **dict.fromkeys(rivals, "14.1f"),
                                "floor": "10.0f", "of floor": ">10s", "best rival": ">12s"})  # fmt: skip
         yield table.head
-        for work in works(subject, rows, tail):
-            runs: dict[str, Callable[[], float | None]] = {"engine": engine_runner(work, params)}
+        for work in works(cfg.vocab_size, run.rollout, rows, tail, run.orchestrator.group_size):
+            ours = engine_runner(work, engines, params)
+            settled(ours, engines)
+            runs: dict[str, Callable[[], float | None]] = {"engine": ours}
             for name in rivals:
                 rival = external.get(name)
-                runs[name] = rival_runner(rival, copies, work) if rival else plain_runner(work, params)
-            for name in runs.keys() - external.keys():  # those warm up by themselves
-                runs[name]()
+                runs[name] = rival_runner(rival, copies, work) if rival else plain_runner(work, cfg, params)
+            if "plain" in runs:  # the others warm up by themselves
+                runs["plain"]()
             times = harness.best_of_turns(runs, rounds)
-            floor, against = floor_s(work, flops), [times[name] for name in external]
+            floor, against = floor_s(work, cfg, flops), [times[name] for name in external]
             speeds = [work.tokens / took for took in (*times.values(), floor)]
             best = f"{min(against) / times['engine']:.2f}x" if against else ""
             yield table.row(work.name, *speeds, f"{times['engine'] / floor:.2f}x", best)

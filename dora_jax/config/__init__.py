@@ -89,7 +89,7 @@ class RolloutSection:
     prefill_chunk: int = field(0, "tokens of a prompt in one dispatch; 0: by platform", ge=0, tuning=True)
     context_block: int = field(128, "tokens a block, in which the past is attended to", ge=1, tuning=True)
     ladder: Literal["auto", "on", "off"] = field(
-        "auto", "short contexts and few samples (1, 4, 16, ... rows) have dispatches that are compiled while it runs"
+        "auto", "short contexts and few samples (1, 2, 4, ... rows) have dispatches that are compiled while it runs"
     )
     narrow_rows: int = field(
         0, "the same compiled at start: rows of the narrowest, the next ones four times wider; 0: none", ge=0

@@ -17,11 +17,10 @@ from pathlib import Path
 
 from dora_jax.base import chips
 from dora_jax.base.chips import Machine
-from dora_jax.config import Config, ConfigError
+from dora_jax.config import Config, ConfigError, RolloutSection
 
 Indices = tuple[int, ...]
 AXES = ("data", "fsdp", "tensor", "context", "expert")  # of the trainer's mesh, as `make_mesh` takes them
-MIN_AUTO_INSTANCES = 2  # rollout.instances = 0 makes at least so many: fewer could not hold two versions side by side
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia*", "kfd", "dxg")  # device files of TPUs, then of GPUs
 MALLOC_OPTIONS = {  # mallopt(3), numbers of <malloc.h>
     -8: 1,  # M_ARENA_MAX: one heap, since those of other threads cannot grow
@@ -106,7 +105,7 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
     # Consecutive devices each; instances beyond the devices go round robin where they may.
     rollout = config.rollout
     groups = [rest[i : i + rollout.tensor] for i in range(0, len(rest) - rollout.tensor + 1, rollout.tensor)]
-    count = rollout.instances or max(MIN_AUTO_INSTANCES, len(groups))
+    count = rollout.instances or max(fewest_instances(rollout), len(groups))
     if not groups or (count > len(groups) and not may_share):
         raise ConfigError(
             f"rollout.instances: {count} instances of {rollout.tensor} devices do not fit the {len(rest)} devices "
@@ -135,6 +134,11 @@ def _plan(n_devices: int, config: Config) -> DevicePlan:
         instances=tuple(groups[i % len(groups)] for i in range(count)),
         lent=lent if config.orchestrator.elastic else (),
     )
+
+
+def fewest_instances(rollout: RolloutSection) -> int:
+    """How many rollout.instances = 0 makes at least: together they hold two versions side by side."""
+    return 1 if rollout.residents > 1 else 2
 
 
 def lendable(config: Config) -> tuple[int, ...]:
@@ -280,7 +284,7 @@ def _trainer_devices(n_devices: int, config: Config) -> int:
         return t.fsdp * (t.data * t.tensor * t.context * t.expert)
     half = max(1, n_devices // 2)
     if config.placement == "disjoint" or rollout.tensor > 1:  # instances that cannot share are served first
-        half = min(half, n_devices - (rollout.instances or MIN_AUTO_INSTANCES) * rollout.tensor)
+        half = min(half, n_devices - (rollout.instances or fewest_instances(rollout)) * rollout.tensor)
     unit = t.data * t.tensor * t.context * t.expert
     fsdp = 1
     while 2 * fsdp * unit <= half:  # a power of two: what sizes of models divide by

@@ -147,7 +147,9 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
         versions = config.orchestrator.max_versions + 1
         why = "adapters take little: all live versions are on every instance, and the next one"
         residents = {"residents": (versions, why)}
-    rollout = _filled("rollout", rollout, residents, choices if config.lora.on else [])
+    elif not config.rollout.instances and found.instances.devices <= 1:
+        residents = {"residents": (2, "the only device reads the weights once a step for all samples: one instance")}
+    rollout = _filled("rollout", rollout, residents, choices if residents["residents"][0] != 1 else [])
     rollout = _filled("rollout", rollout, _ladder(config, found.instances), choices)
     dtype = "bfloat16", "matrix units take it, and weights and KV take half the memory"
     if all(machine.platform == "cpu" for machine in found):

@@ -304,7 +304,7 @@ def _orchestrator(config: Config) -> Problems:
         )
     if section.group_size == 1 and section.filter_zero_variance:
         yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
-    slots = rollout.slots * (rollout.instances or devices.MIN_AUTO_INSTANCES)
+    slots = rollout.slots * (rollout.instances or devices.fewest_instances(rollout))
     if section.group_size > slots:
         yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"
 

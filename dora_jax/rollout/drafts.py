@@ -211,6 +211,7 @@ class CallCosts:
         self.verify = dict.fromkeys(shapes.decode_buckets, shapes.draft_cost or 1.0)
         self.decode_s: dict[int, float] = {}  # of the decode call,
         self.compile_s: dict[int, float] = {}  # and what its compilation took
+        self.patience = PATIENCE
         self._rungs, self._rows, self._step = shapes.rungs, shapes.rows, 1 / shapes.steps
         self._ladder, self._lost_s = shapes.ladder, collections.defaultdict[tuple[int, int], float](float)
         for rows in self._rungs if shapes.narrow_cost else ():
@@ -255,7 +256,7 @@ class CallCosts:
 
     def next_rung(self) -> tuple[int, int] | None:
         """(rows, blocks) of the call to compile now; None: none has been missed for long enough."""
-        lost, patience_s = self._lost_s.items(), PATIENCE * max(self.compile_s.values(), default=0.0)
+        lost, patience_s = self._lost_s.items(), self.patience * max(self.compile_s.values(), default=0.0)
         late = [at for at, lost_s in lost if at not in self.narrow and lost_s > patience_s]
         return max(late, key=self._lost_s.__getitem__, default=None)
 

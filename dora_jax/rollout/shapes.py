@@ -100,7 +100,6 @@ COPY_TOKENS = 1024  # of pages in one copy where a kernel reads pages, so that r
 SMEM_BYTES = 2**20  # a TPU core's scalar memory: the kernels prefetch a call's whole page table into it
 SMEM_SPARE_BYTES = 2**14  # lengths, offsets and semaphores beside it
 SMEM_LANES = 128  # a table's rows are padded to it
-WIDER = 4  # times the rows of a narrow decode call are those of the next one
 
 
 class Option(enum.IntEnum):
@@ -225,10 +224,10 @@ class Shapes:
 
     @functools.cached_property
     def rungs(self) -> tuple[int, ...]:
-        """Rows of the narrower decode calls, ascending: each has four times those of the one before."""
-        rungs = [self.narrow_rows or 1] if self.narrow_rows or self.ladder else []
-        while rungs and WIDER * rungs[-1] < self.rows:
-            rungs.append(WIDER * rungs[-1])
+        """Rows of the narrower decode calls, ascending; fewer of them where all are compiled at start."""
+        rungs, wider = [self.narrow_rows or 1] if self.narrow_rows or self.ladder else [], 2 if self.ladder else 4
+        while rungs and wider * rungs[-1] < self.rows:
+            rungs.append(wider * rungs[-1])
         return tuple(rungs)
 
     @property
