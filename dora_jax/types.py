@@ -146,6 +146,9 @@ class TokenTable:
     routes: np.ndarray | None = None  # uint8 or uint16 [T + U - 1, M, k]: the experts of M layers; see models/routes.py
     # f32[T + U - 1]: that the next token was drawn at where its turn had its own, else 0
     temperatures: np.ndarray | None = None
+    # i32[2, n]: rows of the decode calls that drew the next tokens, 0 where none did, and for how many tokens in a row
+    # they are these; None: all were drawn by calls of the widest
+    rungs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

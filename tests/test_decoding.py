@@ -66,6 +66,35 @@ def test_a_ladder_takes_the_shortest_context_that_is_there_and_compiles_the_one_
     assert costs.use(1, 1) == 4 and costs.next_rung() is None  # a narrower one waits as long as any
 
 
+def test_a_replay_takes_the_context_that_is_there_and_compiles_a_shorter_one_where_it_is_missed():
+    section = dataclasses.replace(SECTION, ladder="on")
+    costs, longest = CallCosts(shapes_of(section)), shapes_of(section).decode_buckets[-1]
+    assert costs.replayed(1, 1) == longest and costs.replayed(4, 1) == 1 and costs.next_rung() is None
+    costs.decode_s, costs.compile_s = {longest: 2.0}, {longest: 5.0 / PATIENCE}
+    assert [costs.replayed(1, 1) for _ in range(3)] == [longest] * 3 and costs.next_rung() == (1, 1)
+    costs.climbed(1, 1, 1.0, 2.0)
+    assert costs.replayed(1, 1) == 1 and costs.next_rung() is None
+    plain = CallCosts(shapes_of(dataclasses.replace(SECTION, narrow_rows=1)))
+    assert plain.replayed(1, 1) == 1  # compiled at start
+
+
+def test_a_replay_decodes_each_sample_in_calls_of_the_rows_it_wants():
+    device = FakeDevice(dataclasses.replace(SECTION, exact=True, narrow_rows=1, narrow_cost=0.5))
+    wanted = {0: [1] * 4 + [4] * 8, 1: [4] * 8 + [1] * 4, 2: [0] * 12}  # 0: it does not know
+    for group, rows in wanted.items():
+        device.add(request(group, n_prompt=5))
+        seq = device.scheduler.seqs[SampleId(group, 0)]
+        seq.forced, seq.forced_rungs = np.full(30, -1, np.int32), np.array([*rows, *[4] * 18])
+    device.finish(lambda id: 12)
+    calls = [call for plan in device.plans for call in plan.decodes]
+    taken = {group: [] for group in wanted}
+    for call in calls:
+        for seq, steps in call.rows:
+            taken[seq.id.group_id] += [len(call.control)] * steps
+    assert taken == wanted | {2: [4] * 12}
+    assert any(len(call.rows) == 2 for call in calls)
+
+
 def test_the_plan_follows_the_live_rows_of_each_version():
     device = FakeDevice(dataclasses.replace(BOTH, drafts=0))
     for index in range(3):

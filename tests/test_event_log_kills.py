@@ -157,7 +157,8 @@ NAME_ATTEMPTS = {event.__name__ for event in records.NAME_ATTEMPTS}
 
 
 def older(record, format):
-    """The record as an older format wrote it. Format 12: no temperatures in a table. Format 11: no attempt in a load of weights. Format 9: no settings of the run. Format 8: no digest of a checkpoint or a copy, no attempt in a fact of a sample. Format 7: no
+    """The record as an older format wrote it. Format 13: no rungs in a table. Format 12: no
+    temperatures there. Format 11: no attempt in a load of weights. Format 9: no settings of the run. Format 8: no digest of a checkpoint or a copy, no attempt in a fact of a sample. Format 7: no
     report of drafts. Format 5: no branches, terms and kinds, a configuration without task_lead, and two
     columns more in a table. Format 4: no report with what decoding took, and scores that were no group. Format
     3: every entry by itself, and decided on by itself, and no sample with a table."""
@@ -176,8 +177,8 @@ def older(record, format):
 
 def as_before(row, format):
     match row:
-        case ["TokenTable", routes, None] if format <= 12:
-            return ["TokenTable", routes]
+        case ["TokenTable", routes, None, None] if format <= 13:
+            return ["TokenTable", routes] + [None] * (format > 12)
         case ["WeightsLoaded", *fields, _] if format <= 11:
             return ["WeightsLoaded", *fields]
         case ["Published", epoch, digest, _] if format <= 8:
@@ -193,9 +194,9 @@ def as_before(row, format):
             return ["Fact", event, ["Scores", version, rewards, parts]]
         case list(fields) if format > 5:
             return [as_before(field, format) for field in fields]
-        case ["Sample", *fields, ["TokenTable", routes, None], [], None]:
+        case ["Sample", *fields, ["TokenTable", routes, None, None], [], None]:
             return ["Sample", *fields] + [["TokenTable", routes, None, None]] * (format > 3)
-        case ["Partial", *fields, "sampled", 0, ["TokenTable", None, None]]:
+        case ["Partial", *fields, "sampled", 0, ["TokenTable", None, None, None]]:
             return ["Partial", *fields]
         case list(fields):
             return [as_before(field, format) for field in fields]

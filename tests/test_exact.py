@@ -17,9 +17,11 @@ from dora_jax.models import decoder, lora, sharding
 from dora_jax.models.lora_config import Lora
 from dora_jax.plan import presets
 from dora_jax.rollout.engine import Engine
+from dora_jax.rollout.migrate import runs_of
 from dora_jax.rollout.shapes import shapes_of
 from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.trainer import objective, score
+from dora_jax.types import SampleId, TokenTable
 from tests.fakes import trainer_cases
 from tests.fakes.engine_rig import CFG, EOS, SIZES, VOCAB, finish, ids, params, prompt, submit
 from tests.fakes.episode_rig import begin, play
@@ -32,13 +34,13 @@ ROOT = Path(__file__).parent.parent
 LORA = Lora(rank=4, alpha=8.0)
 
 
-def exact_engine(kind=Engine, device=0, dtype="float32", lora=None, **changes):
+def exact_engine(kind=Engine, device=0, dtype="float32", lora=None, cfg=CFG, **changes):
     section = presets.on_cpu(RolloutSection(**{**SIZES, "exact": True, **changes}))
     mesh = sharding.make_mesh(jax.devices()[device : device + 1], 1, 1, 1)
     options = {"seed": 7, "eos_ids": EOS, "vocab_limit": VOCAB, "dtype": dtype} | ({"lora": lora} if lora else {})
     if kind is EngineReplay:
-        return kind(CFG, section, mesh, params() if lora else None, **options)
-    engine = kind(CFG, section, mesh, **options)
+        return kind(cfg, section, mesh, params() if lora else None, **options)
+    engine = kind(cfg, section, mesh, **options)
     if lora:
         base = decoder.serving_layout(params(), engine.shapes.layout)
         engine.residents.take_base(jax.device_put(base, engine.base_shardings))
@@ -74,6 +76,46 @@ def test_scores_have_the_bits_of_sampling_through_moves_preemption_and_chunks(dt
     others = replay(params(1), answers)
     assert all(np.isfinite(x).all() and len(x) == len(out) for x, (_, out) in zip(others, answers, strict=True))
     assert not np.array_equal(others[0], scored[0])
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_tokens_drawn_by_calls_of_other_rows_are_replayed_by_calls_of_as_many():
+    """One, then four samples of turns decode beside one another, here and at another engine, waiting ones too. By calls
+    of other rows than those that drew them, log-probs have other bits."""
+    cfg = decoder.new_config(
+        "qwen3", vocab_size=64, d_model=256, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=256
+    )
+    sizes = {"cfg": cfg, "narrow_rows": 1, "narrow_cost": 0.5, "context_block": 64, "max_new_tokens": 44}
+    first, second = exact_engine(**sizes), exact_engine(device=1, **sizes)
+    masters = decoder.init_params(cfg, 0)
+    for engine in (first, second):
+        laid_out = decoder.serving_layout(masters, engine.shapes.layout)
+        engine.load(0, jax.device_put(laid_out, engine.param_shardings))
+    begin(first, SampleId(3, 0), max_new_tokens=44, turn_tokens=12)
+    first.tick(), first.tick()
+    for id in ids((0, 1, 4), size=1):
+        submit(first, id, max_new_tokens=20)
+    first.tick(), first.tick()
+    second.import_(first.export(SampleId(3, 0)))
+    done = play(first, second, answer=lambda waiting: (first, second)[int(waiting.out_ids[-1]) % 2])
+    assert len(done) == 4
+    samples = list(done.values())
+    rungs = [np.repeat(*sample.table.rungs)[len(sample.prompt_ids) - 1 :] for sample in samples]
+    assert all(len(rows) == len(sample.out_ids) for rows, sample in zip(rungs, samples, strict=True))
+    episode = done[SampleId(3, 0)].table.rungs[0].tolist()
+    assert {1, 4} <= set(episode) and 0 in episode[1:] and len(episode) > 4
+    assert {rows for each in rungs for rows in each.tolist()} == {0, 1, 4}
+    replay = exact_engine(EngineReplay, **sizes)
+    answers = [(sample.prompt_ids, sample.out_ids) for sample in samples]
+
+    def differ(recorded):
+        scored = replay(masters, answers, [sample.mask for sample in samples], rungs=recorded)
+        bits = [(x.view(np.int32), sample.logprobs.view(np.int32)) for x, sample in zip(scored, samples, strict=True)]
+        return sum(int((one != other).sum()) for one, other in bits)
+
+    assert differ(rungs) == 0
+    swapped = [np.where(rows > 0, 5 - rows, 0) for rows in rungs]
+    assert differ(None) > 0 and differ(swapped) > 0
 
 
 @pytest.mark.slow
@@ -170,7 +212,35 @@ def test_answers_are_cut_out_of_packed_rows_as_the_engine_had_them(share):
     for (row, columns), (prompt_ids, out_ids) in zip(places, answers, strict=True):
         sample = held.pop((prompt_ids.tobytes(), out_ids.tobytes()))
         np.testing.assert_array_equal(batch.behavior_logprobs[row, columns], sample.logprobs)
-    assert not held
+    assert not held and batch.rungs is None
+    asked = []
+    score.replayed_logprobs(lambda *given: asked.append(given) or [out for _, out in given[1]], None, batch, 3)
+    assert asked[0][4] is None
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_rungs_of_packed_answers_are_those_of_their_samples(share):
+    """Samples of an engine, and one of before rungs were recorded, which the widest calls have drawn."""
+    trainer = SimpleNamespace(section=trainer_cases.section(share_prompts="on" if share else "off"), shards=1)
+    known, groups = {}, []
+    for group in trainer_cases.groups():
+        samples = []
+        for sample in group.samples:
+            text = (sample.prompt_ids.tobytes(), sample.out_ids.tobytes())
+            known[text], table = np.zeros(len(sample.out_ids), np.int32), TokenTable()
+            if len(known) > 1:
+                known[text][:] = np.where(np.arange(len(sample.out_ids)) < len(known), 16, len(known))
+                column = np.concatenate([np.zeros(len(sample.prompt_ids) - 1, np.int32), known[text]])
+                table = TokenTable(rungs=runs_of(column))
+            samples.append(dataclasses.replace(sample, table=table))
+        groups.append(dataclasses.replace(group, samples=tuple(samples)))
+    batch, asked = trainer_cases.batch(trainer, groups, share_prompts=share), []
+    score.replayed_logprobs(lambda *given: asked.append(given) or [out for _, out in given[1]], None, batch, 3)
+    _, answers, _, version, rungs = asked[0]
+    assert version == 3 and "rungs" not in batch.arrays()
+    for (prompt_ids, out_ids), rows in zip(answers, rungs, strict=True):
+        np.testing.assert_array_equal(rows, known.pop((prompt_ids.tobytes(), out_ids.tobytes())))
+    assert not known
 
 
 def test_what_cannot_be_replayed_to_the_bit_is_refused_by_name():
@@ -190,15 +260,21 @@ def test_what_cannot_be_replayed_to_the_bit_is_refused_by_name():
         found := objective.exact_problems(few)
     )
     assert len(found) == 2 and "rollout.host_kv_bytes: rollout.exact=True" in found[1]
-    with pytest.raises(ValueError, match="rollout.exact takes every token by calls of one shape"):
+    with pytest.raises(ValueError, match="rollout.exact replays decode calls, and none that verify drafts"):
         shapes_of(presets.on_cpu(RolloutSection(exact=True, drafts=3, pages=64)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
-    [("quickstart", {}), ("quickstart", {"lora.rank": 4, "trainer.learning_rate": 1e-2}), ("agent", {})],
-    ids=["all weights", "adapters", "episodes"],
+    [
+        ("quickstart", {}),
+        ("quickstart", {"lora.rank": 4, "trainer.learning_rate": 1e-2}),
+        ("agent", {}),
+        ("agent", {"rollout.narrow_rows": 1, "rollout.narrow_cost": 0.5}),
+        ("quickstart", {"rollout.ladder": "on"}),
+    ],
+    ids=["all weights", "adapters", "episodes", "episodes of few rows", "ladder"],
 )
 def test_a_run_has_no_gap_between_engine_and_trainer(tmp_path, config, more):
     options = {"rollout.exact": True, "steps": 4, "sft.out": tmp_path / "base", "model.path": tmp_path / "base"} | more

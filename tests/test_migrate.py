@@ -156,8 +156,10 @@ def test_what_is_observed_follows_the_exact_tokens_and_keeps_their_kv():
 @pytest.mark.parametrize("keep", [3, 7, 9, 12])
 def test_a_rewritten_turn_keeps_the_tokens_and_the_kv_in_front_of_it(keep):
     routes = np.arange(2 * 11, dtype=np.uint8).reshape(11, 1, 2)
-    turn = dataclasses.replace(request(), table=TokenTable(routes=routes), spans=(Span(version=2, start=0, stop=3),))
+    table = TokenTable(routes=routes, rungs=np.array([[0, 16, 4], [6, 3, 2]], np.int32))
+    turn = dataclasses.replace(request(), table=table, spans=(Span(version=2, start=0, stop=3),))
     there = observed(turn, np.array([50]), keep)
+    assert np.repeat(*there.table.rungs).tolist() == [0, 0, 0, 0, 0, 0, 16, 16, 16, 4, 4][:keep]
     assert [*there.prompt_ids, *there.out_ids] == [*turn.prompt_ids, *turn.out_ids][:keep] + [50]
     assert there.kv_len == min(keep, 11) and there.n_pages == -(-there.kv_len // 4)
     assert there.sampled == 5, "those of the branch before count as sampled"
@@ -166,12 +168,13 @@ def test_a_rewritten_turn_keeps_the_tokens_and_the_kv_in_front_of_it(keep):
 
 
 def test_an_episode_ends_with_its_last_sampled_token():
-    turn = dataclasses.replace(request(), table=TokenTable(routes=np.zeros((11, 1, 2), np.uint8)))
+    table = TokenTable(routes=np.zeros((11, 1, 2), np.uint8), rungs=np.array([[0, 4], [6, 5]], np.int32))
+    turn = dataclasses.replace(request(), table=table)
     for whole in (turn, observed(turn, np.array([50, 51]))):
         sample = ended(whole, "length")
         assert sample.out_ids.tolist() == list(range(5)) and sample.mask.all() and len(sample.mask) == 5
         assert sample.spans == (Span(version=3, start=0, stop=5),) and sample.finish == "length"
-        assert len(sample.table.routes) == 7 + 5 - 1
+        assert len(sample.table.routes) == 7 + 5 - 1 and sample.table.rungs.tolist() == [[0, 4], [6, 5]]
 
 
 def bits_of(request):

@@ -2,7 +2,8 @@
 
 tests/data/journals/FORMAT holds the segments of a run of two incarnations (tests/fakes/journal_world.py of that time,
 killed after 70 facts and after 23), and in expected.json what that code itself recovered from them. Format 8 is of
-10b51e5, format 9 of b210645, format 10 of 0494941, format 11 of 3d5b27b, format 12 of c09d8a9.
+10b51e5, format 9 of b210645, format 10 of 0494941, format 11 of 3d5b27b, format 12 of c09d8a9, format 13 of
+c302f985.
 """
 
 import json

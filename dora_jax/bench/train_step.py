@@ -6,7 +6,8 @@
                                                     [--ticks=60] [--partial_s=2] [--instances=1] [--step_ms=0]
     python -m dora_jax.bench.train_step drift [--model=FOLDER] [--samples=32] [--tokens=128]
     python -m dora_jax.bench.train_step drift --moe [--model=FOLDER] [--samples=32] [--tokens=128] [--seeds=0,1,2]
-    python -m dora_jax.bench.train_step drift --exact [--model=FOLDER] [--samples=32] [--tokens=128]
+    python -m dora_jax.bench.train_step drift --exact [--ladder] [--types=7] [--model=FOLDER] [--samples=32]
+                                              [--tokens=128]
 
 The same f32 weights, trajectories, PPO loss and AdamW everywhere; the first loss and gradient norm of all are compared
 before anything is timed. Two kinds of work: equal lengths (16 sequences of 256 tokens) and a long tail (32 of 16 + a
@@ -52,11 +53,18 @@ with those that sampling took (trainer.routing_replay=rollout). `changed` is the
 
 With --exact: what rollout.exact is worth and what it costs. The samples are scored by the trainer's forward, and by the
 engine's own calls; `sampling` is how long those samples took without the option and with it, `replay` how long their
-scoring by the engine's calls.
+scoring by the engine's calls. --types: the first so many rows.
+With --ladder as well: the engine has rollout.ladder on and compiles what it misses at once, the samples are a long tail,
+and rounds of them are drawn until each rung has drawn some of at least TAIL_TOKENS tokens. `by rows` counts the tokens
+that the calls of each number of rows drew; `differ` are log-probs of other bits where each token is scored by a call of
+the rows that drew it, `full rows` the same where all are scored by the widest. Then the seconds of a round by one
+width, and with all rungs. The second table draws the same samples by calls of each number of rows: how many have
+another token than by the widest, then for each of them the first, and the log-probs of both there, by the widest.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import queue
@@ -529,10 +537,16 @@ def loaded_engine(config: Config, cfg: ModelConfig, params: Any) -> Engine:
     return engine
 
 
-def sampled(engine: Engine, count: int) -> list[Sample]:
-    rng, ids = np.random.default_rng(0), [SampleId(0, index) for index in range(count)]
-    for id in ids:
-        engine.submit(id, rng.integers(3, engine.cfg.vocab_size, PROMPT_TOKENS), 0, engine.section.max_new_tokens)
+def sampled(
+    engine: Engine, count: int, lengths: Sequence[int] = (), group: int = 0, rows: int | None = None
+) -> list[Sample]:
+    """lengths: of the answers; (): all of the longest. rows: of the calls that draw them; None: any."""
+    rng, ids = np.random.default_rng(group), [SampleId(group, index) for index in range(count)]
+    for id, length in zip(ids, lengths or [engine.section.max_new_tokens] * count, strict=True):
+        engine.submit(id, rng.integers(3, engine.cfg.vocab_size, PROMPT_TOKENS), 0, length)
+        if rows is not None:
+            seq = engine.scheduler.seqs[id]
+            seq.forced, seq.forced_rungs = np.full(length, -1, np.int32), np.full(length, rows, np.int32)
     done = harness.finished(engine)
     return [done[id] for id in ids]
 
@@ -588,7 +602,9 @@ def replayed(cfg: ModelConfig, params: Any, count: int, tokens: int) -> tuple[np
     return engine_logprobs(samples) - own, engine_logprobs(samples) - replay, changed
 
 
-def drift(model="", samples=32, tokens=128, moe=False, exact=False, seeds=(0, 1, 2)) -> Iterator[str]:
+def drift(
+    model="", samples=32, tokens=128, moe=False, exact=False, ladder=False, types=7, seeds=(0, 1, 2)
+) -> Iterator[str]:
     if moe:
         mixture = decoder.new_config("qwen3_moe", **MIXTURE)
         models = [hf.load(Path(model))] if model else [(mixture, off_grid(mixture, s)) for s in seeds]
@@ -603,7 +619,11 @@ def drift(model="", samples=32, tokens=128, moe=False, exact=False, seeds=(0, 1,
         return
     cfg, params = hf.load(Path(model)) if model else (MODEL, off_grid(MODEL, 0))
     if exact:
-        yield from exact_table(cfg, params, samples, tokens)
+        if ladder:
+            yield from ladder_table(cfg, params, samples, tokens, types)
+            yield from rungs_table(cfg, params, samples, tokens)
+        else:
+            yield from exact_table(cfg, params, samples, tokens, types)
         return
     table = harness.Table({"compute": "10s", "weights": "9s", "KV": "9s", "gap: mean": "11.2e", "p99": "10.2e",
                            "largest": "10.2e", "signed": "10.1e", "forward": "10.2e", "gap / forward": ">15s",
@@ -622,22 +642,19 @@ def drift(model="", samples=32, tokens=128, moe=False, exact=False, seeds=(0, 1,
                         forward, ratio, held / 1e6, position)  # fmt: skip
 
 
-def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> Iterator[str]:
+def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int, types: int) -> Iterator[str]:
     table = harness.Table({"compute": "10s", "weights": "9s", "KV": "9s", "tokens": "8d", "gap: mean": "11.2e",
                            "largest": "10.2e", "exact: largest": "16.1e", "differ": "8d", "sampling s": "12.2f",
                            "exact s": "9.2f", "replay s": "10.2f"})  # fmt: skip
     yield table.head
-    for dtype, weights, kv in OPTIONS:
+    for dtype, weights, kv in OPTIONS[:types]:
         plain = config_of(dtype, weights, kv, count, tokens)
-        config = dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, exact=True))
+        config = with_rollout(plain, exact=True, ladder="off")
         engines = [loaded_engine(each, cfg, params) for each in (plain, config)]
         for engine in engines:
             sampled(engine, count)  # the first ones compile
         (plain_s, _), (exact_s, samples) = (harness.timed(sampled, each, count) for each in engines)
-        replay = EngineReplay(
-            cfg, config.rollout, harness.one_device(), **engine_options(config, cfg, (), cfg.vocab_size)
-        )
-        answers = [(sample.prompt_ids, sample.out_ids) for sample in samples]
+        replay, answers = replay_of(config, cfg), answers_of(samples)
         replay(params, answers)
         replay_s, scores = harness.timed(replay, params, answers)
         found, again = engine_logprobs(samples), np.concatenate(scores)
@@ -645,6 +662,87 @@ def exact_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> Itera
         differ = int((found.view(np.int32) != again.view(np.int32)).sum())
         figures = (len(found), gap.mean(), gap.max(), left.max(), differ, plain_s, exact_s, replay_s)
         yield table.row(dtype, weights or "-", kv or "-", *figures)
+
+
+def with_rollout(config: Config, **changes: Any) -> Config:
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **changes))
+
+
+def replay_of(config: Config, cfg: ModelConfig) -> EngineReplay:
+    return EngineReplay(cfg, config.rollout, harness.one_device(), **engine_options(config, cfg, (), cfg.vocab_size))
+
+
+def answers_of(samples: Sequence[Sample]) -> list[score.Answer]:
+    return [(sample.prompt_ids, sample.out_ids) for sample in samples]
+
+
+def rungs_of(samples: Sequence[Sample]) -> list[np.ndarray]:
+    return [np.repeat(*sample.table.rungs)[PROMPT_TOKENS - 1 :] for sample in samples if sample.table.rungs is not None]
+
+
+TAIL_TOKENS, TAIL_ROUNDS = 10_000, 40  # that a ladder draws, in so many rounds at most
+
+
+def ladder_table(cfg: ModelConfig, params: Any, count: int, tokens: int, types: int) -> Iterator[str]:
+    table = harness.Table({"compute": "10s", "weights": "9s", "KV": "9s", "tokens": "7d", "differ": "8d",
+                           "full rows": "11d", "sampling s": "12.2f", "replay s": "10.2f", "ladder: sampling s": "20.2f",
+                           "replay s ": "10.2f", "  by rows": "s"})  # fmt: skip
+    yield table.head
+    lengths = [1 + int((tokens - 1) * share**3) for share in np.linspace(0, 1, count)]  # most of them short
+    for dtype, weights, kv in OPTIONS[:types]:
+        one_width = with_rollout(config_of(dtype, weights, kv, count, tokens), exact=True, ladder="off")
+        config = with_rollout(one_width, ladder="on")
+        engine, samples, drawn = loaded_engine(config, cfg, params), list[Sample](), collections.Counter[int]()
+        engine.warmup()
+        engine.scheduler.decoding.costs.compile_s = dict.fromkeys(engine.shapes.first_buckets, 0.0)  # without patience
+        while sum(drawn.values()) < TAIL_TOKENS or set(drawn) < {*engine.shapes.rungs, engine.shapes.rows}:
+            if len(samples) >= TAIL_ROUNDS * count:
+                raise RuntimeError(f"after {TAIL_ROUNDS} rounds the rungs have drawn {dict(drawn)}")
+            samples += sampled(engine, count, lengths, len(samples))
+            drawn.update(np.concatenate(rungs_of(samples[-count:])).tolist())
+        found, replay = engine_logprobs(samples).view(np.int32), replay_of(config, cfg)
+        replay.warmup()
+        scores = [replay(params, answers_of(samples), rungs=rungs) for rungs in (rungs_of(samples), None)]
+        differ = [int((found != np.concatenate(each).view(np.int32)).sum()) for each in scores]
+        narrow_s, last = harness.timed(sampled, engine, count, lengths, 0)
+        wide = loaded_engine(one_width, cfg, params)
+        sampled(wide, count, lengths)
+        wide_s, _ = harness.timed(sampled, wide, count, lengths)
+        again = answers_of(last), None, 0
+        replays_s = [harness.timed(replay, params, *again, rungs)[0] for rungs in (None, rungs_of(last))]
+        by_rows = ", ".join(f"{rows}: {n}" for rows, n in sorted(drawn.items()))
+        yield table.row(dtype, weights or "-", kv or "-", len(found), *differ, wide_s, replays_s[0], narrow_s,
+                        replays_s[1], f"  {by_rows}")  # fmt: skip
+
+
+def rungs_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> Iterator[str]:
+    table = harness.Table({"drawn": "10s", "rows": "6d", "tokens": "8d", "samples": "9d", "with another token": "20d",
+                           "largest gap": "13.1e"})  # fmt: skip
+    yield table.head
+    for temperature in (1.0, 0.0):
+        plain = config_of(*WIDE, count, tokens)
+        config = with_rollout(plain, exact=True, ladder="on", temperature=temperature)
+        engine, replay = loaded_engine(config, cfg, params), replay_of(config, cfg)
+        by_widest, *others = (
+            (rows, sampled(engine, count, rows=rows)) for rows in (engine.shapes.rows, *engine.shapes.rungs)
+        )
+        for rows, samples in others:
+            gaps, sentences = [0.0], []
+            for wide, sample in zip(by_widest[1], samples, strict=True):
+                other = np.flatnonzero(wide.out_ids != sample.out_ids)
+                at = int(other[0]) if len(other) else len(wide.out_ids)
+                gaps.append(float(np.abs(wide.logprobs[:at] - sample.logprobs[:at]).max(initial=0.0)))
+                if len(other):
+                    both = [np.append(wide.out_ids[:at], each.out_ids[at]) for each in (wide, sample)]
+                    first, second = (x[-1] for x in replay(params, [(wide.prompt_ids, out_ids) for out_ids in both]))
+                    sentences.append(
+                        f"  sample {sample.id.index}, token {at}: {wide.out_ids[at]} of log-prob {first:.6f}, by {rows} "
+                        f"rows {sample.out_ids[at]} of log-prob {second:.6f}"
+                    )
+            total = sum(len(sample.out_ids) for sample in samples)
+            kind = "sampled" if temperature else "greedy"
+            yield table.row(kind, rows, total, count, len(sentences), max(gaps))
+            yield from sentences
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class TrainBatch:
     returns: np.ndarray | None = None  # f32, its target
     routes: np.ndarray | None = None  # uint8 or uint16 [B, L, M, k], the experts that sampling took; missing in padding
     temperatures: np.ndarray | None = None  # f32, that the target was drawn at; None: all at the run's
+    rungs: np.ndarray | None = None  # i32, rows of the call that drew the target, as far as known; stays on the host
     group_ids: tuple[GroupId, ...] = ()
     rows: int = 0  # of the static shape, whose last micro-batches are empty and left out; 0: all of them stand here
 
@@ -83,7 +84,7 @@ class TrainBatch:
     def arrays(self) -> dict[str, np.ndarray]:
         """What goes to the device; anything else would recompile the step."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: x for name, x in named.items() if name not in ("group_ids", "rows") and x is not None}
+        return {name: x for name, x in named.items() if name not in ("rungs", "group_ids", "rows") and x is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,6 +285,8 @@ def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShap
         batch["routes"] = shape.routes.missing(shape.rows, shape.tokens)
     if shape.temperature:
         batch["temperatures"] = _zeros(shape) + np.float32(shape.temperature)
+    if any(sample.table.rungs is not None for sample in samples):
+        batch["rungs"] = _zeros(shape, np.int32)
 
     def write(
         row: Row, start: int, segment: int, prefix: int, text: np.ndarray, position: int, table: TokenTable
@@ -299,6 +302,8 @@ def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShap
         if shape.temperature and table.temperatures is not None:
             own = table.temperatures[position : position + n]
             batch["temperatures"][here] = np.where(own > 0, own, shape.temperature)
+        if table.rungs is not None:
+            batch["rungs"][here] = np.repeat(*table.rungs)[position : position + n]
 
     for sample, place in zip(samples, places):
         text, shared = np.concatenate([sample.prompt_ids, sample.out_ids]), place.shared

@@ -120,7 +120,7 @@ class RolloutSection:
     draft_rows: int = field(4, "no drafts where more samples of a version decode at once", ge=1, tuning=True)
     draft_cost: float = field(0.0, "time of a verifying call over a decode call's; 0: measured", ge=0, tuning=True)
     exact: bool = field(
-        False, "bitwise-exact log-probs, of the engine's own calls: one more decode a sample", change=AFRESH
+        False, "bitwise-exact log-probs, of engine dispatches of the same rows: one more decode a sample", change=AFRESH
     )
     keep_set: bool = field(False, "send along which ids each token was drawn from; needs top_k", change=AFRESH)
     compiler_options: dict[str, Any] = field({}, "XLA options of the engine; empty: the chip's", tuning=True)

@@ -357,8 +357,10 @@ def _ladder(config: Config, machine: Machine) -> Presets:
     rollout, on, why = config.rollout, False, "few samples take a narrower dispatch where its measured time pays"
     if machine.platform != "cpu":
         why = "a narrower dispatch reads the same weights"
-    elif rollout.exact or config.orchestrator.mode == "sync" or config.cluster.hosts_per_instance > 1:
-        why = "rollout.exact, mode sync and instances of several processes take every token by dispatches of one shape"
+    elif config.orchestrator.mode == "sync" or config.cluster.hosts_per_instance > 1:
+        why = "mode sync and instances of several processes take every token by dispatches of one shape"
+    elif rollout.exact:
+        why = "rollout.exact scores all tokens at full rows; with on, each by a dispatch of the rows that drew it"
     elif rollout.narrow_rows or (rollout.decode_rows or rollout.slots or SLOTS) < LADDER_ROWS:
         why = f"rollout.narrow_rows, or fewer than {LADDER_ROWS} rows"
     else:

@@ -213,6 +213,7 @@ class CallCosts:
         self.compile_s: dict[int, float] = {}  # and what its compilation took
         self.patience = PATIENCE
         self._rungs, self._rows, self._step = shapes.rungs, shapes.rows, 1 / shapes.steps
+        self._longest = shapes.decode_buckets[-1]
         self._ladder, self._lost_s = shapes.ladder, collections.defaultdict[tuple[int, int], float](float)
         for rows in self._rungs if shapes.narrow_cost else ():
             share = (rows - self._rungs[0]) / (self._rows - self._rungs[0])
@@ -225,6 +226,16 @@ class CallCosts:
         there = min((each for each in self.compile_s if each >= blocks), default=blocks)
         if there > blocks:
             self._lost_s[self._rows, blocks] = math.inf
+        return there
+
+    def replayed(self, rows: int, blocks: int) -> int:
+        """The same of a call of so many rows. Where none is there, the longest is compiled at its first call, a shorter
+        one beside what runs."""
+        if not self._ladder or rows not in self._rungs:
+            return blocks
+        there = min((each for width, each in self.narrow if width == rows and each >= blocks), default=self._longest)
+        if there > blocks:
+            self._lost_s[rows, blocks] += self.decode_s.get(there, 0.0) * self.narrow.get((rows, there), 1.0)
         return there
 
     def rows(self, samples: int, blocks: int) -> int:
@@ -277,13 +288,15 @@ class Decoding:
     def calls(self, here: Collection[Seq]) -> list[DecodeCall]:
         """One for each version and row batch. here: every sample of the engine."""
         calls = []
-        for version, slots in self._rows.batches():
+        for version, width, slots in self._rows.batches():
             drafts, blocks = None, self.costs.context(shortest := self._rows.blocks(slots))
             if self.drafter is not None:
                 cost = self.costs.of_draft(len(slots), blocks)
                 drafts = self.drafter.decide(self._rows.on(slots), cost, here)
-            # while a shorter context is compiled, none of fewer rows is missed at this one
-            width = (self.costs.use if blocks == shortest else self.costs.rows)(len(slots), blocks)
+            if width:
+                blocks = self.costs.replayed(width, blocks)
+            else:  # while a shorter context is compiled, none of fewer rows is missed at this one
+                width = (self.costs.use if blocks == shortest else self.costs.rows)(len(slots), blocks)
             options = self._rows.options(slots, width)
             calls.append(DecodeCall(version, blocks, *self._rows.call(slots, blocks, drafts, width), drafts, options))
         return calls
@@ -295,5 +308,5 @@ class Decoding:
             return True
         return self.drafter is not None and any(
             self.drafter.promising(self._rows.on(slots), self.costs.of_draft(len(slots), self._rows.blocks(slots)))
-            for _, slots in self._rows.batches()
+            for _, _, slots in self._rows.batches()
         )

@@ -386,7 +386,7 @@ class Engine:
                 guesses, right = drafter.learn(seq, draft, tokens[row, :count])
                 emit.guesses, emit.held = emit.guesses + guesses, emit.held + right
             new_top = None if top is None else top[row, :count]
-            seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count], new_top)
+            seq.extend(tokens[row, :count], logprobs[row, :count], kept[row, :count], new_top, len(call.control))
             if seq.matcher is not None:
                 numbers &= seq.matcher.take(tokens[row, given:count].tolist())
             emit.tokens += count

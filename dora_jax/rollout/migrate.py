@@ -150,15 +150,24 @@ def holders_alike(processes: int, heads: int) -> int:
 
 
 def sampled_from(held: InFlightSample | Sample, start: int, row: int) -> SampledTokens:
-    """Its tokens from `start` on, and the rows of its table from `row` on."""
-    table = rows_of(held.table, slice(row, None))
+    """Its tokens from `start` on, and the rows of its table from `row` on, without rungs: a sample that goes on from
+    them is not replayed."""
+    table = dataclasses.replace(rows_of(held.table, slice(row, None)), rungs=None)
     top = held.top[start:] if isinstance(held, InFlightSample) and held.top is not None else None
     return SampledTokens(held.out_ids[start:], held.logprobs[start:], table, top)
 
 
 def rows_of(table: TokenTable, rows: slice) -> TokenTable:
     columns = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
-    return TokenTable(**{name: None if column is None else column[rows] for name, column in columns.items()})
+    rungs = columns.pop("rungs")
+    cut = {name: None if column is None else column[rows] for name, column in columns.items()}
+    return TokenTable(**cut, rungs=None if rungs is None else runs_of(np.repeat(*rungs)[rows]))
+
+
+def runs_of(column: np.ndarray) -> np.ndarray:
+    """i32[2, n], as TokenTable.rungs: the values that follow one another, and how often each comes in a row."""
+    starts = np.flatnonzero(np.diff(column, prepend=-1))
+    return np.stack([column[starts], np.diff(starts, append=len(column))]).astype(np.int32)
 
 
 def count_rows(table: TokenTable) -> int:
@@ -240,6 +249,7 @@ def with_kv_of(request: InFlightSample, held: InFlightSample) -> InFlightSample:
     if request.kv_len or request.version != held.version or not kv_len:
         return request
     table = request.table if count_rows(request.table) >= kv_len else rows_of(held.table, slice(kv_len))
+    table = dataclasses.replace(table, rungs=request.table.rungs)
     whole = with_pages(request, held.pages)
     whole = dataclasses.replace(whole, page_size=held.page_size, hole=held.hole, table=table)
     whole = dataclasses.replace(whole, kv_len=held.kv_len, state=held.state)

@@ -52,6 +52,7 @@ class Rows:
         self._own: set[int] = set()  # slots whose sample is drawn otherwise than the run's
         self._reads: set[int] = set()  # and from its earlier tokens
         self._masked: set[int] = set()  # and by a grammar: a token a call
+        self._replayed: set[int] = set()  # slots whose sample is replayed by calls of given rows
 
     @property
     def any_decodes(self) -> bool:
@@ -73,6 +74,8 @@ class Rows:
                 self._reads.add(slot)
             if seq.matcher is not None:
                 self._masked.add(slot)
+        if len(seq.forced):
+            self._replayed.add(slot)
         seq.table = self._rows[slot, HEADER:HEADER]
         self.append(seq, pages)
 
@@ -90,7 +93,7 @@ class Rows:
     def free(self, seq: Seq) -> None:
         slot = seq.row
         self._rows[slot, REMAINING], self._pages[slot], self.decodes[slot], self._seqs[slot] = 0, 0, False, None
-        for slots in (self._own, self._reads, self._masked):
+        for slots in (self._own, self._reads, self._masked, self._replayed):
             slots.discard(slot)
         seq.table = self._rows[slot, :0]
 
@@ -102,19 +105,24 @@ class Rows:
         slots = slots[np.argsort(self._arrivals[slots])]
         return list(zip(self._seqs[slots].tolist(), need[slots].tolist(), strict=True))
 
-    def batches(self) -> Iterator[tuple[Version | None, np.ndarray]]:
-        """(version, slots of one decode call); None: of any versions, whose adapters the rows name.
+    def batches(self) -> Iterator[tuple[Version | None, int, np.ndarray]]:
+        """(version, rows, slots of one decode call). Version None: of any versions, whose adapters the rows name. Rows
+        0: any number that takes the slots; else that of a replay.
 
         By context where several calls are needed: a call costs what its longest row costs, and the one that is not full
         takes the shortest rows."""
         ready = np.flatnonzero(self.decodes & (self._rows[:, REMAINING] > 0))
-        versions, most = self._versions[ready], self.shapes.rows
+        versions, widths = self._versions[ready], np.zeros(len(ready), np.int64)
+        if self._replayed:
+            widths[:] = [seq.next_rung or self.shapes.rows for seq in self.on(ready)]
         for version in (None,) if self.shapes.adapters else sorted(set(versions.tolist())):
-            slots = ready if version is None else ready[versions == version]
-            if len(slots) > most:
-                slots = slots[np.argsort(-self._rows[slots, POSITION], kind="stable")]
-            for first in range(0, len(slots), most):
-                yield version, slots[first : first + most]
+            of_version = np.full(len(ready), True) if version is None else versions == version
+            for width in np.unique(widths[of_version]).tolist():
+                slots, most = ready[of_version & (widths == width)], width or self.shapes.rows
+                if len(slots) > most:
+                    slots = slots[np.argsort(-self._rows[slots, POSITION], kind="stable")]
+                for first in range(0, len(slots), most):
+                    yield version, width, slots[first : first + most]
 
     def blocks(self, slots: np.ndarray) -> int:
         """Blocks of context in a call of these slots."""

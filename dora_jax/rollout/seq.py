@@ -28,7 +28,7 @@ import numpy as np
 
 from dora_jax.models.grammar import Matcher
 from dora_jax.models.routes import RouteShape
-from dora_jax.rollout.migrate import InFlightSample, response_room
+from dora_jax.rollout.migrate import InFlightSample, response_room, runs_of
 from dora_jax.rollout.pages import Node
 from dora_jax.rollout.shapes import TOP_COLUMNS
 from dora_jax.types import TokenTable
@@ -126,9 +126,10 @@ class Seq:
         max_context: int,
         kept: int = 0,
         routes: RouteShape | None = None,
+        rungs: bool = False,
     ):
         """max_context: tokens that an episode may have in all. kept: ids of the keep set that come along with each
-        token. routes: what the experts of a token look like, where they come along."""
+        token. routes: what the experts of a token look like, where they come along. rungs: whether those do."""
         self.id = request.id
         self.version = request.version
         self.arrival = arrival
@@ -159,6 +160,10 @@ class Seq:
         self.unsampled = len(request.out_ids) - request.sampled  # of n_out: observed, less those of earlier branches
         self.budget = min(most, request.max_new_tokens + self.unsampled)  # of n_out: there the sample is over
         self.limit = min(self.budget, self.turn_start + self.turn_tokens) if self.turn_tokens else self.budget
+        self._rungs = np.zeros(most, np.int32) if rungs else None  # rows of the call that drew each token; 0: none did
+        if self._rungs is not None and request.table.rungs is not None:
+            known = np.repeat(*request.table.rungs)[self.n_prompt - 1 :][: len(request.out_ids)]
+            self._rungs[: len(known)] = known if self._mask is None else known * self._mask[: len(known)]
         absent = np.full((len(request.out_ids), kept), -1, np.int32)
         self.extend(request.out_ids, request.logprobs, absent if request.kept is None else request.kept, request.top)
         self.request: InFlightSample | None = request  # its KV in host memory, while it waits or is uploaded
@@ -178,10 +183,21 @@ class Seq:
         self.fresh = True  # the device does not hold its next token yet
         self.inflight = 0  # decode steps launched and not yet read back
         self.forced = np.zeros(0, np.int32)  # tokens that it takes in the place of its first draws: see EngineReplay
+        self.forced_rungs = np.zeros(0, np.int32)  # and rows of the calls that draw them; 0: the widest's
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, kept: np.ndarray, top: np.ndarray | None = None) -> None:
-        """Newly sampled: i32[n], f32[n], i32[n, top_k], i32[n, TOP_COLUMNS]; top: None: nobody knows them."""
+    def extend(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        kept: np.ndarray,
+        top: np.ndarray | None = None,
+        rung: int | None = None,
+    ) -> None:
+        """Newly sampled: i32[n], f32[n], i32[n, top_k], i32[n, TOP_COLUMNS]; top: None: nobody knows them. rung: rows
+        of the call that drew them; None: it is known already."""
         start, self.n_out = self.n_out, self.n_out + len(tokens)
+        if self._rungs is not None and rung is not None:
+            self._rungs[start : self.n_out] = rung
         self._tokens[self.n_prompt + start : self.n_prompt + self.n_out] = tokens
         self._logprobs[start : self.n_out] = logprobs
         if kept.shape[1]:
@@ -245,8 +261,17 @@ class Seq:
         return out
 
     @property
+    def next_rung(self) -> int:
+        """Rows of its next call; 0: the widest's, or any where nothing is forced."""
+        return int(self.forced_rungs[self.drawn]) if len(self.forced_rungs) else 0
+
+    @property
     def in_flight(self) -> InFlightSample:
         """It without its KV, to go on anywhere."""
+        table = self.table_from(0)
+        if self._rungs is not None:
+            rungs = np.concatenate([np.zeros(self.n_prompt - 1, np.int32), self._rungs[: self.n_out]])
+            table = dataclasses.replace(table, rungs=runs_of(rungs))
         return InFlightSample(
             id=self.id,
             version=self.version,
@@ -255,7 +280,7 @@ class Seq:
             logprobs=self.logprobs.copy(),
             max_new_tokens=self.max_new_tokens,
             spans=self.spans,
-            table=self.table_from(0),
+            table=table,
             kept=self._kept[: self.n_out].copy() if self._kept.shape[1] else None,
             mask=self.mask,
             turn_tokens=self.turn_tokens,

@@ -231,6 +231,11 @@ class Shapes:
         return tuple(rungs)
 
     @property
+    def notes_rungs(self) -> bool:
+        """Whether samples carry how many rows the calls had that drew their tokens."""
+        return self.exact
+
+    @property
     def result(self) -> int:
         """Columns of a decode call's result: tokens, log-prob bits, how many of them count, keep sets."""
         return (2 + self.kept) * self.steps + 1
@@ -358,11 +363,8 @@ def _check(section: RolloutSection, rows: int) -> None:
             f"rollout.min_new_tokens {section.min_new_tokens} is not between 0 and rollout.max_new_tokens "
             f"{section.max_new_tokens}"
         )
-    if section.exact and (section.drafts or section.narrow_rows or section.ladder == "on"):
-        raise ValueError(
-            "rollout.exact takes every token by calls of one shape: rollout.drafts and rollout.narrow_rows must be 0 "
-            "with it, and rollout.ladder off"
-        )
+    if section.exact and section.drafts:
+        raise ValueError("rollout.exact replays decode calls, and none that verify drafts: rollout.drafts must be 0")
     if section.keep_set and section.top_k < 1:
         raise ValueError("rollout.keep_set sends the kept ids along, so rollout.top_k must bound their number")
     if "" in section.stop_strings:

@@ -25,16 +25,22 @@ from dora_jax.types import Version
 
 Answer = tuple[np.ndarray, np.ndarray]  # i32[P] prompt, i32[U] what came behind it
 Masks = Sequence[np.ndarray]  # bool[U] of each answer: what of it the policy sampled, the first token among it
+Rungs = Sequence[np.ndarray]  # i32[U] of each answer: rows of the decode call that drew each token; 0: of the widest
 
 
 class Replay(Protocol):
     """An engine's calls, as the trainer asks for them."""
 
     def __call__(
-        self, params: Any, answers: Sequence[Answer], masks: Masks | None = None, version: Version = 0
+        self,
+        params: Any,
+        answers: Sequence[Answer],
+        masks: Masks | None = None,
+        version: Version = 0,
+        rungs: Rungs | None = None,
     ) -> list[np.ndarray]:
         """f32[U] of each answer under the trainer's masters, those of this version; 0 where nothing is sampled. masks:
-        None: all is."""
+        None: all is. rungs: None: every token was drawn by the widest calls."""
 
     def warmup(self) -> None:
         """Compiles the calls."""
@@ -44,7 +50,8 @@ def replayed_logprobs(replay: Replay, params: Any, batch: Any, version: Version)
     """f32[B, L]: of the targets that the policy sampled; 0 elsewhere. params: the masters of this version."""
     places, answers, masks = answers_of(batch)
     out = np.zeros(batch.tokens.shape, np.float32)
-    for (row, columns), scored in zip(places, replay(params, answers, masks, version), strict=True):
+    rungs = None if batch.rungs is None else [batch.rungs[place] for place in places]
+    for (row, columns), scored in zip(places, replay(params, answers, masks, version, rungs), strict=True):
         out[row, columns] = scored
     return out
 

@@ -40,7 +40,7 @@ from dora_jax.tasks.mixture import cycle_of
 from dora_jax.trainer.advantage import Prepare, ZeroWeights
 from dora_jax.trainer.objective import may_start_early, needs_scores
 from dora_jax.trainer.recipe import Recipe, new_recipe
-from dora_jax.trainer.score import Answer, Masks
+from dora_jax.trainer.score import Answer, Masks, Rungs
 from dora_jax.trainer.step import Probe, Trainer
 from dora_jax.types import InstanceId, SampleId, ScoredGroup, Version
 
@@ -56,8 +56,8 @@ class EngineReplay:
 
     Law: where the weights are those that drew an answer, its log-probs are the ones that sampling reported, bit for
     bit: the same compiled calls take the same positions at the same places, and a forced token enters as a drawn one;
-    an adapter stands in the place among the others that its version had there; an episode leaves its slot where a turn
-    ended, and comes back with what was observed.
+    an adapter stands in the place among the others that its version had there; a token is scored by a call of as many
+    rows as the one that drew it; an episode leaves its slot where a turn ended, and comes back with what was observed.
     """
 
     def __init__(
@@ -105,19 +105,28 @@ class EngineReplay:
         return jax.tree.unflatten(tree, leaves)
 
     def __call__(
-        self, params: Any, answers: Sequence[Answer], masks: Masks | None = None, version: Version = 0
+        self,
+        params: Any,
+        answers: Sequence[Answer],
+        masks: Masks | None = None,
+        version: Version = 0,
+        rungs: Rungs | None = None,
     ) -> list[np.ndarray]:
         engine, everyone = self._engine, answers
         engine.load(version, self._placed(params, engine.param_shardings))
         masks = [np.ones(len(out_ids), bool) for _, out_ids in answers] if masks is None else masks
-        answers, masks = answers[self._replica :: self._replicas], masks[self._replica :: self._replicas]
+        rungs = [np.zeros(len(mask), np.int32) for mask in masks] if rungs is None else rungs
+        mine = slice(self._replica, None, self._replicas)
+        answers, masks, rungs = answers[mine], masks[mine], rungs[mine]
         # where each answer's runs of sampled tokens begin and end
         edges = [np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist() for mask in masks]
         drawn = [np.asarray(out_ids[mask], np.int32) for (_, out_ids), mask in zip(answers, masks, strict=True)]
+        rungs = [of_answer[mask] for of_answer, mask in zip(rungs, masks, strict=True)]
         for i, (prompt_ids, _) in enumerate(answers):
             id, turn_tokens = SampleId(group_id=i, index=0), edges[i][1] if edges[i][2:] else 0
             engine.submit(id, prompt_ids, version, len(drawn[i]), turn_tokens)
-            engine.scheduler.seqs[id].forced = drawn[i]
+            seq = engine.scheduler.seqs[id]
+            seq.forced, seq.forced_rungs = drawn[i], rungs[i]
         reported: list[np.ndarray] = [np.zeros(0, np.float32)] * len(answers)
         while not engine.idle:
             result = engine.tick()
@@ -131,7 +140,8 @@ class EngineReplay:
                     continue
                 start, stop = edges[i][edges[i].index(done) + 1 :][:2]
                 engine.import_(dataclasses.replace(observed(turn, answers[i][1][done:start]), turn_tokens=stop - start))
-                engine.scheduler.seqs[turn.id].forced = drawn[i]
+                seq = engine.scheduler.seqs[turn.id]
+                seq.forced, seq.forced_rungs = drawn[i], rungs[i]
         engine.drop(version)
         for i, (scored, of_turns) in enumerate(zip(reported, edges, strict=True)):
             if len(scored) != of_turns[-1]:

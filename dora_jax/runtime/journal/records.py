@@ -25,7 +25,7 @@ from dora_jax.orchestrate import events as ev
 from dora_jax.runtime.common.codec import Codec, CodecError
 from dora_jax.types import Sample, SampleId, ScoredGroup, TokenTable, Version
 
-FORMAT = 13  # of the records that this version writes; the head of a segment says its own
+FORMAT = 14  # of the records that this version writes; the head of a segment says its own
 OLDEST = 3  # the first format that `upgrade` knows
 
 
@@ -132,8 +132,8 @@ def upgrade(row: Any, written: int) -> Any:
         for older in range(written, FORMAT):
             if older == 5:
                 row = _with_episodes(row)
-            if older == 12:
-                row = _with_temperatures(row)
+            if older in (12, 13):  # 13: with temperatures, 14: with rungs
+                row = _with_column(row)
             if _is(row, Head) and older in CONFIGURED:
                 row = [*row[:3], CONFIGURED[older] | row[3], *row[4:]]
             if _is(row, Head) and older in (8, 10) and isinstance(row[5], dict):
@@ -197,11 +197,11 @@ def _with_episodes(row: Any) -> Any:
     return row
 
 
-def _with_temperatures(row: object) -> object:
-    """The row of a record, as tables have a column of temperatures."""
+def _with_column(row: object) -> object:
+    """The row of a record, as tables have a column more, which is empty."""
     if not isinstance(row, list):
         return row
-    return [*map(_with_temperatures, row), *([None] if row[:1] == [TokenTable.__name__] else [])]
+    return [*map(_with_column, row), *([None] if row[:1] == [TokenTable.__name__] else [])]
 
 
 def _with_tables(row: Any) -> Any:
