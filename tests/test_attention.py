@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from dora_jax.models.decoder import Scores
-from dora_jax.ops import attention
+from dora_jax.ops import attention, paged_write
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 paged_reference = jax.jit(attention.paged_reference, static_argnums=4)
@@ -156,10 +156,13 @@ def test_tokamax_writes_and_attends_as_the_reference(length, lens, dtype, atol, 
     pytest.importorskip("tokamax", reason="tokamax is not installed: the extra tpu-kernels, Python 3.12")
     q, pool, lens, tables = pages_case(length, lens)
     new = np.random.default_rng(1).normal(size=(*q.shape[:2], *pool.shape[2:]))
-    inputs = (*(jnp.asarray(x, dtype) for x in (q, new, np.nan_to_num(pool))), jnp.asarray(lens), jnp.asarray(tables))
+    inputs = [jnp.asarray(x, dtype) for x in (q, new, np.nan_to_num(pool))]
+    where = paged_write.where_of(lens[:, None] - length + jnp.arange(length)[None], jnp.asarray(tables), pool.shape[1])
     monkeypatch.setattr(attention, "paged_kernel", lambda impl, rank: attention.paged_reference)
-    want, written = attention.paged_step(*inputs, Scores(128**-0.5), "tpu")
-    got, pages = attention.tokamax_step(*inputs, Scores(128**-0.5), implementation="reference")
+    want, written = attention.paged_step(*inputs, where, Scores(128**-0.5), "tpu")
+    got, pages = attention.tokamax_step(
+        *inputs, where.lens_S, where.tables_SxM, Scores(128**-0.5), implementation="reference"
+    )
     np.testing.assert_array_equal(pages, written)
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=atol)
 

@@ -31,6 +31,7 @@ from dora_jax.models import decoder, sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.models.tokenizer import Tokenizer
+from dora_jax.ops import paged_write
 from dora_jax.plan import devices, memory, presets
 from dora_jax.runtime.assembly import run
 from dora_jax.trainer import flops, hlo, step
@@ -51,7 +52,8 @@ class Program:
     compiled: Any = None  # where the assembly has compiled it, in `compile_s`
     compile_s: float = 0.0
     pool_bytes: float = math.inf  # of the KV pool on a device,
-    live_bytes: float = 0.0  # and of what one kernel reads of it where samples have their mean length
+    live_bytes: float = 0.0  # of what one kernel reads of it where samples have their mean length,
+    new_bytes: float = 0.0  # and of what one writes
     needed: float = 0.0  # FLOPs of all chips that the model needs for full rows
     splash: float = 1.0  # the share of its blocks that splash attention computes
     # arrays of KV and of recurrent states on a device, by their dimensions, and the layers that share each
@@ -166,8 +168,10 @@ def _instance(
         rows = int(sizes[0]) if kind == "narrow" else rows
         context = rollout.max_prompt_tokens / 2 + (0 if kind == "prefill" else rollout.max_new_tokens / 4)
         seen = context - windows * max(context - max(model.windows, default=0), 0)
-        live = rows * seen * memory.token_bytes(model, rollout, config.model.dtype) / model.kv_layers
-        programs[i] = dataclasses.replace(one, pool_bytes=_held(pages), live_bytes=live, pools=pools)
+        new = rows * memory.token_bytes(model, rollout, config.model.dtype) / model.kv_layers
+        programs[i] = dataclasses.replace(
+            one, pool_bytes=_held(pages), live_bytes=seen * new, new_bytes=new, pools=pools
+        )
     residents = config.rollout.residents
     versions = f"{residents} resident version{'s' if residents > 1 else ''}"
     held = {versions: residents * _held(calls.abstract_params)}
@@ -213,6 +217,7 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
         kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)),
         chip=roles.chip_of(place.slice_name),
         links_bytes_per_s=chips.ici_bytes_per_s(chips.parse(place.slice_name)[0], place.chips),
+        small_ops=sum(text.small_ops().values()) if program.name.startswith("decode") else 0.0,
         needed=program.needed / place.chips,
     )
 
@@ -220,10 +225,12 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
 def _kernels(
     program: Program, text: hlo.CompiledText, flops_of: dict[str, float], place: SlicePlacement
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a program. One that gets the pool of all layers reads its rows' pages of one layer."""
+    """Yield the kernels of a program. One that gets the pool of all layers reads its rows' pages of one layer, or
+    writes their newest rows there."""
     chip = roles.chip_of(place.slice_name)
     for one in text.kernels():
-        unread = program.pool_bytes - program.live_bytes if one.bytes >= one.runs * program.pool_bytes else 0.0
+        touched = program.new_bytes if one.name in paged_write.KERNELS else program.live_bytes
+        unread = program.pool_bytes - touched if one.bytes >= one.runs * program.pool_bytes else 0.0
         done = place.cores * one.runs * flops_of.get(one.name, 0.0)
         done *= program.splash if one.name.startswith("splash") else 1.0
         moved = place.cores * (one.bytes - one.runs * unread)

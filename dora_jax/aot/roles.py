@@ -61,6 +61,7 @@ class Compiled:
     compile_s: float
     chip: Chip
     links_bytes_per_s: float  # to the chips of its role
+    small_ops: float = 0.0  # of a decode call, a layer: operations beside products, kernels and what is sent
     needed: float = 0.0  # FLOPs of an update that the model itself needs, the numerator of MFU; 0: of other programs
 
     @property
@@ -110,12 +111,13 @@ def describe(one: Compiled) -> list[str]:
     copied = "" if one.copied is None else "; no pool copied"
     if one.copied and one.copied.runs:
         copied = f"; {one.copied.bytes / 1e9:.2f} GB OF THE POOLS COPIED in {one.copied.runs}"
+    small = f"; {one.small_ops:.1f} small operations a layer" if one.small_ops else ""
     host = f", {one.host_bytes / GIB:.2f} in host memory" if one.host_bytes else ""
     lines = [
         (
             f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
             f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}"
-            f"{copied}; "
+            f"{copied}{small}; "
             f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s"
         ),
         *(

@@ -14,6 +14,8 @@ ops.segment_attention's. What `attend(layer, q, k, v, scores) -> o` is given:
             holds them; elsewhere they are that layer's
   scores    families.config.Scores: q is not scaled, for a narrow type would round scale and product alike; `attend`
             multiplies the products with keys, in f32
+  turn      given where the caller says that `attend` turns heads (`Turn`), and a layer's can be turned so: q, k and v
+            are then [B, L, heads * D] as projections leave them
   sinks     f32[H], given where the model has them: a score of each head that stands beside those of its keys, and whose
             weight goes to no value
 Law: norms and rotary angles are computed in f32, the angles' frequencies as float64 constants.
@@ -23,6 +25,8 @@ What a layer's backward pass keeps, and what it computes again.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,17 +72,41 @@ class Spec(NamedTuple):
     first: float | None = None  # that value in the place of one, where there is no scale
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["angles", "gains"], meta_fields=["eps", "offset"])
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """How heads as projections leave them become those that are scored: each is normed, then rotated."""
+
+    angles: tuple[jax.Array, ...]  # of `rotary`, for as much of a head as they are wide; none: nothing is rotated
+    gains: tuple[jax.Array, ...]  # [D] of queries and of keys; none: nothing is normed
+    eps: float
+    offset: float
+
+    def __call__(self, y_BxLxHD: jax.Array, dim: int, which: int) -> jax.Array:
+        """[B, L, H, D] of queries (0), keys (1) or values (2), which stay as they are."""
+        y = y_BxLxHD.reshape(*y_BxLxHD.shape[:2], -1, dim)
+        if which == 2:
+            return y
+        y = rms_norm(y, self.gains[which], self.eps, self.offset) if self.gains else y
+        if not self.angles or self.angles[0].shape[-1] == dim:
+            return _rotate(y, *self.angles) if self.angles else y
+        part = self.angles[0].shape[-1]
+        return jnp.concatenate([_rotate(y[..., :part], *self.angles), y[..., part:]], axis=-1)
+
+
 class Products(NamedTuple):
     """How a layer multiplies.
 
     merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two.
-    looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves.
+    looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves. turns: `attend`
+    turns the heads, where it gets a `Turn`.
     gain: what low-rank adapters are multiplied by. rows: which of several adapters each row takes; None: there is one.
     """
 
     merge: bool
     looped: bool = False
     absorbed: bool = False
+    turns: bool = False
     gain: float = 1.0
     rows: jax.Array | None = None  # i32[B]
 
@@ -180,7 +208,8 @@ def run(
         q, *own = _heads(cfg, kind, weights, h_BxLxD, rotary, products)
         kv = kv if kind.kv == "read" else (own[0], own[1])
         sinks = [weights["sinks"].astype(jnp.float32)] if cfg.sinks else []
-        o_BxLxHxD = attend(cfg.source(kind) if kind.kv == "read" else layer, q, *kv, cfg.scores(kind), *sinks)
+        turn = {"turn": _turn(cfg, kind, weights, rotary)} if _is_turned(cfg, kind, products) else {}
+        o_BxLxHxD = attend(cfg.source(kind) if kind.kv == "read" else layer, q, *kv, cfg.scores(kind), *sinks, **turn)
     else:
         inner = _mla_absorbed if products.absorbed else _mla
         o_BxLxHxD = inner(cfg, kind, layer, weights, h_BxLxD, rotary, attend, products)
@@ -241,8 +270,21 @@ def last(vector: jax.Array, like: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- grouped-query
 
 
+def _is_turned(cfg, kind, products) -> bool:
+    """Whether `attend` turns the heads of such a layer."""
+    whole = not kind.rotated or cfg.rope_dim(kind) == cfg.dim(kind)
+    return products.turns and whole and kind.kv != "read" and not (cfg.qk_norm and cfg.qk_norm_whole) and not cfg.v_norm
+
+
+def _turn(cfg, kind, weights, rotary) -> Turn:
+    names = [] if cfg.qk_norm and cfg.qk_norm_whole else ["q_norm", "k_norm"]  # of a layer that reads keys, the first
+    gains = tuple(weights[name] for name in names if name in weights)
+    return Turn(rotary if kind.rotated else (), gains, cfg.norm_eps, cfg.gain_offset)
+
+
 def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:
-    """Queries, keys and values, of a layer that reads others' keys the queries alone."""
+    """Queries, keys and values, of a layer that reads others' keys the queries alone; as projections leave them, where
+    `attend` turns them."""
 
     def product(which: str):
         y = products(weights, h_BxLxD, f"{which}_proj")
@@ -250,27 +292,22 @@ def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:
             y = jax.lax.optimization_barrier(y)
         return y + last(weights[f"{which}_bias"].astype(h_BxLxD.dtype), y) if cfg.qkv_bias else y
 
-    def heads(which: str, count: int, y):
-        normed, dim, turning = cfg.qk_norm and which != "v", cfg.dim(kind), cfg.rope_dim(kind)
-        if normed and cfg.qk_norm_whole:
-            y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
-        y = y.reshape(*y.shape[:2], count, dim)
-        if normed and not cfg.qk_norm_whole:
-            y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
-        if which == "v":
-            return rms_norm(y, jnp.ones(dim), cfg.norm_eps) if cfg.v_norm else y
-        if not kind.rotated:
+    def heads(which: str, y):
+        if _is_turned(cfg, kind, products):
             return y
-        if turning == dim:
-            return _rotate(y, *rotary)
-        return jnp.concatenate([_rotate(y[..., :turning], *rotary), y[..., turning:]], axis=-1)
+        if which == "v":
+            y = y.reshape(*y.shape[:2], -1, cfg.dim(kind))
+            return rms_norm(y, jnp.ones(cfg.dim(kind)), cfg.norm_eps) if cfg.v_norm else y
+        if cfg.qk_norm and cfg.qk_norm_whole:
+            y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
+        return turn(y, cfg.dim(kind), "qk".index(which))
 
-    q, count = heads("q", cfg.n_heads, product("q")), cfg.kv_heads(kind)
+    turn, q = _turn(cfg, kind, weights, rotary), product("q")
     if kind.kv == "read":
-        return [q]
+        return [heads("q", q)]
     k = product("k")
     v = k if kind.tied_values else product("v")
-    return [q, heads("k", count, k), heads("v", count, v)]
+    return [heads("q", q), heads("k", k), heads("v", v)]
 
 
 # ----------------------------------------------------------------------- latent

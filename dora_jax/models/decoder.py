@@ -554,6 +554,7 @@ def forward_carrying(
     *,
     dtype=jnp.float32,
     compute: Compute = moe.scan,
+    turns: bool = False,
     adapters: Params | None = None,
     adapter_index: jax.Array | None = None,
     adapter_gain: float = 1.0,
@@ -563,6 +564,7 @@ def forward_carrying(
     them on through the loop, in place.
 
     Each layer's slice is taken by its own number: of a scan unrolled, XLA copies several layers' weights out first.
+    turns: of stacked layers, `attend` turns heads (attention.Turn).
     The adapters' arguments are those of `forward_routed`."""
     state = jax.tree.map(lambda x: x, state)  # its containers are ours
     if layout_of(params) == "serving":
@@ -573,7 +575,7 @@ def forward_carrying(
     params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
         x_BxLxD = _scaled(cfg, params["embed"][tokens_BxL].astype(dtype))
-    products = Products(True, looped=True, absorbed=True, gain=adapter_gain, rows=adapter_index)
+    products = Products(True, looped=True, absorbed=True, turns=turns, gain=adapter_gain, rows=adapter_index)
     one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute)
     own_NxBxLxP, ids = one_pass.own(params, tokens_BxL, x_BxLxD), None
     if cfg.experts:

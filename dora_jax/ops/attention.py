@@ -2,7 +2,8 @@
 
 `chunk_attention` is the XLA reference, which runs anywhere (`rollout.attention = reference`). `paged_step` writes a
 step's KV into pages and attends over them, by the kernel that `rollout.attention` names: tpu, the ragged paged
-attention that jax ships; tokamax, the batched one of that package, which writes the pages itself; gpu, paged_gpu.py.
+attention that jax ships, behind paged_write.py's kernels; tokamax, the batched one of that package, which writes the
+pages itself; gpu, paged_gpu.py.
 `paged_reference` attends in plain XLA; tests hold all of them equal to it. Pages of latent attention are read by
 latent_attention.py's kernel, for TPUs.
 
@@ -21,11 +22,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_paged_attention
 
 from dora_jax.models.decoder import Scores
-from dora_jax.ops import latent_attention
+from dora_jax.ops import latent_attention, paged_write
 from dora_jax.ops.latent_attention import check_pages
+from dora_jax.ops.paged_write import Where
 
 MASKED = -1e30  # finite, so that a row with nothing but masked scores makes no nan
 
@@ -128,24 +131,22 @@ def paged_kernel(impl: str, rank: int = 0) -> Callable[..., jax.Array]:
 
 
 def paged_step(
-    q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scores: Scores, impl: str, rank: int = 0, sinks_H=None
+    q_SxLxHxD, new, pages, where: Where, scores: Scores, impl: str, rank: int = 0, sinks_H=None
 ) -> tuple[jax.Array, jax.Array]:
     """(o[S, L, H, D], the pages with the new KV): the L queries of a sequence are its last L positions, whose KV is
-    `new`, in the pages' type; each query sees itself and what is before it.
+    `new`, in the pages' type; each query sees itself and what is before it. new None: there is none, or it is written.
 
     new [S, L, ...], pages [N, P, ...]: K and V heads side by side [2K, D], or a latent row [D] whose first `rank`
-    numbers are the value; o is then [S, L, H, rank]. tables_SxM says which pages hold a sequence, of which the first
-    kv_lens positions are read and must be finite; the last L of them are written here. D is `lanes`: what is smaller
-    comes padded.
+    numbers are the value; o is then [S, L, H, rank]. Of a sequence the positions that count are read and must be
+    finite; the last L of them are written here. D is `lanes`: what is smaller comes padded.
     """
-    if impl == "tokamax":
-        return tokamax_step(q_SxLxHxD, new, pages, kv_lens_S, tables_SxM, scores)
-    length, size = q_SxLxHxD.shape[1], pages.shape[1]
-    at_SxL = (kv_lens_S - length)[:, None] + jnp.arange(length)[None]
-    page_SxL = jnp.take_along_axis(tables_SxM, at_SxL // size, axis=1)
-    pages = pages.at[page_SxL, at_SxL % size].set(new)
+    tables_SxM = where.first + where.tables_SxM
+    if impl == "tokamax" and new is not None:
+        return tokamax_step(q_SxLxHxD, new, pages, where.lens_S, tables_SxM, scores)
+    if new is not None:
+        pages = paged_write.written(pages, new, where) if impl == "tpu" else paged_write.scattered(pages, new, where)
     how = (scores.scale,) if rank else (scores,) if sinks_H is None else (scores, sinks_H)  # of latents the scale alone
-    return paged_kernel(impl, rank)(q_SxLxHxD, pages, kv_lens_S, tables_SxM, *how), pages
+    return paged_kernel(impl, rank)(q_SxLxHxD, pages, where.lens_S, tables_SxM, *how), pages
 
 
 def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores) -> jax.Array:
@@ -161,8 +162,8 @@ def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: 
         kv_pages_NxPxCxD,
         kv_lens_S,
         tables_SxM,
-        jnp.arange(s + 1, dtype=jnp.int32) * length,
-        jnp.full((1,), s, jnp.int32),
+        np.arange(s + 1, dtype=np.int32) * length,
+        np.full((1,), s, np.int32),
         sm_scale=scores.scale,
         sliding_window=scores.window or None,
         **scales,

@@ -72,9 +72,10 @@ class Forward:
                 quantize.tied(params, i),
                 last_B[:, None],
                 past_B[:, None] + i,
-                lambda moving: self.kv.attend_step(fixed, moving, i, active_B),
+                self.kv.attend_step(fixed, i, active_B),
                 moving,
                 adapter_B,
+                turns=self.kv.turns,
             )
             with jax.named_scope("sample"):
                 logits_BxV = self.logits(self._base(params), hidden_Bx1xD[:, 0])
@@ -193,8 +194,8 @@ class Forward:
     def _base(self, params):
         return params[0] if self.shapes.adapters else params
 
-    def _run(self, params, tokens_BxL, positions_BxL, attend_with, state, adapter_B):
-        options = {"dtype": self.dtype, "compute": self.compute}
+    def _run(self, params, tokens_BxL, positions_BxL, attend_with, state, adapter_B, turns: bool = False):
+        options = {"dtype": self.dtype, "compute": self.compute, "turns": turns}
         if self.shapes.adapters:
             options |= {"adapters": params[1], "adapter_index": adapter_B, "adapter_gain": self.gain}
         return decoder.forward_carrying(

@@ -13,6 +13,7 @@ the host has the layout of kv_xla.py, so that a sample moves between instances w
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dora_jax.models.attention import Attend
 from dora_jax.models.sharding import serving_table
-from dora_jax.ops import attention, latent_attention
+from dora_jax.ops import attention, latent_attention, paged_write
 from dora_jax.rollout.quantize import KV, narrow
 from dora_jax.rollout.shapes import KVLayout, Shapes
 
@@ -42,6 +43,8 @@ class Paged:
         self.mesh = mesh
         self.lanes = [latent_attention.lanes(shapes.attention, width) for _, width in kv.rows]  # a head's in the pool
         self.pool_spec = WHOLE if kv.rank else KV_HEADS
+        # whether a decode step's `attend` turns heads (models.attention.Turn), whose kernel takes no padded ones
+        self.turns = shapes.attention == "tpu" and not kv.rank and self.lanes == [width for _, width in kv.rows]
 
         self.groups = [int(shapes.groups > 1 and window > 0) for window in kv.windows]  # the pool of a layer's pages
         sizes = [1 + (shapes.local_pages if group else shapes.pages) for group in self.groups]
@@ -81,16 +84,16 @@ class Paged:
         at_BxW = first_B[:, None] + jnp.arange(window_GxBxW.shape[2])[None]
         return (tables_GxBxM.at[:, rows[:, None], at_BxW].set(window_GxBxW), past_B), pool
 
-    def attend_step(self, fixed, pool: Pool, i, active_B) -> Attend:
+    def attend_step(self, fixed, i, active_B) -> Callable[[Pool], Attend]:
         tables_GxBxM, past_B = fixed
-        return self._attend(pool, tables_GxBxM, (past_B + i)[:, None], active_B[:, None])
+        return self._attend(tables_GxBxM, (past_B + i)[:, None], active_B[:, None])
 
     def attend_ahead(self, fixed, pool: Pool, active_B) -> Attend:
         """Attend from several positions a row at once, each of which sees those before it. What is written beyond the
         positions that count is written again before it counts."""
         tables_GxBxM, past_B = fixed
         positions_BxL = past_B[:, None] + jnp.arange(self.shapes.drafts + 1)[None]
-        return self._attend(pool, tables_GxBxM, positions_BxL, jnp.broadcast_to(active_B[:, None], positions_BxL.shape))
+        return self._attend(tables_GxBxM, positions_BxL, jnp.broadcast_to(active_B[:, None], positions_BxL.shape))(pool)
 
     def end(self, pool: Pool, moved: Pool, pages_GxBxP, window_GxBxW, past_B, count_B) -> Pool:
         del pool, pages_GxBxP, window_GxBxW, past_B, count_B
@@ -105,7 +108,7 @@ class Paged:
         tables_GxRxM = tables_GxRxM.at[:, jnp.arange(start_R.shape[0])[:, None], at_RxW].set(write_GxRxW)
         real_RxL = jnp.arange(chunk)[None] < length_R[:, None]
         is_kept_RxL = jnp.arange(chunk)[None] < kept_R[:, None]
-        return self._attend(pool, tables_GxRxM, start_R[:, None] + jnp.arange(chunk)[None], real_RxL, is_kept_RxL)
+        return self._attend(tables_GxRxM, start_R[:, None] + jnp.arange(chunk)[None], real_RxL, is_kept_RxL)(pool)
 
     # -------------------------------------------------------------- host
 
@@ -150,49 +153,59 @@ class Paged:
         layers = jnp.asarray(self.kv.layers_of(row))
         return self._first(layers)[:, None] + pages_GxM[jnp.asarray(self.groups)[layers]]
 
-    def _attend(self, pool: Pool, tables_GxSxM, positions_SxL, real_SxL, is_kept_SxL=None) -> Attend:
-        """`attend` that writes the new KV into `pool`, zeros where it is not real, then reads all of it; of a layer
-        that has no KV of its own it reads what that layer wrote.
+    def _attend(self, tables_GxSxM, positions_SxL, real_SxL, is_kept_SxL=None) -> Callable[[Pool], Attend]:
+        """Makes, of a pool, the `attend` that writes the new KV into it, zeros where it is not real, then reads all of
+        it; of a layer that has no KV of its own it reads what that layer wrote. What is the same for all layers is
+        computed here: once, outside of a loop over them.
 
         is_kept_SxL: positions of the first page that keep what they hold; None: there are none."""
         impl, kv, size = self.shapes.attention, self.kv, self.shapes.page_size
-        lens_S = positions_SxL[:, -1] + 1
+        where_G = [paged_write.where_of(positions_SxL, tables_SxM, size) for tables_SxM in tables_GxSxM]
+        to_pool = functools.partial(narrow, dtype=self.pool_dtype)
 
-        def run(scores, q, k, v, pages, tables_SxM, lens_S, real_SxL, is_kept_SxL, sinks_H):
-            row, rank = scores.row, kv.rank
-            width, q = rank or kv.rows[row][1], self._padded(row, q)
-            if k is None:
-                how = (scores,) if sinks_H is None else (scores, sinks_H)
-                return attention.paged_kernel(impl, rank)(q, pages, lens_S, tables_SxM, *how)[..., :width], pages
+        def rows_of(row: int, k, v, real_SxL):
             rows = self._rows(row, k, v)
             written = jnp.expand_dims(real_SxL, range(2, rows.ndim)) & jnp.isfinite(rows)
-            rows = narrow(jnp.where(written, rows, 0), self.pool_dtype)
-            if is_kept_SxL is not None:
-                first_Sx1 = (lens_S[:, None] - q.shape[1]) // size
+            return to_pool(jnp.where(written, rows, 0))
+
+        def turned(row: int, q, k, v, turn, pages, where, real_SxL):
+            """`turn_and_write` in plain XLA."""
+            q, k, v = (turn(x, self.lanes[row], i) for i, x in enumerate((q, k, v)))
+            return q, paged_write.scattered(pages, rows_of(row, k, v, real_SxL), where)
+
+        def run(scores, q, k, v, pages, where, real_SxL, is_kept_SxL, sinks_H, turn):
+            row, rank, rows = scores.row, kv.rank, None
+            if turn is not None:
+                kernel = functools.partial(paged_write.turn_and_write, narrow=to_pool)
+                given, plain = (q, k, v, turn, pages, where, real_SxL), functools.partial(turned, row)
+                q, pages = jax.lax.platform_dependent(*given, tpu=kernel, default=plain)
+            elif k is not None:
+                rows = rows_of(row, k, v, real_SxL)
+            if is_kept_SxL is not None and rows is not None:
                 # position by position, see `begin`
-                held = pages[jnp.take_along_axis(tables_SxM, first_Sx1, axis=1), jnp.arange(size)[None]]
+                held = pages[where.first + where.page_SxL[:, :1], jnp.arange(size)[None]]
                 stays = jnp.expand_dims(is_kept_SxL[:, :size], range(2, rows.ndim))
                 rows = rows.at[:, :size].set(jnp.where(stays, held, rows[:, :size]))
-            o, pages = attention.paged_step(q, rows, pages, lens_S, tables_SxM, scores, impl, rank, sinks_H)
-            return o[..., :width], pages
+            o, pages = attention.paged_step(self._padded(row, q), rows, pages, where, scores, impl, rank, sinks_H)
+            return o[..., : rank or kv.rows[row][1]], pages
 
         cut = serving_table(self.mesh)["heads"]
         heads = PartitionSpec(None, None, cut)
         own = WHOLE if kv.rank else KV_HEADS
         split = functools.partial(
-            jax.shard_map, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 4, PartitionSpec(cut)),
+            jax.shard_map, mesh=self.mesh, in_specs=(heads, own, own, own, *(WHOLE,) * 3, PartitionSpec(cut), WHOLE),
             out_specs=(heads, own),
             check_vma=False,  # a kernel is opaque to the check
         )  # fmt: skip
 
-        def attend(layer, q, k, v, scores, sinks_H=None):
+        def attend(pool: Pool, layer, q, k, v, scores, sinks_H=None, turn=None):
             group = int(self.shapes.groups > 1 and scores.window > 0)
-            tables = tables_GxSxM[group] + self._first(layer)
-            inputs = q, k, v, pool[scores.row], tables, lens_S, real_SxL, is_kept_SxL, sinks_H
+            where = where_G[group]._replace(first=jnp.asarray(self._first(layer), jnp.int32))
+            inputs = q, k, v, pool[scores.row], where, real_SxL, is_kept_SxL, sinks_H, turn
             o, pool[scores.row] = split(functools.partial(run, scores))(*inputs)
             return o
 
-        return attend
+        return functools.partial(functools.partial, attend)  # a pool -> `attend` of it
 
     def _rows(self, row: int, k, v) -> jax.Array:
         """[..., K, D] once or twice -> [..., *row]: K and V of head 0, of head 1, ..., or the one latent row."""

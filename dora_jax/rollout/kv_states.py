@@ -12,7 +12,9 @@ before any call: JAX would clip it, and take another sample's.
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ class WithStates:
     def __init__(self, pages: Gathered | Paged, cfg: ModelConfig, shapes: Shapes, dtype):
         """pages: Gathered or Paged."""
         self.pages, self._cfg, self._shapes, self._dtype = pages, cfg, shapes, dtype
-        self.pages_spec, self.pool_spec = pages.pages_spec, pages.pool_spec
+        self.pages_spec, self.pool_spec, self.turns = pages.pages_spec, pages.pool_spec, pages.turns
 
     def empty(self) -> Pool:
         m = self._cfg.rule
@@ -69,19 +71,20 @@ class WithStates:
             moving["ahead"] = place_B, Ahead(mixed, tuple(jnp.zeros((*lead, *size)) for size in sizes))
         return (fixed, place_B), moving
 
-    def attend_step(self, fixed, moving: Pool, i, active_B) -> Attend:
+    def attend_step(self, fixed, i, active_B) -> Callable[[Pool], Attend]:
         pages, place_B = fixed
-        attend, states = self.pages.attend_step(pages, moving["pages"], i, active_B), moving["states"]
+        attend_with = self.pages.attend_step(pages, i, active_B)
 
-        def run(layer, q, k, v, scores, *sinks):
+        def run(moving: Pool, layer, q, k, v, scores, *sinks, **turn):
+            states = moving["states"]
             if not isinstance(scores, Recurrence):
-                return attend(layer, q, k, v, scores, *sinks)
+                return attend_with(moving["pages"])(layer, q, k, v, scores, *sinks, **turn)
             old = _read(states, layer, place_B)
             o, new = linear_attention.step(scores, q, k, old, active_B & (place_B > 0))
             _write(states, layer, place_B, new)
             return o
 
-        return run
+        return functools.partial(functools.partial, run)
 
     def attend_ahead(self, fixed, moving: Pool, active_B) -> Attend:
         pages, place_B = fixed

@@ -11,6 +11,7 @@ of another version leaks, not even a nan.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ Pool = dict[str, list[jax.Array]]
 class Gathered:
     """What device_calls.py asks of a KV pool. The arrays come in and go out; the object holds sizes only."""
 
+    turns = False  # see kv_pallas.py
     pool_spec = PartitionSpec(None, "tensor")
     pages_spec = PartitionSpec(None, None, "tensor")  # of pages on their way to or from the host
 
@@ -50,18 +52,18 @@ class Gathered:
             past = self._gather(pool, pages_GxBxP, past_B)
         return (past, past_B), self._zeros([len(past_B)] * self.kv.layers, self.shapes.steps, self.dtype)
 
-    def attend_step(self, fixed, new: Pool, i, active_B) -> Attend:
-        """The `attend` of step i; it puts the new KV into `new`, which the caller hands to the next step."""
+    def attend_step(self, fixed, i, active_B) -> Callable[[Pool], Attend]:
+        """The `attend` of step i; it puts the new KV into what it is made with, which the next step gets."""
         del active_B  # what a finished row computes is not kept: see `end`
         past, past_B = fixed
 
-        def attend(layer, q, k, v, scores, sinks=None):
+        def attend(new: Pool, layer, q, k, v, scores, sinks=None):
             for name, x in self._turned(k, v).items() if k is not None else ():
                 new[name][layer] = jax.lax.dynamic_update_slice_in_dim(new[name][layer], x, i, POSITIONS[name] % 4)
             now = {name: of_layers[layer] for name, of_layers in new.items()}
             return chunk_attention(q, past[layer], past_B, now["k"], self._values(now), i[None], scores, sinks)
 
-        return attend
+        return functools.partial(functools.partial, attend)
 
     def attend_ahead(self, fixed, new: Pool, active_B) -> Attend:
         """The `attend` of several positions a row at once, each of which sees those before it."""

@@ -46,6 +46,8 @@ _SCATTER = re.compile(r"%?\S+ = \S+ scatter\(%?[^,]+, %?[^,]+, %?([^,)]+)\)")  #
 _MADE = re.compile(r"%?\S+ = (\(.*?\)|\S+) ([\w\-]+)\(")
 _MOVES = ("copy", "copy-start", "transpose", "convert")  # what makes all of an array anew
 _HANDS_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "copy-done")
+_NO_OPS = ("constant", "custom-call", "partition-id")
+_PALLAS = re.compile(r" custom-call\(.*op_name=\"[^\"]*?([\w.\-]+)\)?/pallas_call\"")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply|condition)=%?([\w.\-]+)|(?:called|branch)_computations=\{([^}]*)\}")
 
@@ -137,6 +139,26 @@ class CompiledText:
                     runs, size = runs + times, size + times * item * math.prod(dims)
                     break
         return Traffic(runs, size)
+
+    def small_ops(self) -> dict[str, float]:
+        """By kind, the operations on arrays that stand beside products, kernels and what is sent, in the computation
+        that has most Pallas kernels, to each run of the commonest of these: in a loop over layers, what a layer has."""
+        names = {
+            name: collections.Counter(one[1] for x in lines if (one := _PALLAS.search(x)))
+            for name, lines in self._bodies.items()
+        }
+        most = max(names, key=lambda name: names[name].total())
+        found: collections.Counter[str] = collections.Counter()
+        for line in self._bodies[most]:
+            if not (made := _MADE.match(line.removeprefix("ROOT "))):
+                continue
+            called = re.search(r" fusion\(.*calls=%?([\w.\-]+)", line)
+            inside = self._bodies[called[1]] if called else [line.removeprefix("ROOT ")]
+            kinds = [kind[2] for x in inside if (kind := _MADE.match(x.removeprefix("ROOT ")))]
+            moved = made[2].endswith(("-start", "-done")) or made[2] in (*_HANDS_ON, *KINDS, *_NO_OPS)
+            if not moved and not {"dot", "convolution"} & {*kinds} and not re.match(r"\w+\[\]", made[1]):
+                found[next((kind for kind in ("scatter", "gather") if kind in kinds), kinds[-1])] += 1
+        return {kind: n / max(names[most].values()) for kind, n in found.items()} if names[most] else {}
 
     def kernels(self) -> tuple[CustomCall, ...]:
         counts: collections.Counter[str] = collections.Counter()
