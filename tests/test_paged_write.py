@@ -103,7 +103,7 @@ def stepped(cfg, kv: str, kernels: bool, monkeypatch):
     "name,kv", [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in EVERY]
 )
 def test_a_step_by_kernels_is_the_step_without(name, kv, monkeypatch):
-    """Of each family's heads, and of rows that have ended and padding, which write zeros."""
+    """Each family's heads; rows that have ended and padding write zeros."""
     (plain, want, before), (hidden, got, _) = (stepped(MODELS[name], kv, each, monkeypatch) for each in (False, True))
     for mine, theirs, old in zip(got, want, before, strict=True):
         np.testing.assert_array_equal(bits(mine), bits(theirs))

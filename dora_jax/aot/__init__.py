@@ -31,11 +31,11 @@ from dora_jax.models import decoder, sharding
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
 from dora_jax.models.tokenizer import Tokenizer
-from dora_jax.ops import paged_write
 from dora_jax.plan import devices, memory, presets
 from dora_jax.runtime.assembly import run
 from dora_jax.trainer import flops, hlo, step
 from dora_jax.trainer.recipe import abstract_inputs
+from dora_jax.types import KV_WRITERS
 
 ALL = sum(PROGRAMS.values(), ())
 
@@ -229,7 +229,7 @@ def _kernels(
     writes their newest rows there."""
     chip = roles.chip_of(place.slice_name)
     for one in text.kernels():
-        touched = program.new_bytes if one.name in paged_write.KERNELS else program.live_bytes
+        touched = program.new_bytes if one.name in KV_WRITERS else program.live_bytes
         unread = program.pool_bytes - touched if one.bytes >= one.runs * program.pool_bytes else 0.0
         done = place.cores * one.runs * flops_of.get(one.name, 0.0)
         done *= program.splash if one.name.startswith("splash") else 1.0

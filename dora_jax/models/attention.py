@@ -14,7 +14,7 @@ ops.segment_attention's. What `attend(layer, q, k, v, scores) -> o` is given:
             holds them; elsewhere they are that layer's
   scores    families.config.Scores: q is not scaled, for a narrow type would round scale and product alike; `attend`
             multiplies the products with keys, in f32
-  turn      given where the caller says that `attend` turns heads (`Turn`), and a layer's can be turned so: q, k and v
+  turn      given where `attend` turns heads (`HeadTurn`), and a layer's can be turned so: q, k and v
             are then [B, L, heads * D] as projections leave them
   sinks     f32[H], given where the model has them: a score of each head that stands beside those of its keys, and whose
             weight goes to no value
@@ -74,7 +74,7 @@ class Spec(NamedTuple):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["angles", "gains"], meta_fields=["eps", "offset"])
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class HeadTurn:
     """How heads as projections leave them become those that are scored: each is normed, then rotated."""
 
     angles: tuple[jax.Array, ...]  # of `rotary`, for as much of a head as they are wide; none: nothing is rotated
@@ -99,7 +99,7 @@ class Products(NamedTuple):
 
     merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two.
     looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves. turns: `attend`
-    turns the heads, where it gets a `Turn`.
+    turns the heads, where it gets a `HeadTurn`.
     gain: what low-rank adapters are multiplied by. rows: which of several adapters each row takes; None: there is one.
     """
 
@@ -276,10 +276,10 @@ def _is_turned(cfg, kind, products) -> bool:
     return products.turns and whole and kind.kv != "read" and not (cfg.qk_norm and cfg.qk_norm_whole) and not cfg.v_norm
 
 
-def _turn(cfg, kind, weights, rotary) -> Turn:
+def _turn(cfg, kind, weights, rotary) -> HeadTurn:
     names = [] if cfg.qk_norm and cfg.qk_norm_whole else ["q_norm", "k_norm"]  # of a layer that reads keys, the first
     gains = tuple(weights[name] for name in names if name in weights)
-    return Turn(rotary if kind.rotated else (), gains, cfg.norm_eps, cfg.gain_offset)
+    return HeadTurn(rotary if kind.rotated else (), gains, cfg.norm_eps, cfg.gain_offset)
 
 
 def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:

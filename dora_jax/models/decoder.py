@@ -564,7 +564,7 @@ def forward_carrying(
     them on through the loop, in place.
 
     Each layer's slice is taken by its own number: of a scan unrolled, XLA copies several layers' weights out first.
-    turns: of stacked layers, `attend` turns heads (attention.Turn).
+    turns: of stacked layers, `attend` turns heads (attention.HeadTurn).
     The adapters' arguments are those of `forward_routed`."""
     state = jax.tree.map(lambda x: x, state)  # its containers are ours
     if layout_of(params) == "serving":

@@ -3,7 +3,7 @@
 XLA writes such rows by a scatter, whose updates it does one after the other, with operations beside it that sort out
 their places. `write` starts a copy for each row before it waits for any. `turn_and_write` also makes the rows: it norms
 and rotates the heads of a layer's queries and keys, puts the keys and values side by side, and writes them.
-`scattered` and models.attention.Turn are the same in plain XLA, which other platforms take.
+`scattered` and models.attention.HeadTurn are the same in plain XLA, which other platforms take.
 Laws: a row is written to its own position only; rows of two sequences that write to one page, which only the dummy page
 is, write the same zeros.
 """
@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dora_jax.models.attention import Turn
+from dora_jax.models.attention import HeadTurn
 from dora_jax.ops.latent_attention import SUBLANE_BYTES
+from dora_jax.types import KV_WRITERS
 
-KERNELS = WRITE, TURN_AND_WRITE = "write_kv", "turn_and_write_kv"  # their names in a compiled program
+WRITE, TURN_AND_WRITE = KV_WRITERS
 HBM = pl.BlockSpec(memory_space=pl.ANY)  # where what a kernel copies itself lies
 BLOCK_ROWS = 16  # sequences that one program of a kernel takes: their heads stay in a core's registers and memory
 
@@ -39,7 +40,7 @@ class Where(NamedTuple):
 
 
 def where_of(positions_SxL: jax.Array, tables_SxM: jax.Array, page_size: int) -> Where:
-    """Of new positions, which end their sequences, in a pool whose layer begins at page 0."""
+    """The place of new positions, which end their sequences, in a pool whose layer begins at page 0."""
     page_SxL = jnp.take_along_axis(tables_SxM, positions_SxL // page_size, axis=1)
     return Where(positions_SxL[:, -1] + 1, tables_SxM, page_SxL, positions_SxL % page_size, jnp.int32(0))
 
@@ -120,9 +121,9 @@ def _write_tiles(page_ref, at_ref, first_ref, new_ref, _, pages_ref, tiles_ref, 
 # -------------------------------------------------------- from a layer's products
 
 
-def turn_and_write(q_Sx1xHD, k_Sx1xKD, v_Sx1xKD, turn: Turn, pages, where: Where, real_Sx1, *, narrow) -> tuple:
-    """(q [S, 1, H, D], the pages [N, P, 2K, D] with one new position a sequence): queries and keys as `turn` says, keys
-    and values side by side, zeros where a number is not finite or a sequence not real; narrow: to the pages' type."""
+def turn_and_write(q_Sx1xHD, k_Sx1xKD, v_Sx1xKD, turn: HeadTurn, pages, where: Where, real_Sx1, *, narrow) -> tuple:
+    """(q [S, 1, H, D], the pages [N, P, 2K, D] with one new position a sequence): queries and keys turned, keys and
+    values side by side, zeros where a number is not finite or a sequence not real; narrow: to the pages' type."""
     (s, _, width), (_, _, heads, d) = q_Sx1xHD.shape, pages.shape
     rows, o_SxHxD = _block(s), jax.ShapeDtypeStruct((s, width // d, d), q_Sx1xHD.dtype)
     each = [*(x[:, 0] for x in (q_Sx1xHD, k_Sx1xKD, v_Sx1xKD)), *(x.reshape(s, d) for x in turn.angles)]
@@ -155,7 +156,7 @@ def _turn_and_write(
 
     def heads(ref, gain: int) -> list[jax.Array]:
         """f32[R, D] of each head of queries or keys."""
-        found = []
+        each = []
         for at in range(0, ref.shape[1], d):
             x = ref[:, at : at + d].astype(jnp.float32)
             if gains:
@@ -165,8 +166,8 @@ def _turn_and_write(
                 cos_ref, sin_ref = given[:angles]
                 x = x * cos_ref[...] + pltpu.roll(x, d // 2, 1) * sin_ref[...]
                 x = x.astype(ref.dtype).astype(jnp.float32)
-            found.append(x)
-        return found
+            each.append(x)
+        return each
 
     o_ref[...] = jnp.stack(heads(q_ref, 0), axis=1).astype(o_ref.dtype)
     keys = heads(k_ref, 1)

@@ -43,7 +43,7 @@ class Paged:
         self.mesh = mesh
         self.lanes = [latent_attention.lanes(shapes.attention, width) for _, width in kv.rows]  # a head's in the pool
         self.pool_spec = WHOLE if kv.rank else KV_HEADS
-        # whether a decode step's `attend` turns heads (models.attention.Turn), whose kernel takes no padded ones
+        # whether a decode step's `attend` turns heads (models.attention.HeadTurn), whose kernel takes no padded ones
         self.turns = shapes.attention == "tpu" and not kv.rank and self.lanes == [width for _, width in kv.rows]
 
         self.groups = [int(shapes.groups > 1 and window > 0) for window in kv.windows]  # the pool of a layer's pages

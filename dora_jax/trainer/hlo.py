@@ -148,7 +148,7 @@ class CompiledText:
             for name, lines in self._bodies.items()
         }
         most = max(names, key=lambda name: names[name].total())
-        found: collections.Counter[str] = collections.Counter()
+        small: collections.Counter[str] = collections.Counter()
         for line in self._bodies[most]:
             if not (made := _MADE.match(line.removeprefix("ROOT "))):
                 continue
@@ -157,8 +157,8 @@ class CompiledText:
             kinds = [kind[2] for x in inside if (kind := _MADE.match(x.removeprefix("ROOT ")))]
             moved = made[2].endswith(("-start", "-done")) or made[2] in (*_HANDS_ON, *KINDS, *_NO_OPS)
             if not moved and not {"dot", "convolution"} & {*kinds} and not re.match(r"\w+\[\]", made[1]):
-                found[next((kind for kind in ("scatter", "gather") if kind in kinds), kinds[-1])] += 1
-        return {kind: n / max(names[most].values()) for kind, n in found.items()} if names[most] else {}
+                small[next((kind for kind in ("scatter", "gather") if kind in kinds), kinds[-1])] += 1
+        return {kind: n / max(names[most].values()) for kind, n in small.items()} if names[most] else {}
 
     def kernels(self) -> tuple[CustomCall, ...]:
         counts: collections.Counter[str] = collections.Counter()
