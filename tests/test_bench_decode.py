@@ -6,6 +6,7 @@ import pytest
 from dora_jax.bench import decode, harness
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder
+from dora_jax.ops.segment_attention import segment_attention
 
 
 def test_the_long_tail_is_the_one_it_says():
@@ -58,3 +59,30 @@ def test_the_engines_of_a_shipped_configuration_are_measured_beside_the_plain_wa
     head, columns, *rows = decode.decode("configs/quickstart.py", rows=(1, 8), tail=0, rivals=("plain",), rounds=1)
     assert head.startswith("configs/quickstart.py, sha256 ") and columns.split()[-1] == "rival"
     assert [row.split()[1] for row in rows] == ["B=1", "B=8", "B=8,"] and all("x" in row for row in rows)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_rival_whose_greedy_tokens_are_not_the_models_is_found(monkeypatch):
+    monkeypatch.setattr(harness, "ASKED_TOKENS", 2)
+    model = decoder.new_config("qwen3", **harness.TOY | {"vocab_size": 32, "n_layers": 1})
+    params, prompts = harness.serving_params(model), np.array([[1, 2, 3]] * 4)
+
+    def logits_after(ids):
+        return np.asarray(decoder.logits(model, params, _hidden(model, params, ids)))[-1]
+
+    best, worst = int(logits_after([1, 2, 3]).argmax()), int(logits_after([1, 2, 3]).argmin())
+
+    class Fake:
+        def ask(self, work):
+            assert work["greedy"] and work["lengths"] == [2] * 4
+            return [[[first, int(logits_after([1, 2, 3, first]).argmax())] for first in (best, best, worst, best)]]
+
+    assert harness.not_greedy(model, params, Fake(), prompts) == [2]
+    assert harness.not_greedy(model, params, Fake(), prompts, tie=np.inf) == []
+
+
+def _hidden(model, params, ids):
+    ids = np.array([ids], np.int32)
+    positions = np.arange(ids.shape[1])[None]
+    attend = segment_attention(np.ones_like(ids), positions)
+    return decoder.forward(model, params, ids, positions, attend)[0]

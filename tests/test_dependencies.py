@@ -8,7 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAMES = {"absl": "absl-py", "orbax": "orbax-checkpoint"}  # import name -> distribution
-RIVALS = {"flashinfer", "torch", "transformers", "tunix"}  # benches compare with them where they are installed
+RIVALS = {
+    "datasets",
+    "flashinfer",
+    "optimum",
+    "torch",
+    "transformers",
+    "trl",
+    "tunix",
+}  # benches compare with them where they are installed
 BY_HAND = {"jetstream", "verifiers"}  # a comment beside the extra says how it is installed
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import time
 import typing
 import venv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,27 +268,49 @@ def scored(samples: Any, rng: Any) -> Any:
 
 # ----------------------------------------------------------------- processes
 
-ENVIRONMENTS = {  # rival -> what its environment needs
-    "transformers": ("torch==2.13.0+cpu", "transformers==5.23.0",
-                     "--extra-index-url", "https://download.pytorch.org/whl/cpu"),
-    "tunix": ("google-tunix==0.1.7",),
-}  # fmt: skip
+CPU_TORCH = ("torch==2.13.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+ENVIRONMENTS = {  # rival -> what it imports, and what its environment needs
+    "transformers": ("torch, transformers", "transformers==5.23.0", *CPU_TORCH),
+    "tunix": ("tunix", "google-tunix==0.1.7"),
+    "trl": ("torch, trl.trainer.grpo_trainer", "trl==1.16.0", *CPU_TORCH),
+    "openvino": (
+        "optimum.intel, openvino_genai",
+        "optimum-intel[openvino]==2.2.0",
+        "openvino-genai==2026.4.1.0",
+        *CPU_TORCH,
+    ),
+}
+
+
+def interpreter(library: str, install: bool) -> Path:
+    """One that has the library: of its own environment, which `install` makes where it is missing, or else this one."""
+    root = Path(".bench") / library
+    python, (imports, *packages) = root / "bin" / "python", ENVIRONMENTS[library]
+
+    def has(candidate: Path) -> bool:  # not where an installation was cut short
+        tried = [str(candidate), "-c", f"import {imports}"]
+        return candidate.exists() and not subprocess.run(tried, capture_output=True, check=False).returncode
+
+    if install and not has(python):
+        venv.create(root, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+    found = next((each for each in (python, Path(sys.executable)) if has(each)), None)
+    if found is None:
+        raise SystemExit(f"error: the rival {library} is not installed; --install makes its environment in {root}")
+    return found
 
 
 class Rival:
-    """rivals.py in an interpreter that has the rival, `copies` at once: a JSON line in, one out."""
+    """rivals.py in an interpreter that has the rival, `copies` at once: a JSON line in, one out. library: what stands
+    behind an underscore is a variant of it."""
 
     def __init__(self, name: str, library: str, folder: Path, install: bool, copies: int = 1):
-        root = Path(".bench") / library
-        python = root / "bin" / "python"
-        if install and not _imports(python, library):
-            venv.create(root, with_pip=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *ENVIRONMENTS[library]], check=True)
-        here = [Path(sys.executable)] if importlib.util.find_spec(library) else []
-        found = next((p for p in (python, *here) if _imports(p, library)), None)
-        if found is None:
-            raise SystemExit(f"error: the rival {library} is not installed; --install makes its environment in {root}")
-        command = [str(found), str(Path(__file__).with_name("rivals.py")), name, str(folder)]
+        command = [
+            str(interpreter(library.partition("_")[0], install)),
+            str(Path(__file__).with_name("rivals.py")),
+            name,
+            str(folder),
+        ]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(copies)
         ]
@@ -309,34 +332,66 @@ class Rival:
             process.wait()
 
 
-def _imports(python: Path, library: str) -> bool:
-    """False also where an installation was cut short."""
-    libraries = "torch, transformers" if library == "transformers" else library
-    tried = [str(python), "-c", f"import {libraries}"]
-    return python.exists() and not subprocess.run(tried, capture_output=True, check=False).returncode
+TIE = 1e-3  # nats between two tokens that float32 sums in another order may swap
+ASKED_SAMPLES, ASKED_TOKENS = 4, 24
 
 
-def program(module: str, *arguments: str) -> None:
+def not_greedy(model: Any, params: Any, rival: Rival, prompts: Any, tie: float = TIE) -> list[int]:
+    """Those of the first prompts, all of one length, whose greedy answer by the rival has a token that our forward
+    finds less likely than the best one, by more than a tie. params: in the serving layout."""
+    import numpy as np
+
+    from dora_jax.models import decoder
+    from dora_jax.ops.segment_attention import segment_attention
+
+    asked = np.asarray(prompts)[:ASKED_SAMPLES]
+    work = {"batch": len(asked), "prompts": asked.tolist(), "lengths": [ASKED_TOKENS] * len(asked), "greedy": True}
+    tokens_BxT = np.array(rival.ask(work)[0], np.int32)
+    ids = np.concatenate([asked, tokens_BxT], 1).astype(np.int32)
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    attend = segment_attention(np.ones_like(ids), positions)
+    hidden = decoder.forward(model, params, ids, positions, attend)[:, asked.shape[1] - 1 : -1]
+    logits = np.asarray(decoder.logits(model, params, hidden))
+    chosen_BxT = np.take_along_axis(logits, tokens_BxT[..., None], -1)[..., 0]
+    return np.flatnonzero((logits.max(-1) - chosen_BxT > tie).any(1)).tolist()
+
+
+def program(module: str, *arguments: str, **environment: str) -> None:
     """Runs a program of the package to its end; exits with what it printed where it fails."""
-    print(f"{module} {arguments[-1]}", file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    called(module, [sys.executable, "-m", module, *arguments], **environment)
+
+
+def called(name: str, command: Sequence[str], **environment: str) -> str:
+    """What it printed, once it has ended; exits with the end of its errors where it fails."""
+    print(f"{name} {command[-1]}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
     if done.returncode:
-        raise SystemExit(f"error: {module} ended with code {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(f"error: {name} ended with code {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
 
 
 def trained(
-    folder: Path, name: str, config: str, fields: Mapping[str, Any], read: Callable[[float], dict[str, Any]]
-) -> dict[str, Any]:
+    folder: Path, name: str, config: str, fields: Mapping[str, Any], read: Callable[[float], dict[str, Any]],
+    **environment: str,
+) -> dict[str, Any]:  # fmt: skip
     """What a run of `dora_jax.train` has left in folder/name: `read` of its seconds, once it has ended, and the
-    arguments. One that has ended is not run again, one that was cut short starts over."""
+    arguments."""
     arguments = [f"--config={config}", *(f"--config.{field}={value}" for field, value in fields.items())]
+    return ended(folder, name, arguments,
+                 lambda: program("dora_jax.train", *arguments, f"--workdir={folder}", **environment), read)  # fmt: skip
+
+
+def ended(
+    folder: Path, name: str, arguments: Sequence[str], run: Callable[[], Any], read: Callable[[float], dict[str, Any]]
+) -> dict[str, Any]:
+    """The same of any run. One that has ended is not run again, one that was cut short starts over."""
     if (kept := folder / name).exists():
         found = json.loads(kept.read_text())
         if found["arguments"] != arguments:
             raise SystemExit(f"error: {folder} holds a run of other settings; choose another --workdir")
         return found
     shutil.rmtree(folder, ignore_errors=True)
-    seconds, _ = timed(program, "dora_jax.train", *arguments, f"--workdir={folder}")
+    seconds, _ = timed(run)
     partial = folder / f".{name}.partial"
     partial.write_text(json.dumps({"arguments": arguments, **read(seconds)}))
     partial.replace(kept)
