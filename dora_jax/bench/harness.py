@@ -337,8 +337,8 @@ ASKED_SAMPLES, ASKED_TOKENS = 4, 24
 
 
 def not_greedy(model: Any, params: Any, rival: Rival, prompts: Any, tie: float = TIE) -> list[int]:
-    """Those of the first prompts, all of one length, whose greedy answer by the rival has a token that our forward
-    finds less likely than the best one, by more than a tie. params: in the serving layout."""
+    """Prompts, of the first ones, whose greedy answer by the rival has a token that our forward finds less likely than
+    the best one, by more than a tie. All are of one length; params: in the serving layout."""
     import numpy as np
 
     from dora_jax.models import decoder

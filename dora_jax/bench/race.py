@@ -145,7 +145,7 @@ class Race:
         return harness.ended(folder, "times.json", [json.dumps(work)], run, read)
 
     def fields(self, seed: int) -> dict[str, Any]:
-        """Of ours: what both sides share, and paths."""
+        """What ours is given: what both sides share, and paths."""
         paths = {"model.path": self.base, "task.path": self.rows, "task.heldout_path": self.heldout}
         kept = {"checkpoint.every": self.case.every, "checkpoint.keep": self.case.steps}
         return {"seed": seed, "steps": self.case.steps, **paths, **kept, **self.case.shared}
@@ -159,7 +159,7 @@ class Race:
         return harness.trained(folder, "times.json", self.case.config, fields, read, DORA_COMPILE_CACHE=str(cache))
 
     def curve(self, name: str, saved: Mapping[str, float]) -> list[Point]:
-        """Of a run that has ended; scored once."""
+        """The curve of a run that has ended; scored once."""
         run = self.folder / name
         if not (kept := run / "curve.json").exists():
             folders = [self._model_of(run, step) for step in saved]
