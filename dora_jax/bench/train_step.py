@@ -54,12 +54,13 @@ with those that sampling took (trainer.routing_replay=rollout). `changed` is the
 With --exact: what rollout.exact is worth and what it costs. The samples are scored by the trainer's forward, and by the
 engine's own calls; `sampling` is how long those samples took without the option and with it, `replay` how long their
 scoring by the engine's calls. --types: the first so many rows.
-With --ladder as well: the engine has rollout.ladder on and compiles what it misses at once, the samples are a long tail,
-and rounds of them are drawn until each rung has drawn some of at least TAIL_TOKENS tokens. `by rows` counts the tokens
+With --ladder as well: the engine has rollout.ladder on and compiles at once what it misses, the samples are a long
+tail, and rounds of them are drawn until WIDTHS rungs or more have drawn TAIL_TOKENS tokens. `by rows` counts the tokens
 that the calls of each number of rows drew; `differ` are log-probs of other bits where each token is scored by a call of
 the rows that drew it, `full rows` the same where all are scored by the widest. Then the seconds of a round by one
-width, and with all rungs. The second table draws the same samples by calls of each number of rows: how many have
-another token than by the widest, then for each of them the first, and the log-probs of both there, by the widest.
+width, and with all rungs, the quickest of ROUNDS. The second table draws the same samples by calls of each number of
+rows: how many have another token than by the widest, then for each of them the first, and the log-probs of both there,
+by the widest.
 """
 
 from __future__ import annotations
@@ -680,7 +681,8 @@ def rungs_of(samples: Sequence[Sample]) -> list[np.ndarray]:
     return [np.repeat(*sample.table.rungs)[PROMPT_TOKENS - 1 :] for sample in samples if sample.table.rungs is not None]
 
 
-TAIL_TOKENS, TAIL_ROUNDS = 10_000, 40  # that a ladder draws, in so many rounds at most
+TAIL_TOKENS, WIDTHS, TAIL_ROUNDS = 10_000, 3, 40  # that a ladder draws by so many rungs, in so many rounds at most
+ROUNDS = 4  # of which the quickest counts: the first ones compile, or run beside what does
 
 
 def ladder_table(cfg: ModelConfig, params: Any, count: int, tokens: int, types: int) -> Iterator[str]:
@@ -695,7 +697,7 @@ def ladder_table(cfg: ModelConfig, params: Any, count: int, tokens: int, types: 
         engine, samples, drawn = loaded_engine(config, cfg, params), list[Sample](), collections.Counter[int]()
         engine.warmup()
         engine.scheduler.decoding.costs.compile_s = dict.fromkeys(engine.shapes.first_buckets, 0.0)  # without patience
-        while sum(drawn.values()) < TAIL_TOKENS or set(drawn) < {*engine.shapes.rungs, engine.shapes.rows}:
+        while sum(drawn.values()) < TAIL_TOKENS or len(drawn) < WIDTHS:
             if len(samples) >= TAIL_ROUNDS * count:
                 raise RuntimeError(f"after {TAIL_ROUNDS} rounds the rungs have drawn {dict(drawn)}")
             samples += sampled(engine, count, lengths, len(samples))
@@ -704,15 +706,17 @@ def ladder_table(cfg: ModelConfig, params: Any, count: int, tokens: int, types: 
         replay.warmup()
         scores = [replay(params, answers_of(samples), rungs=rungs) for rungs in (rungs_of(samples), None)]
         differ = [int((found != np.concatenate(each).view(np.int32)).sum()) for each in scores]
-        narrow_s, last = harness.timed(sampled, engine, count, lengths, 0)
-        wide = loaded_engine(one_width, cfg, params)
-        sampled(wide, count, lengths)
-        wide_s, _ = harness.timed(sampled, wide, count, lengths)
-        again = answers_of(last), None, 0
-        replays_s = [harness.timed(replay, params, *again, rungs)[0] for rungs in (None, rungs_of(last))]
+        wide, last = loaded_engine(one_width, cfg, params), sampled(engine, count, lengths)
+        again = params, answers_of(last), None, 0
+        calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+            (sampled, (wide, count, lengths)),
+            (replay, (*again, None)),
+            (sampled, (engine, count, lengths)),
+            (replay, (*again, rungs_of(last))),
+        ]
+        seconds = [min(harness.timed(call, *given)[0] for _ in range(ROUNDS)) for call, given in calls]
         by_rows = ", ".join(f"{rows}: {n}" for rows, n in sorted(drawn.items()))
-        yield table.row(dtype, weights or "-", kv or "-", len(found), *differ, wide_s, replays_s[0], narrow_s,
-                        replays_s[1], f"  {by_rows}")  # fmt: skip
+        yield table.row(dtype, weights or "-", kv or "-", len(found), *differ, *seconds, f"  {by_rows}")
 
 
 def rungs_table(cfg: ModelConfig, params: Any, count: int, tokens: int) -> Iterator[str]:
