@@ -22,7 +22,7 @@ CODE = {
     ".": 1051,
     "aot": 435,
     "base": 1717,
-    "bench": 3412,
+    "bench": 3415,
     "buffer": 360,
     "cli": 463,
     "config": 864,
