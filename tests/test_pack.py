@@ -85,6 +85,13 @@ def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, s
         for s, a in zip(samples, advantages)
     )
     assert trajectories(batch) == want
+    prefixes = batch.segment_ids if batch.prefix_ids is None else batch.prefix_ids
+    counted = [  # tokens of each segment, and of the one that it continues
+        (int((ids == segment).sum()), int((ids == prefix).sum()) * int(prefix != segment))
+        for ids, before in zip(batch.segment_ids, prefixes)
+        for segment, prefix in sorted(set(zip(ids[ids > 0].tolist(), before[ids > 0].tolist())))
+    ]
+    assert sorted(map(tuple, batch.lengths.T.tolist())) == sorted(counted)
     assert batch.tokens.shape == (shape.rows, shape.tokens) and shape.rows % (shards * micro) == 0
     weighed = batch.loss_weights > 0
     np.testing.assert_array_equal(weighed, batch.mask)
@@ -123,7 +130,7 @@ def test_only_micro_batches_that_hold_tokens_are_made_of_a_large_batch(micro, sh
     """What is left out is empty, and what stands is the whole batch's, micro-batch by micro-batch."""
     scored, sizes = cases.groups(5, 4), {"rows": 24, "micro_batches": micro, "share_prompts": True}
     whole, shape = packed(scored, shards=shards, **sizes)
-    assert not whole.arrays().keys() & {"rows", "group_ids"}
+    assert not whole.arrays().keys() & {"rows", "group_ids", "sent", "lengths"}
     monkeypatch.setattr(layout, "WHOLE_PLACES", 0)
     part, _ = packed(scored, shards=shards, **sizes)
     assert part.shape == whole.shape == whole.tokens.shape == (24, shape.tokens)
@@ -132,6 +139,51 @@ def test_only_micro_batches_that_hold_tokens_are_made_of_a_large_batch(micro, sh
         split = whole.arrays()[name].reshape(24 // micro, micro, -1)
         np.testing.assert_array_equal(x, split[:, :sent].reshape(x.shape))
         assert not whole.segment_ids.reshape(24 // micro, micro, -1)[:, sent:].any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"share_prompts": True}, {"skip_zero_advantage": True}, {"pack_tokens": 64}])
+@pytest.mark.parametrize("scores", [False, True])
+def test_the_parts_of_the_processes_are_the_rows_of_the_whole(scores, changes, monkeypatch):
+    """Each process packs the rows of its shards, and all of them what one process packs, also of a step of two updates
+    that the models have scored, and where the last micro-batches are left out."""
+    monkeypatch.setattr(layout, "WHOLE_PLACES", 0)
+    section = cases.section(
+        advantage="gae" if scores else "grpo", value_learning_rate=0.1 * scores, overlong_filter=True, micro_batches=6
+    )
+    groups = cases.groups(6, 5, seed=7)
+    equal = dataclasses.replace(cases.groups(7, 5)[6], rewards=np.ones(5, np.float32))
+    every = [truncate(groups[0], 2), *groups[1:], equal]
+    shape = layout.layout(
+        **{"pack_tokens": section.pack_tokens, "rows": 48, "micro_batches": 6, "samples": 35, "shards": 4,
+           "max_tokens": cases.MAX_PROMPT + cases.MAX_NEW} | changes
+    )  # fmt: skip
+
+    def score(batch):
+        """A value of every place of all rows, whichever this process packs."""
+        values = np.random.default_rng(1).normal(size=(batch.sent.rows, batch.sent.tokens)).astype(np.float32)
+        return {"old_logprobs": values, "values": -values}
+
+    def parts(held):
+        here = dataclasses.replace(shape, held=held)
+        return pack.pack_step(
+            [every[::2], every[1::2]], here, Prepare(section, cases.MAX_NEW), score if scores else None
+        )
+
+    whole = parts(None)
+    assert whole[0].sent.rows < 48 and ("returns" in whole[0].arrays()) == scores
+    seen = [np.zeros(len(update.tokens), int) for update in whole]
+    for held in ((1,), (0, 3), (2,)):
+        for update, (one, part) in enumerate(zip(whole, parts(held), strict=True)):
+            assert part.shape == one.shape and part.group_ids == one.group_ids
+            np.testing.assert_array_equal(part.lengths, one.lengths)
+            rows = part.sent.local_rows()
+            mine = np.flatnonzero(rows >= 0)
+            assert rows[mine].tolist() == list(range(len(part.tokens))), "in their order"
+            seen[update][mine] += 1
+            assert part.arrays().keys() == one.arrays().keys()
+            for name, x in part.arrays().items():
+                np.testing.assert_array_equal(x, one.arrays()[name][mine], name)
+    assert all((times == 1).all() for times in seen)
 
 
 def test_rows_of_a_micro_batch_are_dealt_over_the_shards():

@@ -155,22 +155,11 @@ def test_model_flops_by_hand():
     )  # behind a shared prompt
 
 
-def test_lengths_of_shared_prompts():
-    ids, prefixes = (
-        np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 0, 0, 0]]),
-        np.array([[1, 1, 1, 1, 1, 3, 0], [1, 1, 1, 1, 0, 0, 0]]),
-    )
-    batch = SimpleNamespace(segment_ids=ids, prefix_ids=prefixes)
-    assert flops.segment_lengths(ids).tolist() == [2, 3, 1, 1, 3]
-    assert flops.prefix_lengths(batch).tolist() == [0, 2, 0, 0, 1]
-    assert flops.prefix_lengths(SimpleNamespace(segment_ids=ids, prefix_ids=None)).tolist() == [0] * 5
-
-
 def test_step_reports_its_use_of_the_chip(trainer):
     batch = cases.batch(trainer)
     trainer.step(batch)
     metrics = trainer.step(batch)
-    lengths = flops.segment_lengths(batch.segment_ids)
+    lengths = batch.lengths[0]
     assert sum(lengths) == (batch.segment_ids > 0).sum() and len(lengths) == 16
     seconds = lengths.sum() / metrics["trainer/tokens_per_s"]
     assert metrics["trainer/mfu"] == pytest.approx(update_costs.model_flops(cases.MODEL, lengths) / seconds / 1e9)

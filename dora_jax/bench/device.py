@@ -62,7 +62,7 @@ from dora_jax.plan import budget, devices, memory, presets
 from dora_jax.publish import placed
 from dora_jax.rollout.engine import Engine
 from dora_jax.runtime.assembly.run import engine_of, packer, trainer_of
-from dora_jax.trainer.flops import model_flops, segment_lengths
+from dora_jax.trainer.flops import model_flops
 from dora_jax.types import SampleId, ScoredGroup
 
 
@@ -446,7 +446,7 @@ def train(record: Record, cfg: ModelConfig, tiny: bool) -> None:
             [batch] = packer(config, trainer)(groups, 0)
             warmup_s, _ = harness.timed(trainer.warmup, *batch.shape)
             seconds = harness.best_s(trainer.step, batch)
-            needed = model_flops(cfg, segment_lengths(batch.segment_ids))
+            needed = model_flops(cfg, batch.lengths[0])
             tokens = int((batch.segment_ids > 0).sum())
             record.add(f"{name}: warm-up", warmup_s, "s")
             record.add(f"{name}: peak memory", peak_gib(), "GiB", note="since the process began")

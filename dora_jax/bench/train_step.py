@@ -103,7 +103,6 @@ from dora_jax.runtime.instances.rollout_worker import EngineWorker
 from dora_jax.trainer import score, step
 from dora_jax.trainer.advantage import Prepare
 from dora_jax.trainer.checkpoint import Checkpoints
-from dora_jax.trainer.flops import segment_lengths
 from dora_jax.types import Sample, SampleId
 
 PROMPT, GROUP, LONGEST, ROW_UNIT = 16, 8, 512, 128
@@ -229,7 +228,7 @@ def train_step(smollm=False, rivals=("plain", "transformers"), rounds=3, install
                                **columns, "best rival": ">12s"})  # fmt: skip
         yield table.head
         for work in [real_work(model)] if smollm else works():
-            times, lengths = measure(work, params, rivals, external, rounds), segment_lengths(work.batch.segment_ids)
+            times, lengths = measure(work, params, rivals, external, rounds), work.batch.lengths[0]
             tokens, needed = int(lengths.sum()), update_costs.model_flops(work.model, lengths)
             cells = [f"{tokens / t:.0f} ({needed / t / peak:.0%})" for t in times]
             shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]

@@ -2,7 +2,8 @@
 
 Laws: the shape depends on the config alone; samples are placed by falling length, so the same samples always lie in the
 same places, whatever their order; the rows that hold tokens fill whole micro-batches first. Rows are enough for the
-longest samples, and most of a large batch is then empty: its last micro-batches are neither packed nor sent.
+longest samples, and most of a large batch is then empty: its last micro-batches are neither packed nor sent. Every
+process places all samples, alike, and fills the rows of the shards that its devices hold.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class BatchShape:
     skip_zero_advantage: bool = False
     routes: Routes | None = None  # of what the samples carry; None: the trainer's routers choose
     temperature: float | None = None  # the run's, where turns may have their own; None: there is no such column
+    held: tuple[int, ...] | None = None  # shards whose rows this process fills, in their order; None: all of them
 
     def holding(self, filled: int) -> BatchShape:
         """The shape of the first micro-batches, which hold so many filled rows, in steps of 1 / COUNTS of all: what is
@@ -51,6 +53,13 @@ class BatchShape:
         step = -(-self.micro_batches // COUNTS)
         count = min(self.micro_batches, -(-filled * self.micro_batches // (self.rows * step)) * step)
         return dataclasses.replace(self, rows=self.rows // self.micro_batches * count, micro_batches=count)
+
+    def local_rows(self) -> np.ndarray:
+        """int[rows]: where each row stands among those that this process fills; -1: it fills others."""
+        found = np.full((self.shards, self.rows // self.shards), -1)
+        held = list(range(self.shards) if self.held is None else self.held)
+        found[held] = np.arange(found[held].size).reshape(len(held), -1)
+        return found.reshape(-1)
 
     def row_order(self) -> np.ndarray:
         """Row of the k-th filled bin: micro-batch by micro-batch, dealt over the shards inside each."""
@@ -149,9 +158,9 @@ class _Rows:
         node = self._leaves + k
         start, self._segments[k] = self._tokens - self._free[node], self._segments[k] + 1
         self._free[node] -= tokens
-        while node > 1:
+        while node > 1 and self._free[node // 2] != (most := max(self._free[node], self._free[node ^ 1])):
             node //= 2
-            self._free[node] = max(self._free[2 * node], self._free[2 * node + 1])
+            self._free[node] = most
         return start, self._segments[k]
 
 

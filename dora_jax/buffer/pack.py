@@ -6,6 +6,8 @@ of a group's prompt are a segment of their own, once a row, that the group's sam
 each then has U tokens, from the prompt's last one on. Where the layout asks for it, samples whose advantage is zero get
 no place: their loss and gradient are zero, and what an update divides by still counts them.
 Each branch of an episode is a segment too, and the episode is one trajectory: its branches one behind the other.
+Each process of a gang places all samples and fills the rows that its devices hold; what is estimated of the whole step
+is estimated of trajectories, so it needs no other rows.
 Laws: the shape depends on the config alone, so one compiled step serves every batch; the rows that hold tokens fill
 whole micro-batches first, so the trainer can skip the empty ones; what an update divides by (`loss_weights`) is
 computed here, over the whole update; the result does not depend on the order of the groups. The group store holds what
@@ -54,7 +56,8 @@ class MemoryGroupStore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Arrays [B, L]; position t predicts `targets[t]`. Row r is of micro-batch r % (number of those here)."""
+    """Arrays [B, L]; position t predicts `targets[t]`. Row r is of micro-batch r % (number of those here). Of a gang
+    each process has the rows of `sent.local_rows`."""
 
     tokens: np.ndarray  # i32
     targets: np.ndarray  # i32, the next token
@@ -75,16 +78,19 @@ class TrainBatch:
     temperatures: np.ndarray | None = None  # f32, that the target was drawn at; None: all at the run's
     rungs: np.ndarray | None = None  # i32, rows of the call that drew the target, as far as known; stays on the host
     group_ids: tuple[GroupId, ...] = ()
-    rows: int = 0  # of the static shape, whose last micro-batches are empty and left out; 0: all of them stand here
+    rows: int  # of the static shape, whose last micro-batches are empty and left out
+    sent: BatchShape  # of what all processes send
+    lengths: np.ndarray  # int[2, S] of every segment of all rows: its tokens, and those of the prompt that it continues
 
     @property
     def shape(self) -> tuple[int, int]:  # the static one, for which the update is compiled
-        return self.rows or self.tokens.shape[0], self.tokens.shape[1]
+        return self.rows, self.tokens.shape[1]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What goes to the device; anything else would recompile the step."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: x for name, x in named.items() if name not in ("rungs", "group_ids", "rows") and x is not None}
+        beside = "rungs", "group_ids", "rows", "sent", "lengths"
+        return {name: x for name, x in named.items() if name not in beside and x is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,11 +114,11 @@ class Objective(Protocol):
 
     def estimate(self, sequences: Sequences) -> Estimate: ...
 
-    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
-        """Weight of each token, for packed rows or for one trajectory a row (segment_ids None)."""
+    def token_weights(self, mask: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+        """Weight of each token, one trajectory a row."""
 
 
-Score = Callable[[TrainBatch], dict[str, np.ndarray]]  # -> old_logprobs, ref_logprobs, values [B, L] (those in use)
+Score = Callable[[TrainBatch], dict[str, np.ndarray]]  # -> old_logprobs, ref_logprobs, values (those in use), all rows
 
 
 def pack(
@@ -158,35 +164,28 @@ class _PackedUpdate:
         # (each sample behind the branches of its episode, the index of the sample that each belongs to)
         found = [(branch, i) for i, sample in enumerate(samples) for branch in (*_branches(sample), sample)]
         segments, owners = [segment for segment, _ in found], [i for _, i in found]
-        places, sent = places_of(items_of(segments, shape.share_prompts), shape)
-        self._rows, shape = 0 if sent == shape else shape.rows, sent
-        self.spread = _Spread(segments, owners, places, shape)
-        self._batch: dict[str, Any] = _tokens(segments, places, shape)
-        zeros: dict[str, Any] = dict.fromkeys(("advantages", "rewards", "loss_weights"), _zeros(shape))
+        places, self._sent = places_of(items_of(segments, shape.share_prompts), shape)
+        self.spread = _Spread(segments, owners, places, self._sent)
+        rows = self._sent.local_rows().tolist()
+        local = [(s, p._replace(row=rows[p.row])) for s, p in zip(segments, places) if rows[p.row] >= 0]
+        self._batch: dict[str, Any] = dict(rows=shape.rows, sent=self._sent, lengths=_lengths(segments, places))
+        self._batch |= _tokens(local, self._sent)
+        self._batch |= dict.fromkeys(("advantages", "rewards", "loss_weights"), _zeros(self._sent))
         with doing("score"):
-            self._scored = score(TrainBatch(**(self._batch | zeros), rows=self._rows)) if score else {}
+            self._scored = score(TrainBatch(**self._batch)) if score else {}
 
     def sequences(self, longest: int) -> dict[str, np.ndarray]:
         """The fields of `Sequences`, as wide as the step's longest response."""
-        per_token = {name: self._batch[name] for name in ("mask", "behavior_logprobs")} | self._scored
-        found = {
-            "group_ids": self._group_ids,
-            "rewards": self._rewards,
-            "truncated": np.array([s.finish == "length" for s in self.samples]),
-        } | {name: self.spread.gather(np.asarray(x), longest) for name, x in per_token.items()}
-        return found | {"lengths": found["mask"].sum(1)}
+        mask, logprobs = self.spread.sampled(longest)
+        truncated = np.array([s.finish == "length" for s in self.samples])
+        found = dict(group_ids=self._group_ids, rewards=self._rewards, truncated=truncated, lengths=mask.sum(1))
+        found |= {name: self.spread.gather(np.asarray(x), longest) for name, x in self._scored.items()}
+        return found | {"mask": mask, "behavior_logprobs": logprobs}
 
     def batch_of(self, estimate: Estimate, mine: slice, objective: Objective) -> TrainBatch:
         """`mine`: the rows of the step's estimate that are of this update."""
-        spread = self.spread
         mask, advantages = estimate.mask[mine], estimate.advantages[mine]
-        placed, group_ids = spread.responses(mask, bool), spread.segments(self._group_ids)
-        if spread.branched:
-            whole = np.asarray(objective.token_weights(mask, None, self._group_ids), np.float32)
-            weights = spread.responses(whole, np.float32)
-        else:
-            own = np.where(group_ids < 0, 0, self._batch["segment_ids"])  # a shared prompt is no trajectory
-            weights = np.asarray(objective.token_weights(placed, own, group_ids), np.float32)
+        weights = np.asarray(objective.token_weights(mask, self._group_ids), np.float32)
         if self._shape.skip_zero_advantage and not self._scored:
             moving = mask & (advantages[:, None] if advantages.ndim == 1 else advantages).astype(bool)
             if not moving.any(1).all():
@@ -195,63 +194,59 @@ class _PackedUpdate:
                 part = _PackedUpdate(
                     [self.samples[i] for i in chosen], self._shape, None, self._rewards[chosen], self._group_ids[chosen]
                 )
-                placed = part.spread.responses(mask[chosen], bool)
-                weights = part.spread.responses(spread.gather(weights, mask.shape[1])[chosen], np.float32)
-                batch = part._batch_with(placed, advantages[chosen], weights)
+                batch = part._batch_with(mask[chosen], advantages[chosen], weights[chosen])
                 return dataclasses.replace(batch, group_ids=tuple(dict.fromkeys(self._group_ids.tolist())))
-        returns = None if estimate.returns is None else spread.responses(estimate.returns[mine], np.float32)
-        return self._batch_with(placed, advantages, weights, returns)
+        returns = None if estimate.returns is None else self.spread.responses(estimate.returns[mine], np.float32)
+        return self._batch_with(mask, advantages, weights, returns)
 
     def _batch_with(
-        self, placed: np.ndarray, advantages: np.ndarray, weights: np.ndarray, returns: np.ndarray | None = None
+        self, mask: np.ndarray, advantages: np.ndarray, weights: np.ndarray, returns: np.ndarray | None = None
     ) -> TrainBatch:
-        return TrainBatch(
-            **(self._batch | {"mask": placed}),
-            **{name: x for name, x in self._scored.items() if name != "grad_sq"},
-            returns=returns,
-            advantages=self.spread.responses(advantages, np.float32) * placed,
-            rewards=self.spread.responses(self._rewards, np.float32),
-            loss_weights=weights,
-            rows=self._rows,
-            group_ids=tuple(dict.fromkeys(self._group_ids.tolist())),
-        )
+        placed, held = self.spread.responses(mask, bool), self._sent.local_rows() >= 0
+        inside = self._batch["segment_ids"] > 0
+        scored = {name: np.where(inside, x[held], 0.0) for name, x in self._scored.items() if name != "grad_sq"}
+        floats = {"advantages": advantages, "rewards": self._rewards, "loss_weights": weights}
+        made = {name: self.spread.responses(x, np.float32) for name, x in floats.items()}
+        made |= {"mask": placed, "advantages": made["advantages"] * placed}
+        ids = tuple(dict.fromkeys(self._group_ids.tolist()))
+        return TrainBatch(**(self._batch | scored | made), returns=returns, group_ids=ids)
 
 
 class _Spread:
-    """Moves per-trajectory arrays [n] or [n, T] to the packed rows [B, L], and back.
+    """Moves per-trajectory arrays [n] or [n, T] to the packed rows that this process fills, and back from all rows.
 
     owners: the trajectory of each segment; the segments of one stand in its row one behind the other."""
 
-    def __init__(self, samples: Sequence[Sample], owners: Sequence[int], places: Sequence[Place], shape: BatchShape):
-        self._shape = shape
+    def __init__(self, samples: Sequence[Sample], owners: Sequence[int], places: Sequence[Place], sent: BatchShape):
+        self._samples, self._sent = samples, sent
         self._n = 1 + max(owners)
-        self.branched = len(owners) > self._n
         self._responses = []  # of each segment: row, first column and length of its response; owner, first column there
-        self._segments = []  # of each: row, first column and length of all of it; its owner
         filled = [0] * self._n
         for sample, place, owner in zip(samples, places, owners):
-            prompt, n = len(sample.prompt_ids) - 1 - place.shared, len(sample.out_ids)
-            self._responses.append((place.row, place.start + prompt, n, owner, filled[owner]))
-            self._segments.append((place.row, place.start, prompt + n, owner))
+            n = len(sample.out_ids)
+            first = place.start + len(sample.prompt_ids) - 1 - place.shared
+            self._responses.append((place.row, first, n, owner, filled[owner]))
             filled[owner] += n
         self.longest = max(filled)
+        rows = sent.local_rows().tolist()
+        self._local = [(rows[row], *rest) for row, *rest in self._responses if rows[row] >= 0]
 
     def responses(self, values: np.ndarray, dtype: type) -> np.ndarray:
-        """Each trajectory's values at the positions that predict its response."""
-        out = _zeros(self._shape, dtype)
-        for row, first, n, i, at in self._responses:
+        """Each trajectory's values at the positions that predict its response, where its row is filled here."""
+        out = _zeros(self._sent, dtype)
+        for row, first, n, i, at in self._local:
             out[row, first : first + n] = values[i] if values.ndim == 1 else values[i, at : at + n]
         return out
 
-    def segments(self, values: np.ndarray) -> np.ndarray:
-        """Each trajectory's value over its whole segment; -1 in padding and in shared prompts."""
-        out = _zeros(self._shape, np.int64) - 1
-        for row, start, n, i in self._segments:
-            out[row, start : start + n] = values[i]
-        return out
+    def sampled(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """(where the policy sampled, the engine's log-probs there), [n, width]."""
+        mask, logprobs = np.zeros((self._n, width), bool), np.zeros((self._n, width), np.float32)
+        for sample, (_, _, n, i, at) in zip(self._samples, self._responses):
+            mask[i, at : at + n], logprobs[i, at : at + n] = sample.mask, sample.logprobs
+        return mask, np.where(mask, logprobs, np.float32(0))
 
     def gather(self, packed: np.ndarray, width: int) -> np.ndarray:
-        """[B, L] -> [n, width] over response tokens, 0 beyond each length."""
+        """[B, L] of all rows -> [n, width] over response tokens, 0 beyond each length."""
         out = np.zeros((self._n, width), packed.dtype)
         for row, first, n, i, at in self._responses:
             out[i, at : at + n] = packed[row, first : first + n]
@@ -259,7 +254,7 @@ class _Spread:
 
 
 def _zeros(shape: BatchShape, dtype: type = np.float32) -> np.ndarray:
-    return np.zeros((shape.rows, shape.tokens), dtype)
+    return np.zeros((int((shape.local_rows() >= 0).sum()), shape.tokens), dtype)
 
 
 def _branches(sample: Sample) -> Iterator[Sample]:
@@ -276,16 +271,24 @@ def _branches(sample: Sample) -> Iterator[Sample]:
         )
 
 
-def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShape) -> dict[str, np.ndarray]:
+def _lengths(samples: Sequence[Sample], places: Sequence[Place]) -> np.ndarray:
+    """What `TrainBatch.lengths` holds: a shared prompt is a segment too, once a row."""
+    own = [len(s.prompt_ids) + len(s.out_ids) - 1 - place.shared for s, place in zip(samples, places)]
+    prompts = {(place.row, place.prompt_segment): place.shared for place in places if place.shared}
+    return np.array([own + list(prompts.values()), [place.shared for place in places] + [0] * len(prompts)])
+
+
+def _tokens(segments: Sequence[tuple[Sample, Place]], shape: BatchShape) -> dict[str, np.ndarray]:
+    """What stands of these segments in the rows, whose number is among those of this process."""
     names = ("tokens", "targets", "segment_ids", "positions") + ("prefix_ids",) * shape.share_prompts
     batch = {name: _zeros(shape, np.int32) for name in names}
     batch["version"] = np.full_like(batch["tokens"], -1)
     batch["mask"], batch["behavior_logprobs"] = _zeros(shape, bool), _zeros(shape)
     if shape.routes:
-        batch["routes"] = shape.routes.missing(shape.rows, shape.tokens)
+        batch["routes"] = shape.routes.missing(*batch["tokens"].shape)
     if shape.temperature:
         batch["temperatures"] = _zeros(shape) + np.float32(shape.temperature)
-    if any(sample.table.rungs is not None for sample in samples):
+    if any(sample.table.rungs is not None for sample, _ in segments):
         batch["rungs"] = _zeros(shape, np.int32)
 
     def write(
@@ -305,7 +308,7 @@ def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShap
         if table.rungs is not None:
             batch["rungs"][here] = np.repeat(*table.rungs)[position : position + n]
 
-    for sample, place in zip(samples, places):
+    for sample, place in segments:
         text, shared = np.concatenate([sample.prompt_ids, sample.out_ids]), place.shared
         name = f"{sample.id.index} of group {sample.id.group_id}"
         table = sample.table

@@ -134,6 +134,13 @@ def row_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in TABLE["batch"])
 
 
+def held_shards(mesh: Mesh) -> tuple[int, ...]:
+    """Which of the `row_shards` devices of this process hold, in their order."""
+    shards = row_shards(mesh)
+    held = NamedSharding(mesh, spec("batch")).addressable_devices_indices_map((shards,))
+    return tuple(sorted({range(shards)[where][0] for (where,) in held.values()}))
+
+
 def spec(*axes: str | None) -> PartitionSpec:
     """What the table says of an array with these logical axes, the rest whole."""
     return PartitionSpec(*(axis and TABLE[axis] for axis in axes))

@@ -211,7 +211,7 @@ class ZeroWeights:
         mask = np.asarray(sequences.mask, bool)
         return Estimate(np.zeros(len(mask)), mask)
 
-    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
+    def token_weights(self, mask: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
         return np.zeros(mask.shape)
 
 
@@ -261,5 +261,5 @@ class Prepare:
             mask = mask & ~sequences.truncated[:, None]
         return Estimate(advantages, mask, returns)
 
-    def token_weights(self, mask: np.ndarray, segment_ids: np.ndarray | None, group_ids: np.ndarray) -> np.ndarray:
-        return loss.token_weights(self._section.aggregation, mask, segment_ids, group_ids, self._max_len)
+    def token_weights(self, mask: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+        return loss.token_weights(self._section.aggregation, mask, None, group_ids, self._max_len)

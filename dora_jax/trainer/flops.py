@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import jax.extend.core
-import numpy as np
 
 from dora_jax.base.chips import CHIPS, DEVICE_KINDS
 from dora_jax.costs.update import model_flops
@@ -18,22 +17,6 @@ from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
 
 XLA_GROUPED = "ragged-dot-none"  # what XLA:TPU calls its own kernel of a grouped product
-
-
-def segment_lengths(segment_ids_BxL: np.ndarray) -> np.ndarray:
-    """Tokens of every segment of packed rows."""
-    counts = [np.bincount(row)[1:] for row in segment_ids_BxL]
-    return np.concatenate([c[c > 0] for c in counts])
-
-
-def prefix_lengths(batch: Any) -> np.ndarray:
-    """Tokens of the shared prompt that each segment continues, in the order of `segment_lengths`."""
-    found = []
-    for ids, prefixes in zip(batch.segment_ids, batch.segment_ids if batch.prefix_ids is None else batch.prefix_ids):
-        counts = np.bincount(ids)
-        segments, first = np.unique(ids, return_index=True)
-        found.append(np.where(prefixes[first] == segments, 0, counts[prefixes[first]])[segments > 0])
-    return np.concatenate(found)
 
 
 def traced_flops(jaxpr: Any, loops: int = 1) -> float:
@@ -101,10 +84,10 @@ class FlopsMeter:
 
     def add(self, batch: Any, seconds: float) -> None:
         """A TrainBatch; a prompt that is shared counts once."""
-        lengths = segment_lengths(batch.segment_ids)
+        lengths, before = batch.lengths
         self._tokens += int(lengths.sum())
         self._places += math.prod(batch.shape)
-        self._flops += model_flops(self._cfg, lengths, prefix_lengths(batch), self._frozen)
+        self._flops += model_flops(self._cfg, lengths, before, self._frozen)
         self._seconds += seconds
 
     def take(self) -> dict[str, float]:

@@ -152,7 +152,8 @@ class HealthBounds:
             return
         where = ""
         if self.dump_dir is not None:
-            path = Path(self.dump_dir) / f"bad_batch_{step}.npz"
+            part = f"_{jax.process_index()}" if jax.process_count() > 1 else ""  # each process has its own rows
+            path = Path(self.dump_dir) / f"bad_batch_{step}{part}.npz"
             path.parent.mkdir(parents=True, exist_ok=True)
             np.savez(path, group_ids=batch.group_ids, **batch.arrays())
             where = f"; the last batch is in {path}"

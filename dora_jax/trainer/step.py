@@ -3,8 +3,8 @@
     TrainBatch -> micro-batches -> forward -> log-probs -> policy loss x correction x loss_weights -> sum -> Adam
 
 Consumes the packed step (buffer.pack), produces new f32 masters and host metrics. Adam's moments may rest in memory of
-the host between updates, all of the state while the devices are lent. Of several processes each holds the whole batch
-and takes its part. Laws: the loss is a plain sum, for what it is divided by travels in the batch: no number of
+the host between updates, all of the state while the devices are lent. Of several processes each packs and sends the
+rows that its devices hold. Laws: the loss is a plain sum, for what it is divided by travels in the batch: no number of
 micro-batches, mesh or packing moves it; empty ones are not computed; one that is not finite counts, and moves nothing.
 """
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_jax.base.lanes import doing
@@ -92,6 +93,9 @@ class Trainer:
             optim.need_host_memory(mesh, "lent_memory")
         self._model, self.routes = self.recipe.model, self.recipe.routes
         self.shards = sharding.row_shards(mesh)  # data-parallel; a batch's rows: a multiple of it times micro_batches
+        # Shards whose rows this process packs. A replay and the gradients of single trajectories read all of them
+        alone = replay is not None or section.advantage == "vcpo"
+        self.held = tuple(range(self.shards)) if alone else sharding.held_shards(mesh)
         self._rows, self._replicated = sharding.batch_spec(mesh), NamedSharding(mesh, PartitionSpec())
         self.shardings = self.recipe.shardings()
         jit = self.recipe.jit
@@ -170,29 +174,31 @@ class Trainer:
         self.state, (self.base, self._reference) = optim.moved((self.state, beside), (self.shardings, on_device))
 
     def logprobs(self, batch: Any) -> np.ndarray:
-        """f32[B, L] of the batch's targets under the current weights; 0 outside the segments."""
-        arrays = self._put(batch.arrays(), rows=batch.rows)
-        return self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))
+        """f32[B, L] of the targets of a batch that stands here whole, under the current weights; 0 outside the
+        segments."""
+        computed = self._logprobs(self._whole(self.state.params), self._put_batch(batch))
+        return np.where(batch.segment_ids > 0, self._sent(batch, computed), 0.0)
 
     def row_logprobs(self, batch: Any, row: int) -> np.ndarray:
-        """f32[L]: `logprobs` of one row, computed alone."""
+        """f32[L]: `logprobs` of one row of a batch that stands here whole, computed alone."""
         arrays = {name: np.repeat(x[row : row + 1], self.shards, axis=0) for name, x in batch.arrays().items()}
         with doing("score"):
             return np.asarray(self._probed(self._whole(self.state.params), self._put(arrays)))[0]
 
     def score(self, batch: Any) -> dict[str, np.ndarray]:
-        """What a packed batch needs before its advantages: f32[B, L] by name; empty where the objective needs none."""
+        """What a packed batch needs before its advantages: f32[B, L] by name, in all rows that are sent; empty where
+        the objective needs none."""
         if not objective.needs_scores(self.section):
             return {}
-        arrays = self._put(batch.arrays(), rows=batch.rows)
+        arrays = self._put_batch(batch)
         if self._replay is None:
-            out = {"old_logprobs": self._inside(batch, self._logprobs(self._whole(self.state.params), arrays))}
+            out = {"old_logprobs": self._sent(batch, self._logprobs(self._whole(self.state.params), arrays))}
         else:
             out = {"old_logprobs": self.probed(Probe(batch, int(self.state.step), None))}
         if self._reference is not None:
-            out["ref_logprobs"] = self._inside(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
+            out["ref_logprobs"] = self._sent(batch, self._logprobs(self._whole(self._reference), unrouted(arrays)))
         if objective.needs_value(self.section):
-            out["values"] = self._inside(batch, self._values(self.state.opt_state["critic"].params, arrays))
+            out["values"] = self._sent(batch, self._values(self.state.opt_state["critic"].params, arrays))
         if self.section.advantage == "vcpo":
             segments = scores.segments_of(batch)
             rows = self._put(scores.one_a_row(batch, segments), self._replicated)
@@ -240,16 +246,19 @@ class Trainer:
         """Updates of the step that `finish` ends; the version of the weights is that of the step before until then."""
         metrics, every = self._begun
         for batch in batches:
-            if probe is not None and not every and not (batch.mask & (batch.version == int(self.state.step))).any():
-                metrics.update(self.probe(probe))
+            if probe is not None and not every:
+                fresh = (batch.mask & (batch.version == int(self.state.step))).any()
+                if not self._rows.is_fully_addressable:  # all processes go the same way
+                    fresh = multihost_utils.process_allgather(fresh).any()
+                metrics.update({} if fresh else self.probe(probe))
             began = time.perf_counter()
-            arrays = batch.arrays()
+            replayed = {}
             if self._replay is not None:
-                arrays["exact_logprobs"] = self.probed(Probe(batch, int(self.state.step), None))
+                replayed["exact_logprobs"] = self.probed(Probe(batch, int(self.state.step), None))
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
             run = self._compiled.get(batch.shape, self._update)
             with doing("put"):
-                put = [self._put(arrays, rows=batch.rows)]
+                put = [self._put_batch(batch, replayed)]
             with doing("update"):
                 self.state, sums = run(self.state, put.pop(), *self._frozen)
                 every.append(jax.device_get(sums))
@@ -268,20 +277,30 @@ class Trainer:
         self.health.check_mismatch(metrics)
         return metrics
 
-    def _put(self, arrays: Arrays, where: NamedSharding | None = None, rows: int = 0) -> dict[str, jax.Array]:
-        """rows: of the static shape, whose micro-batches that these arrays leave out are made on the devices."""
+    def _put_batch(self, batch: Any, more: Arrays | None = None) -> dict[str, jax.Array]:
+        """The batch on the devices, in its static shape: micro-batches that are left out are made there."""
+        put = self._put({**batch.arrays(), **(more or {})}, rows=batch.sent.local_rows())
+        return put if batch.sent.rows == batch.rows else self._widened(put, rows=batch.rows)
+
+    def _put(
+        self, arrays: Arrays, where: NamedSharding | None = None, rows: np.ndarray | None = None
+    ) -> dict[str, jax.Array]:
+        """rows: where each row of the whole stands in these arrays, -1: in another process'; None: they are whole."""
         where = where or self._rows
         if where.is_fully_addressable:
-            put = {name: jax.device_put(x, where) for name, x in arrays.items()}
-        else:
-            put = {name: jax.make_array_from_callback(x.shape, where, x.__getitem__) for name, x in arrays.items()}
-        return put if not rows or rows == len(put["tokens"]) else self._widened(put, rows=rows)
+            return {name: jax.device_put(x, where) for name, x in arrays.items()}
+        rows = np.arange(len(arrays["tokens"])) if rows is None else rows
+        return {
+            name: jax.make_array_from_callback(
+                (len(rows), *x.shape[1:]), where, lambda index, x=x: x[rows[index[0]], *index[1:]]
+            )
+            for name, x in arrays.items()
+        }
 
-    def _inside(self, batch: Any, packed: jax.Array) -> np.ndarray:
-        """What was computed of the static shape -> of the batch's rows, 0 outside the segments."""
-        split = np.asarray(packed).reshape(-1, self.section.micro_batches, batch.tokens.shape[1])
-        present = self.section.micro_batches * len(batch.tokens) // batch.shape[0]
-        return np.where(batch.segment_ids > 0, split[:, :present].reshape(batch.tokens.shape), 0.0)
+    def _sent(self, batch: Any, packed: jax.Array) -> np.ndarray:
+        """What was computed of the static shape -> of the rows that are sent."""
+        split = np.asarray(packed).reshape(-1, self.section.micro_batches, batch.shape[1])
+        return split[:, : batch.sent.micro_batches].reshape(-1, batch.shape[1])
 
 
 def jitted_update(recipe: Recipe) -> Any:

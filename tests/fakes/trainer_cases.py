@@ -67,7 +67,7 @@ def groups(n=4, size=4, seed=0, version=0):
 
 
 def batch(trainer, scored=None, score=None, **layout):
-    """The packed step of these groups for this trainer."""
+    """The packed step of these groups for this trainer, in the rows that its process holds."""
     scored = groups() if scored is None else scored
     section = trainer.section
     sizes = {
@@ -78,7 +78,7 @@ def batch(trainer, scored=None, score=None, **layout):
         "shards": trainer.shards,
         "samples": sum(len(g.samples) for g in scored),
     }
-    shape = batch_layout.layout(**(sizes | layout))
+    shape = dataclasses.replace(batch_layout.layout(**(sizes | layout)), held=getattr(trainer, "held", None))
     return pack.pack(scored, shape, Prepare(section, MAX_NEW), score)
 
 

@@ -3,10 +3,12 @@
 Answers are long-tailed up to 512 tokens behind prompts of 64 to 128, in rows of 640 and 8 micro-batches, which are enough
 for as many samples of the longest size. Prints a row for each number of samples: seconds of `pack` (best of three, with
 freed memory kept, as in a run), of which the places; MB of the static shape, MB sent, MB that hold tokens; the share of
-what is sent that is padding; seconds over those of half the samples.
+what is sent that is padding; seconds over those of half the samples; seconds and MB of one of four processes, each of
+which holds a quarter of the rows.
 """
 
 import argparse
+import dataclasses
 import time
 
 import numpy as np
@@ -17,7 +19,7 @@ from dora_jax.plan import devices, presets
 from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import Sample, SampleId, ScoredGroup, Span
 
-PROMPT, ANSWER, ROW, GROUP = 128, 512, 640, 8
+PROMPT, ANSWER, ROW, GROUP, PROCESSES = 128, 512, 640, 8, 4
 
 
 def groups(samples: int) -> list[ScoredGroup]:
@@ -51,15 +53,16 @@ def main() -> None:
     options = parser.parse_args()
     devices.keep_freed_memory()
     section = presets.on_cpu(config.TrainerSection(pack_tokens=ROW, share_prompts="on" if options.share else "off"))
-    print("samples   seconds   places   whole MB   sent MB   tokens MB   padding   x of half")
+    print("samples   seconds   places   whole MB   sent MB   tokens MB   padding   x of half   one of 4   its MB")
     samples, before = 128, 0.0
     while samples <= options.most:
-        scored, took, placed = groups(samples), [], []
+        scored, took, placed, part = groups(samples), [], [], []
         shape = layout.layout(
             pack_tokens=ROW,
             rows=0,
             micro_batches=8,
             samples=samples,
+            shards=PROCESSES,
             max_tokens=PROMPT + ANSWER,
             share_prompts=options.share,
         )
@@ -71,9 +74,13 @@ def main() -> None:
             began = time.perf_counter()
             layout.places_of(items, shape)
             placed.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            own = pack.pack(scored, dataclasses.replace(shape, held=(1,)), Prepare(section, ANSWER))
+            part.append(time.perf_counter() - began)
         sent = sum(x.nbytes for x in batch.arrays().values()) / 1e6
         whole, tokens = sent * shape.rows / len(batch.tokens), sent * float((batch.segment_ids > 0).mean())
-        times = f"{min(took) / before:9.2f}" if before else ""
+        times = f"{min(took) / before if before else 0:12.2f}{min(part):11.4f}"
+        times += f"{sum(x.nbytes for x in own.arrays().values()) / 1e6:9.1f}"
         print(f"{samples:7d}{min(took):10.4f}{min(placed):9.4f}{whole:11.1f}{sent:10.1f}{tokens:12.1f}"
               f"{1 - tokens / sent:10.1%}{times}", flush=True)  # fmt: skip
         samples, before = 2 * samples, min(took)

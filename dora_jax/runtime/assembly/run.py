@@ -379,12 +379,14 @@ def batch_layout(config: Config, shards: int) -> BatchShape:
     )
 
 
-def packer(config: Config, trainer: Trainer) -> Pack:
-    """(groups, base) -> the step's batches, one per optimizer update, all of one static shape.
+def packer(config: Config, trainer: Trainer, whole: bool = False) -> Pack:
+    """(groups, base) -> the step's batches, one per optimizer update, all of one static shape, with the rows that this
+    process holds; whole: with all rows.
 
     Where updates take their groups apart, as many batches as there are groups for, each packed when it is asked for.
     """
     shape = _with_columns(batch_layout(config, trainer.shards), config, trainer)
+    shape = dataclasses.replace(shape, held=None if whole else trainer.held)
     updates = config.trainer.updates
     apart = config.orchestrator.groups_per_step // updates if updates_apart(config) > 1 else 0
     prepare = Prepare(config.trainer, config.rollout.max_new_tokens)

@@ -59,7 +59,8 @@ class TrainerRole:
         self._home = CheckpointWriter(begin.workdir, begin.rank)
         mesh = sharding.make_mesh(jax.devices(), *devices.trainer_mesh(len(jax.devices()), config))
         self._trainer = build.new_trainer(config, Tokenizer.load(config.model.path), mesh, self._home.folder)
-        self._views = TokenViews(self._trainer, config.trainer.show_every, build.packer(config, self._trainer))
+        part, whole = (build.packer(config, self._trainer, whole=whole) for whole in (False, True))
+        self._views = TokenViews(self._trainer, config.trainer.show_every, part, whole)
         self._pack: Pack = self._views.pack
         probe = build.prober(config, self._trainer)
         self._gap = MismatchProbe(probe if not config.orchestrator.synchronous else None)

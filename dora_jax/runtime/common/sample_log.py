@@ -73,16 +73,17 @@ class TokenViews:
     The trainer's thread packs; any thread takes.
     """
 
-    def __init__(self, trainer: Trainer, every: int, pack: Pack):
-        """every: steps between two looks; 0: none."""
-        self._trainer, self._every, self._pack = trainer, every, pack
+    def __init__(self, trainer: Trainer, every: int, pack: Pack, whole: Pack | None = None):
+        """every: steps between two looks; 0: none. whole: packs what is looked at, where `pack` gives the rows of this
+        process alone."""
+        self._trainer, self._every, self._pack, self._whole = trainer, every, pack, whole or pack
         self._seen: dict[Version, dict[SampleId, TokenView]] = {}
         self._lock = threading.Lock()
 
     def pack(self, groups: Sequence[ScoredGroup], base: Version) -> Batches:
-        batches = self._pack(groups, base)
         if not self._every or (base + 1) % self._every:
-            return batches
+            return self._pack(groups, base)
+        batches = self._whole(groups, base)
         if isinstance(batches, Iterator):
             return self._on_the_way(batches, groups, base)
         self._look(batches, groups, base)
