@@ -319,7 +319,6 @@ def test_names_of_slices(name, topology, number):
     [
         ("", "slice: empty; --aot compiles for a TPU slice such as v5e-8"),
         ("laptop", "slice: laptop; --aot compiles"),
-        ("h100-8", "slice: XLA compiles programs for h100-8 only where there is such a GPU; --aot is for TPUs"),
         ("v9-8", "slice 'v9-8' is unknown: name one such as v5e-64"),
         ("v5e", "is unknown"),
         ("v5p-5", "slice 'v5p-5': 5 is not twice a power of two"),
@@ -329,6 +328,33 @@ def test_names_of_slices(name, topology, number):
 def test_slices_that_nothing_is_compiled_for(name, reason):
     with pytest.raises(config.ConfigError, match=reason):
         aot_slices.slice_devices(name)
+
+
+def test_a_gpu_is_described_by_the_hardware_table():
+    target = aot_slices.gpu_target("h200")
+    assert "device_memory_size: 141000000000 memory_bandwidth: 4800000000000" in target and '"NVIDIA H200"' in target
+    assert aot_slices.SlicePlacement(slice_name="h100-8", mesh=None).platform == "cuda"
+    assert aot_slices.SlicePlacement(slice_name="v5p-8", mesh=None).platform == "tpu"
+
+
+def test_without_the_plugin_for_cuda_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(aot_slices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(config.ConfigError, match=r"compiling for h100-8 needs .*: pip install 'dora_jax\[cuda\]'"):
+        aot_slices.slice_devices("h100-8")
+
+
+def test_the_report_of_a_gpu_names_no_seconds():
+    """XLA estimates no cycles of it: what is counted and held is printed, and neither a model's time nor an MFU."""
+    sizes = dict.fromkeys(("argument_bytes", "temporary_bytes", "output_bytes", "host_bytes", "compile_s"), 1)
+    gpu, tpu = (
+        aot_roles.describe(aot_roles.Compiled(
+            name="train", flops=1e12, sent={}, copied=hlo.Traffic(0, 0), model_s=seconds, kernels=(), needed=1e12,
+            chip=chips.CHIPS[chip], links_bytes_per_s=1e9, **sizes,
+        ))
+        for chip, seconds in (("h100", 0.0), ("v5p", 1.0))
+    )  # fmt: skip
+    assert "model" in tpu[0] and "MFU" in tpu[-1]
+    assert "model" not in gpu[0] and "no pool copied" in gpu[0] and len(gpu) == len(tpu) - 1
 
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):

@@ -1,9 +1,10 @@
-"""A run's own programs, compiled for its TPU slice without one: what each chip holds, computes and sends.
+"""A run's own programs, compiled for its TPU slice or GPUs without one: what each chip holds, computes and sends.
 
     python -m dora_jax.train --config=... --dry_run --aot
 
 Consumes a resolved configuration that names its slice and a model that is only described; produces `Role`s, the
-trainer's and an instance's, from XLA's own compiler for that chip (libtpu, the extra `aot`; no TPU is touched).
+trainer's and an instance's, from XLA's own compiler for that chip (libtpu, the extra `aot`, or the plugin of the extra
+`cuda`; no chip is touched). It estimates no cycles of a GPU.
 Laws: every program comes from runtime/assembly/run.py, so that what is compiled here is what the run compiles; what
 does not fit is refused with the fields that help; that a program compiles and fits says nothing of its being right or
 fast.
@@ -196,7 +197,7 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
     began = time.monotonic()
     traced = program.call.trace(*program.arguments, **program.static)
     with roles.in_words(config, place.role(role), program.name):
-        compiled = program.compiled or traced.lower(lowering_platforms=("tpu",)).compile()
+        compiled = program.compiled or traced.lower(lowering_platforms=(place.platform,)).compile()
     compile_s = program.compile_s or time.monotonic() - began
     memory, text = compiled.memory_analysis(), hlo.CompiledText(compiled.as_text(), program.loops, EVEN_LOAD)
     per_chip = functools.partial(int.__mul__, place.cores)
@@ -213,7 +214,7 @@ def _compile(program: Program, config: Config, role: str, place: SlicePlacement)
         flops=flops.traced_flops(traced.jaxpr.jaxpr, program.loops) / place.chips,
         sent={kind: hlo.Traffic(one.runs, per_chip(one.bytes)) for kind, one in text.collectives().items()},
         copied=text.copies(program.pools) if program.pools else None,
-        model_s=text.cycles() / roles.chip_of(place.slice_name).clock_hz,
+        model_s=text.cycles() / clock_hz if (clock_hz := roles.chip_of(place.slice_name).clock_hz) else 0.0,
         kernels=tuple(_kernels(program, text, flops.kernel_flops(traced.jaxpr.jaxpr), place)),
         chip=roles.chip_of(place.slice_name),
         links_bytes_per_s=chips.ici_bytes_per_s(chips.parse(place.slice_name)[0], place.chips),

@@ -113,12 +113,12 @@ def describe(one: Compiled) -> list[str]:
         copied = f"; {one.copied.bytes / 1e9:.2f} GB OF THE POOLS COPIED in {one.copied.runs}"
     small = f"; {one.small_ops:.1f} small operations a layer" if one.small_ops else ""
     host = f", {one.host_bytes / GIB:.2f} in host memory" if one.host_bytes else ""
+    model = f"model {one.model_s:.4g} s; " if one.chip.clock_hz else ""  # XLA estimates no cycles of a GPU
     lines = [
         (
             f"  {one.name:12s} arguments {one.argument_bytes / GIB:.2f}, temporaries {one.temporary_bytes / GIB:.3f}, "
             f"outputs {one.output_bytes / GIB:.2f} GiB{host}; {one.flops / 1e12:.2f} TFLOP; sends {sent or 'nothing'}"
-            f"{copied}{small}; "
-            f"model {one.model_s:.4g} s; compiled in {one.compile_s:.0f} s"
+            f"{copied}{small}; {model}compiled in {one.compile_s:.0f} s"
         ),
         *(
             f"    kernel {k.name} x {k.runs}: {k.flops / 1e12:.2f} TFLOP, {k.bytes / 1e9:.2f} GB, charged "
@@ -126,7 +126,7 @@ def describe(one: Compiled) -> list[str]:
             for k in one.kernels
         ),
     ]
-    if one.needed:
+    if one.needed and model:
         lines.append(
             f"    MFU {one.needed / (one.chip.flops * one.seconds):.0%} of an update in {one.seconds:.3g} s: model and "
             f"kernels {one.model_s + sum(k.seconds for k in one.kernels):.3g} s, meanwhile it sends "

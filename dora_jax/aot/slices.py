@@ -1,7 +1,8 @@
-"""The devices of a TPU slice that is not there, and which of them a run would give to its trainer and an instance.
+"""The devices of a TPU slice, or GPUs, that are not there, and which of them a run would give to its trainer and an
+instance.
 
 Consumes a configuration that names its slice; produces `SlicePlacement`s. libtpu describes the slice and touches no
-TPU.
+TPU; XLA's plugin for CUDA takes the description of a GPU and loads no driver.
 """
 
 from __future__ import annotations
@@ -28,6 +29,20 @@ QUIET = {  # libtpu would ask a metadata server and lock the machine's chips; th
 }
 
 
+# A Hopper GPU as XLA's compiler takes it: its memory, its bandwidth and its name are those of the hardware table
+GPU_TARGET = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  device_memory_size: %d memory_bandwidth: %d
+}
+platform_name: "CUDA" device_description_str: "%s" dnn_version_info { major: 9 minor: 10 }
+"""
+
+
 def installed() -> bool:
     """Whether libtpu is here."""
     return importlib.util.find_spec("libtpu") is not None
@@ -42,14 +57,29 @@ def slice_devices(name: str, field: str = "slice") -> list[Any]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if chip in chips.GPUS:
-        raise ConfigError(
-            f"{field}: XLA compiles programs for {name} only where there is such a GPU; --aot is for TPUs"
-        )
+        return gpu_devices(name, field)
     if not installed():
         raise ConfigError(f"{field}: compiling for {name} needs libtpu: pip install 'dora_jax[aot]'")
     os.environ.update(QUIET)
     jax.config.update("jax_platforms", "cpu")  # libtpu only compiles here: it must not look for chips
     return list(topologies.get_topology_desc(topology_name=topology(name), platform="tpu").devices)
+
+
+def gpu_devices(name: str, field: str = "slice") -> list[Any]:
+    """Descriptions of so many GPUs of one node."""
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise ConfigError(f"{field}: compiling for {name} needs XLA's plugin for CUDA: pip install 'dora_jax[cuda]'")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it calls the driver, which need not be there
+    jax.config.update("jax_platforms", "cpu")
+    chip, number = chips.parse(name)
+    target, topology = gpu_target(chip), f"1x1x{number}"
+    return list(topologies.get_topology_desc("", platform="cuda", target_config=target, topology=topology).devices)
+
+
+def gpu_target(chip: str) -> str:
+    """XLA's GpuTargetConfigProto, as text."""
+    kind = next(kind for kind, (row, _) in chips.DEVICE_KINDS.items() if row == chip)
+    return GPU_TARGET % (chips.CHIPS[chip].hbm_bytes, chips.CHIPS[chip].hbm_bytes_per_s, kind)
 
 
 def topology(name: str) -> str:
@@ -74,6 +104,11 @@ class SlicePlacement:
     def cores(self) -> int:
         """Devices a chip."""
         return chips.DEVICES_A_CHIP[chips.parse(self.slice_name)[0]]
+
+    @property
+    def platform(self) -> str:
+        """What programs are lowered for."""
+        return "cuda" if chips.parse(self.slice_name)[0] in chips.GPUS else "tpu"
 
     @property
     def chips(self) -> int:
