@@ -137,3 +137,24 @@ def test_engines_that_scan_their_layers_get_them_stacked(devices):
     got = store.get(0, scanned)
     assert_equal(got, cases.params())
     assert got["layers"]["q_proj"].sharding == scanned["layers"]["q_proj"]
+
+
+def test_a_second_publication_compiles_nothing(request):
+    """Neither its copy nor its digest, nor the layout of engines on the trainer's devices or on others."""
+    trainer, engine = mesh(jax.devices()[:2]), mesh(jax.devices()[4:6], tensor=2)
+    store, compiled = DeviceWeights("bfloat16"), []
+    where = [sharding.param_specs(MODEL, on, "serving") for on in (engine, trainer)]
+
+    def count(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(count))
+    for version in range(2):
+        params = place(version, trainer)
+        compiled.clear()
+        store.put(version, params)
+        for shardings in where:
+            store.get(version, shardings)
+        assert version == 0 or not compiled
