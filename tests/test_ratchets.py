@@ -20,24 +20,24 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
     ".": 1051,
-    "aot": 435,
+    "aot": 458,
     "base": 1717,
-    "bench": 3415,
-    "buffer": 360,
+    "bench": 3416,
+    "buffer": 362,
     "cli": 463,
     "config": 864,
     "costs": 451,
-    "models": 4346,
+    "models": 4350,
     "ops": 813,
     "orchestrate": 2910,
     "plan": 1620,
     "report": 1260,
     "rollout": 3616,
-    "runtime": 12428,
+    "runtime": 12430,
     "serving": 2900,
     "sim": 2037,
     "tasks": 4660,
-    "trainer": 2372,
+    "trainer": 2376,
 }
 PIECES = {"functions": 85.4, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 876, "Protocol": 30, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel
