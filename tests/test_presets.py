@@ -122,6 +122,20 @@ def test_dispatches_of_one_shape_where_tokens_must_repeat_or_few_rows_gain_nothi
     assert resolved(dataclasses.replace(Config(), **sections))[0].rollout.ladder == "off"
 
 
+@pytest.mark.parametrize(
+    ("changes", "ladder", "scored_by"),
+    [
+        ({}, "off", "the shape that drew all"),
+        ({"ladder": "on"}, "on", "as many rows as drew it"),
+        ({"narrow_rows": 4}, "off", "as many rows as drew it"),
+    ],
+)
+def test_the_plan_names_the_dispatches_that_score_what_is_exact(changes, ladder, scored_by):
+    config, choices = resolved(Config(rollout=RolloutSection(exact=True, **changes)))
+    reasons = {choice.field: choice.reason for choice in choices}
+    assert config.rollout.ladder == ladder and scored_by in reasons["rollout.exact"]
+
+
 def test_adapters_are_all_resident():
     config = dataclasses.replace(Config(), lora=Lora(rank=8))
     done, choices = resolved(config)

@@ -30,7 +30,7 @@ CODE = {
     "models": 4350,
     "ops": 813,
     "orchestrate": 2910,
-    "plan": 1620,
+    "plan": 1625,
     "report": 1260,
     "rollout": 3616,
     "runtime": 12430,

@@ -87,7 +87,7 @@ class Plan:
     asked: Config
     machines: Machines
     config: Config  # nothing is open
-    choices: tuple[Choice, ...]  # what was filled in and why
+    choices: tuple[Choice, ...]  # what was filled in and why, and what rollout.exact does with it
     model: ModelConfig | None = None  # None: not known yet
 
     @functools.cached_property
@@ -151,6 +151,10 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
         residents = {"residents": (2, "the only device reads the weights once a step for all samples: one instance")}
     rollout = _filled("rollout", rollout, residents, choices if residents["residents"][0] != 1 else [])
     rollout = _filled("rollout", rollout, _ladder(config, found.instances), choices)
+    if rollout.exact:
+        rungs = rollout.ladder == "on" or rollout.narrow_rows
+        by = "a dispatch of as many rows as drew it" if rungs else "a dispatch of the shape that drew all"
+        choices.append(Choice("rollout.exact", True, f"the trainer scores each token by {by}"))
     dtype = "bfloat16", "matrix units take it, and weights and KV take half the memory"
     if all(machine.platform == "cpu" for machine in found):
         dtype = "float32", "a CPU computes bfloat16 no faster"
@@ -359,10 +363,10 @@ def _ladder(config: Config, machine: Machine) -> Presets:
         why = "a narrower dispatch reads the same weights"
     elif config.orchestrator.mode == "sync" or config.cluster.hosts_per_instance > 1:
         why = "mode sync and instances of several processes take every token by dispatches of one shape"
-    elif rollout.exact:
-        why = "rollout.exact scores all tokens at full rows; with on, each by a dispatch of the rows that drew it"
     elif rollout.narrow_rows or (rollout.decode_rows or rollout.slots or SLOTS) < LADDER_ROWS:
         why = f"rollout.narrow_rows, or fewer than {LADDER_ROWS} rows"
+    elif rollout.exact:
+        why = "rollout.exact scores many tails at once at full rows: narrower dispatches would score each by itself"
     else:
         on = True
     return {"ladder": ("on" if on else "off", why)}
