@@ -1,11 +1,14 @@
 """bench.device goes through its stages on a CPU; what a GPU makes of them is for a GPU to say."""
 
+import itertools
 import json
 
 import pytest
 
 from dora_jax.bench import device
 
+CALLS = "read", "kernel", "decode-8B", "decode-0.6B"
+OTHERS = "read", "train-0.6B", "gap", "memory", "flashinfer"
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
@@ -20,17 +23,18 @@ def measured(tmp_path, *stages):
 
 @pytest.mark.slow
 def test_the_kernel_and_the_engine_are_measured(tmp_path):
-    found = measured(tmp_path, "read", "kernel", "decode-0.6B")
+    found = measured(tmp_path, *CALLS)
     assert found["kernel"]["tiny: ours"]["value"] > 0
     assert found["kernel"]["tiny: error of ours against the reference"]["value"] < 0.02
-    for late in ("on", "off"):
-        assert found["decode-0.6B"][f"results late: {late}"]["value"] > 0
-        assert 0 <= found["decode-0.6B"][f"results late: {late}: idle"]["value"] < 1
+    for late, name in itertools.product(("on", "off"), ("decode-8B", "decode-0.6B")):
+        assert found[name][f"results late: {late}"]["value"] > 0
+        assert 0 <= found[name][f"results late: {late}: idle"]["value"] < 1
 
 
 @pytest.mark.slow
 def test_the_other_stages(tmp_path):
-    found = measured(tmp_path, "read", "flashinfer", "gap", "train-0.6B", "memory")
+    assert {*CALLS, *OTHERS} == set(device.STAGES), "each stage goes through on a CPU"
+    found = measured(tmp_path, *OTHERS)
     assert 0 < found["gap"]["ratio of the two, bfloat16, reference"]["value"] < 2
     assert found["train-0.6B"]["reference, remat full"]["value"] > 0
     assert "peak memory with both" in found["memory"]
