@@ -1,7 +1,8 @@
 """Tokens a second of the rollout engine against other ways to sample from the same weights, log-probs included.
 
     python -m dora_jax.bench.decode [--config=configs/rows.py:chat] [--rows=1,8,32] [--tail=256]
-                                      [--rivals=plain,transformers,tunix] [--copies=1] [--rounds=3] [--install]
+                                      [--rivals=plain,transformers,transformers_bf16,openvino,tunix]
+                                      [--copies=1] [--rounds=3] [--install]
     python -m dora_jax.bench.decode --smollm --rows=32 --tail=64 --rivals=transformers --rounds=1
     python -m dora_jax.bench.decode --moe --rows=32 --tail=0 --rivals=transformers
     python -m dora_jax.bench.decode --contexts=1024,32768 [--model=toy] [--rows=32] [--attention=reference] [--memory=2]
@@ -15,7 +16,8 @@ cut at what the configuration allows, 32 at a time); each with prompts of their 
 engines are those that a run of the configuration assembles on this machine, with nothing overridden but the model, fed
 from one queue of samples; a digest of the configuration stands above the table. What a ladder compiles beside a run is
 there before the clock starts. Rivals run whole batches over all cores, as they do (`--copies=2`: each started
-twice, with half of the samples); a token beyond a sample's length does not count. `plain` is the plain way in JAX
+twice, with half of the samples); a token beyond a sample's length does not count; one whose
+greedy answers are not the model's is named and not measured. `plain` is the plain way in JAX
 and no rival. Prefill is included everywhere, compilation nowhere. Rounds are interleaved and the best of each counts,
 because neighbours on the machine only ever slow things down.
 The floor is what the machine's measured speeds allow: weights and the KV of the running samples read once a step, at
@@ -98,6 +100,7 @@ from dora_jax.types import Sample, SampleId
 MODEL = decoder.new_config("qwen3", **TOY)
 MIXTURE = decoder.new_config("qwen3_moe", **TOY | {"n_layers": 8}, experts=Experts(count=16, per_token=2, width=128))
 PROMPT, FIXED = 48, 128  # tokens
+BF16_TIE = 0.25  # nats between two tokens that bfloat16 may swap
 TAIL_SAMPLES, TAIL_BATCH, TAIL_MEDIAN, TAIL_SIGMA = 256, 32, 48, 1.1
 
 
@@ -271,7 +274,7 @@ def floor_s(work: DecodeWork, model: decoder.ModelConfig, flops: float) -> float
 
 
 def decode(
-    config="configs/rows.py:chat", rows=(1, 8, 32), tail=TAIL_SAMPLES, rivals=("plain", "transformers", "tunix"),
+    config="configs/rows.py:chat", rows=(1, 8, 32), tail=TAIL_SAMPLES, rivals=("plain", "transformers", "transformers_bf16"),
     copies=1, rounds=3, install=False, smollm=False, moe=False, contexts=(0,),
     model: Literal["toy", "qwen3-0.6b", "qwen3-8b"] = "toy", attention: Literal["reference", "tpu"] = "reference",
     memory=2.0,
@@ -297,7 +300,13 @@ def decode(
         external = {name: harness.Rival(name, name, folder, install, copies) for name in rivals if name != "plain"}
         yield (f"{config}, sha256 {digest}: {len(engines)} instances on {jax.device_count()} devices; measured: "
                f"{flops / 1e9:.0f} GFLOP/s; jax {jax.__version__}")  # fmt: skip
-        table = harness.Table({"tokens/s": "20s", "engine": "10.1f", **dict.fromkeys(rivals, "14.1f"),
+        prompts = np.random.default_rng(1).integers(3, cfg.vocab_size, (harness.ASKED_SAMPLES, PROMPT))
+        for name, rival in external.items():
+            tie = BF16_TIE if name.endswith("bf16") else harness.TIE
+            if wrong := harness.not_greedy(cfg, params, rival, prompts, tie):
+                yield f"{name} is left out: its greedy answers to prompts {wrong} are not the model's"
+                rivals = tuple(each for each in rivals if each != name)
+        table = harness.Table({"tokens/s": "20s", "engine": "10.1f", **dict.fromkeys(rivals, "18.1f"),
                                "floor": "10.0f", "of floor": ">10s", "best rival": ">12s"})  # fmt: skip
         yield table.head
         for work in works(cfg.vocab_size, run.rollout, rows, tail, run.orchestrator.group_size):
@@ -310,7 +319,7 @@ def decode(
             if "plain" in runs:  # the others warm up by themselves
                 runs["plain"]()
             times = harness.best_of_turns(runs, rounds)
-            floor, against = floor_s(work, cfg, flops), [times[name] for name in external]
+            floor, against = floor_s(work, cfg, flops), [times[name] for name in rivals if name in external]
             speeds = [work.tokens / took for took in (*times.values(), floor)]
             best = f"{min(against) / times['engine']:.2f}x" if against else ""
             yield table.row(work.name, *speeds, f"{times['engine'] / floor:.2f}x", best)
