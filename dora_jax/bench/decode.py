@@ -301,9 +301,9 @@ def decode(
         yield (f"{config}, sha256 {digest}: {len(engines)} instances on {jax.device_count()} devices; measured: "
                f"{flops / 1e9:.0f} GFLOP/s; jax {jax.__version__}")  # fmt: skip
         prompts = np.random.default_rng(1).integers(3, cfg.vocab_size, (harness.ASKED_SAMPLES, PROMPT))
-        for name, rival in external.items():
+        for name, other in external.items():
             tie = BF16_TIE if name.endswith("bf16") else harness.TIE
-            if wrong := harness.not_greedy(cfg, params, rival, prompts, tie):
+            if wrong := harness.not_greedy(cfg, params, other, prompts, tie):
                 yield f"{name} is left out: its greedy answers to prompts {wrong} are not the model's"
                 rivals = tuple(each for each in rivals if each != name)
         table = harness.Table({"tokens/s": "20s", "engine": "10.1f", **dict.fromkeys(rivals, "18.1f"),

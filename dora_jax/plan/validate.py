@@ -71,7 +71,7 @@ def settle(config: Config) -> tuple[Config, list[str]]:
     choices, count = planned.choices, planned.machines.trainer.devices
     if not config.rollout.instances and count:
         instances = len(devices.plan(count, planned.config).instances)
-        choices += (presets.Choice("rollout.instances", instances, "as many as the devices hold, and two at least"),)
+        choices += (presets.Choice("rollout.instances", instances, "as many as the devices hold"),)
     return planned.config, [f"chosen for {planned.machines}:", *presets.table(choices)] if choices else []
 
 
@@ -304,7 +304,7 @@ def _orchestrator(config: Config) -> Problems:
         )
     if section.group_size == 1 and section.filter_zero_variance:
         yield "orchestrator.filter_zero_variance: a group of 1 has no variance, so every group would be filtered"
-    slots = rollout.slots * (rollout.instances or devices.fewest_instances(rollout))
+    slots = rollout.slots * (rollout.instances or 2)
     if section.group_size > slots:
         yield f"orchestrator.group_size: {section.group_size} is more than the {slots} slots of all instances"
 
