@@ -22,7 +22,7 @@ CODE = {
     ".": 1051,
     "aot": 458,
     "base": 1717,
-    "bench": 3416,
+    "bench": 3423,
     "buffer": 362,
     "cli": 463,
     "config": 864,
