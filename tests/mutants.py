@@ -245,8 +245,8 @@ MUTANTS = (
     Mutant(
         "observed_tokens_are_trained",
         "buffer/pack.py",
-        '        batch["mask"][response] = sample.mask',
-        '        batch["mask"][response] = True',
+        "mask[i, at : at + n], logprobs[i, at : at + n] = sample.mask, sample.logprobs",
+        "mask[i, at : at + n], logprobs[i, at : at + n] = True, sample.logprobs",
         "test_pack.py::test_observed_tokens_and_spans",
     ),
     Mutant(
