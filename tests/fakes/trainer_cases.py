@@ -78,7 +78,8 @@ def batch(trainer, scored=None, score=None, **layout):
         "shards": trainer.shards,
         "samples": sum(len(g.samples) for g in scored),
     }
-    shape = dataclasses.replace(batch_layout.layout(**(sizes | layout)), held=getattr(trainer, "held", None))
+    held = None if "shards" in layout else getattr(trainer, "held", None)  # of the trainer's own shards
+    shape = dataclasses.replace(batch_layout.layout(**(sizes | layout)), held=held)
     return pack.pack(scored, shape, Prepare(section, MAX_NEW), score)
 
 
