@@ -145,6 +145,17 @@ def test_adapters_are_all_resident():
     assert resolved(asked)[0].rollout.residents == 2
 
 
+@pytest.mark.parametrize(
+    ("devices_there", "instances", "residents", "expected"),
+    [(1, 0, 0, (2, 1)), (1, 0, 1, (1, 2)), (1, 2, 0, (1, 2)), (4, 0, 0, (1, 2))],
+)
+def test_a_single_device_has_one_instance_of_two_versions(devices_there, instances, residents, expected):
+    asked = Config(cpu_devices=devices_there, rollout=RolloutSection(instances=instances, residents=residents))
+    config = presets.resolve(asked, presets.machines(asked))[0]
+    made = devices.plan(devices_there, config).instances
+    assert (config.rollout.residents, len(made)) == expected
+
+
 def test_what_the_user_sets_is_kept():
     asked = on(
         "v6e-8",

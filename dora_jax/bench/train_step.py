@@ -695,7 +695,7 @@ def ladder_table(cfg: ModelConfig, params: Any, count: int, tokens: int, types: 
         config = with_rollout(one_width, ladder="on")
         engine, samples, drawn = loaded_engine(config, cfg, params), list[Sample](), collections.Counter[int]()
         engine.warmup()
-        engine.scheduler.decoding.costs.compile_s = dict.fromkeys(engine.shapes.first_buckets, 0.0)  # without patience
+        engine.scheduler.decoding.costs.patience = 0
         while sum(drawn.values()) < TAIL_TOKENS or len(drawn) < WIDTHS:
             if len(samples) >= TAIL_ROUNDS * count:
                 raise RuntimeError(f"after {TAIL_ROUNDS} rounds the rungs have drawn {dict(drawn)}")

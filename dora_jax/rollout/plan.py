@@ -90,7 +90,7 @@ class Scheduler:
                 f"{request.id} may reach {n_prompt + request.max_new_tokens} tokens; the engine is "
                 f"compiled for {s.max_context} (rollout.max_prompt_tokens + max_new_tokens)"
             )
-        seq = Seq(request, self._arrivals, announce, s.max_context, s.kept, self.routes, s.notes_rungs)
+        seq = Seq(request, self._arrivals, announce, s.max_context, s.kept, self.routes, s.exact)
         self._arrivals += 1
         self.seqs[seq.id] = seq
         if announce:

@@ -231,11 +231,6 @@ class Shapes:
         return tuple(rungs)
 
     @property
-    def notes_rungs(self) -> bool:
-        """Whether samples carry how many rows the calls had that drew their tokens."""
-        return self.exact
-
-    @property
     def result(self) -> int:
         """Columns of a decode call's result: tokens, log-prob bits, how many of them count, keep sets."""
         return (2 + self.kept) * self.steps + 1
