@@ -170,7 +170,7 @@ class Rows:
         behind = window + s.groups * wide
         if drafts is not None:
             used[:, behind:] = drafts
-        elif s.exact:
+        elif behind < control.shape[1]:  # of an engine that scores: tokens to be drawn
             used[:, behind:] = [seq.next_forced(s.steps) for seq in seqs]
         self._rows[slots, FRESH] = 0
         if s.states:
