@@ -1,6 +1,7 @@
 """Narrower decode calls: few rows take the quickest that holds them, with the same tokens."""
 
 import dataclasses
+import re
 from unittest import mock
 
 import numpy as np
@@ -166,3 +167,12 @@ def test_a_ladder_compiles_beside_what_runs_and_samples_the_same_tokens():
         for id, sample in wide[0].items():
             np.testing.assert_array_equal(again[id].out_ids, sample.out_ids)
             np.testing.assert_allclose(again[id].logprobs, sample.logprobs, rtol=0, atol=1e-4)
+
+
+def test_a_prefill_call_copies_no_pool():
+    """Here a prompt with a past, whose call reads pages of the pool that it writes to."""
+    calls = new_engine(pages=97).calls
+    call, arguments, static = calls.programs()[f"prefill {calls.shapes.prefill_buckets[-1]}"]
+    text = call.lower(*arguments, **static).compile().as_text()
+    assert static["blocks"] and text.count("scatter") > 1
+    assert not re.findall(r"= f32\[98,\S* copy\(", text)

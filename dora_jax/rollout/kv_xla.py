@@ -107,7 +107,14 @@ class Gathered:
         """The `attend` of one chunk a row; it puts the chunk's KV into `pool`, but for the first `kept` positions,
         whose KV the first page holds."""
         del length_R  # positions beyond it go to the dummy page or to places that are written again before they count
-        past = self._gather(pool, past_GxRxP, start_R)
+        gather = functools.partial(self._gather, pool, past_GxRxP, start_R)
+        past = gather()
+        if past_GxRxP.shape[2]:
+            # In a loop of one turn, which XLA cannot foresee, and which the writes wait for: else it copies the pool
+            empty = jax.tree.map(jnp.zeros_like, past)
+            turns = jnp.int32(start_R.max() >= 0)
+            one, past = jax.lax.fori_loop(0, turns, lambda i, _: (i + 1, gather()), (0, empty))
+            write_GxRxW = one * write_GxRxW
         at_L, size = jnp.arange(self.shapes.chunk), self.shapes.page_size
         is_kept_RxS = jnp.arange(size)[None] < kept_R[:, None]
         chunks: dict[int, dict[str, jax.Array]] = {}  # of layers, for those that have no KV of their own
