@@ -116,7 +116,8 @@ class Trainer:
         scored = functools.partial(jit, out_shardings=self._replicated)  # every process reads all of it
         logprobs = lambda params, arrays: self._model.logprobs(params, arrays)[0]
         self._logprobs = scored(functools.partial(by_micro_batch, logprobs, section.micro_batches))
-        self._probed = scored(logprobs)
+        by_row = lambda params, arrays: by_micro_batch(logprobs, len(arrays["tokens"]) // self.shards, params, arrays)
+        self._probed = scored(by_row)  # most rows of a probe are empty
         self._values = scored(functools.partial(by_micro_batch, self.recipe.critic.values, section.micro_batches))
         widened = functools.partial(micro_batch.widened, section.micro_batches)
         self._widened = jit(widened, static_argnames="rows", out_shardings=self._rows)
@@ -251,8 +252,7 @@ class Trainer:
                 if not self._rows.is_fully_addressable:  # all processes go the same way
                     fresh = multihost_utils.process_allgather(fresh).any()
                 metrics.update({} if fresh else self.probe(probe))
-            began = time.perf_counter()
-            replayed = {}
+            began, replayed = time.perf_counter(), dict[str, np.ndarray]()
             if self._replay is not None:
                 replayed["exact_logprobs"] = self.probed(Probe(batch, int(self.state.step), None))
                 metrics["time/replay_s"] = metrics.get("time/replay_s", 0.0) + time.perf_counter() - began
