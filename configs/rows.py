@@ -23,8 +23,8 @@ def get_config(arg=None):
     c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 256, 256
     c.rollout.instances = 0  # as many as the devices hold; one where trainer and rollouts share a single device
     c.rollout.slots, c.rollout.pages = 64, 2048
-    c.trainer.pack_tokens = 1024
-    c.trainer.micro_batches = 8
+    c.trainer.pack_tokens = 0  # as few as the longest sample asks for, on a CPU
+    c.trainer.micro_batches = 16
     c.trainer.learning_rate = 1e-5
     c.eval.every, c.eval.prompts = 20, 64
     return c

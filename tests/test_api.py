@@ -65,7 +65,7 @@ def test_a_configuration_comes_as_a_file_a_tree_a_config_or_fields(workspace):
         {"steps": 3, "trainer": {"learning_rate": 0.5}, "trainer.micro_batches": 4}, "v", model="model", prompts=ROWS
     )
     made, trainer = workspace[-1][0], workspace[-1][0].trainer
-    assert (made.steps, trainer.learning_rate, trainer.micro_batches, trainer.pack_tokens) == (3, 0.5, 4, 1024), (
+    assert (made.steps, trainer.learning_rate, trainer.micro_batches, trainer.pack_tokens) == (3, 0.5, 4, 0), (
         "over rows.py"
     )
     assert (made.task.heldout, made.eval.prompts) == (5, 5), "a quarter of the rows"

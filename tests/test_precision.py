@@ -11,8 +11,10 @@ import pytest
 
 from dora_jax.config import RolloutSection
 from dora_jax.models import decoder, sharding
+from dora_jax.models.attention import narrow_product
 from dora_jax.models.families.config import Delta, Experts, Kind, Latent, Yarn
 from dora_jax.ops.segment_attention import segment_attention
+from dora_jax.rollout import quantize
 from dora_jax.rollout.device_calls import Calls
 from dora_jax.trainer.recipe import abstract_inputs, new_recipe
 from dora_jax.trainer.step import jitted_update
@@ -64,6 +66,20 @@ NEWER = {
     ),
 }
 OTHER_WIDE = {"sinks", "delta_rate", "delta_bias"}  # scores, and exponents of a decay
+
+
+def test_narrow_products_round_their_factors_and_sum_in_float32():
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.normal(size=size).astype(np.float32) for size in ((5, 300), (300, 7), (5, 7)))
+    rounded = lambda a: a.astype(jnp.bfloat16).astype(np.float64)
+    expected = rounded(x) @ rounded(w), rounded(dy) @ rounded(w).T, rounded(x).T @ rounded(dy)
+    y, gradients = jax.vjp(jax.jit(narrow_product), x, w)
+    for found, right in zip((y, *gradients(dy)), expected, strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, right, atol=1e-4)
+    turned = quantize.Turned(jnp.asarray(w.T, jnp.bfloat16))
+    for rows in (1, 5):
+        np.testing.assert_allclose(jax.jit(lambda x: x @ turned)(x[:rows]), expected[0][:rows], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *NEWER])

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from absl import flags as absl_flags
 
+from dora_jax.base import chips
+from dora_jax.bench.harness import TOY
 from dora_jax.cli import flags
 from dora_jax.config import (
     ClusterSection,
@@ -21,6 +23,7 @@ from dora_jax.config import (
     TrainerSection,
 )
 from dora_jax.config import files as config_files
+from dora_jax.models import decoder
 from dora_jax.models.families import KNOWN
 from dora_jax.models.lora_config import Lora
 from dora_jax.plan import devices, presets, validate
@@ -544,3 +547,35 @@ def test_a_slice_that_is_too_small_for_a_sparse_model_names_the_one_that_holds_i
         ConfigError, match="DeepSeek-V3 does not fit v5p-128; the smallest slice that holds it is v5p-512"
     ):
         flags.parse(["program", *asks, "--dry_run"], "train", absl_flags.FlagValues())
+
+
+def test_a_cpu_that_multiplies_bfloat16_does_so_for_models_that_no_cache_holds(tmp_path):
+    cpu, large = chips.Machine(devices=1, host_devices=1, bfloat16=True), KNOWN["Qwen3-0.6B"]
+
+    def types(machine=cpu, model=large, weights="", matmul="", **changes):
+        asked = Config(rollout=RolloutSection(weights=weights), trainer=TrainerSection(matmul=matmul), **changes)
+        found = presets.plan(asked, presets.Machines(machine, machine), model)
+        again = presets.with_model(
+            presets.with_model(found, None), model
+        )  # as a controller does that learns of it late
+        assert (again.config, again.choices) == (found.config, found.choices)
+        return found.config.rollout.weights, found.config.trainer.matmul
+
+    assert types() == ("bfloat16", "bfloat16")
+    assert types(weights="published", matmul="float32") == ("published", "float32")
+    assert "rollout.weights: bfloat16 is for a CPU" in sentences(on("v5e-8", {"weights": "bfloat16"}))[0]
+    assert types(model=decoder.new_config("qwen3", **TOY)) == ("", "")
+    assert types(dataclasses.replace(cpu, bfloat16=False)) == ("", "")
+    flags_of = tmp_path / "cpuinfo"
+    for flags_there, expected in (("fpu avx512_bf16", True), ("fpu avx512f", False)):
+        flags_of.write_text(f"flags\t\t: {flags_there}\n")
+        assert devices.multiplies_bfloat16(flags_of) == expected
+    assert not devices.multiplies_bfloat16(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "slice_name,answers,row", [("", 40, 256), ("", 400, 512), ("v5e-8", 40, 1024), ("v5e-8", 4000, 4096)]
+)
+def test_rows_hold_a_longest_sample(slice_name, answers, row):
+    asked = on(slice_name, {"max_prompt_tokens": 64, "max_new_tokens": answers}, {"pack_tokens": 0})
+    assert resolved(asked)[0].trainer.pack_tokens == row

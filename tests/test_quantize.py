@@ -55,6 +55,8 @@ def test_drift_is_small_and_is_there():
     }
     assert sizes["", ""] < 1e-5 and 1e-4 < sizes["int8", ""] < 0.05
     assert 1e-4 < sizes["", "float8"] < 0.2
+    gap, forward = train_step.gap_of(CFG, params(0), ("float32", "bfloat16", ""), 4, 24)
+    assert np.abs(gap).mean() < 1e-4 < forward, "the trainer rounds the same factors"
 
 
 def test_an_engine_of_a_bfloat16_run_computes_in_bfloat16():

@@ -64,6 +64,15 @@ def test_a_step_moves_towards_what_was_rewarded(trainer):
     assert 0 < metrics["trainer/clip_fraction"] < 1 and metrics["trainer/tokens"] == batch.mask.sum()
 
 
+def test_an_update_of_bfloat16_factors_is_near_that_of_float32(trainer):
+    batch = on_policy(trainer)
+    wide = trainer.step(batch)
+    section = cases.section(matmul="bfloat16")
+    narrow = step.Trainer(cases.MODEL, section, one_device(), cases.params(), total_steps=20).step(batch)
+    for name in ("trainer/grad_norm", "trainer/ratio_mean"):
+        assert narrow[name] != wide[name] and narrow[name] == pytest.approx(wide[name], rel=0.02)
+
+
 def test_first_update_on_policy(trainer):
     """Ratios are 1, nothing is clipped, and the gap to the engine at equal weights is rounding."""
     metrics = trainer.step(on_policy(trainer))

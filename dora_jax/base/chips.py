@@ -129,6 +129,7 @@ class Machine:
     devices: int = 0
     host_devices: int = 0  # of each host
     memory_bytes: float = 0.0  # of each device
+    bfloat16: bool = False  # whether a CPU multiplies it natively
 
     @property
     def hosts(self) -> int:

@@ -95,7 +95,7 @@ RULES = (
     Rule("everything is solved", "reward/solved_all", "above", 0.99,
          "harder prompts, or the end of the run: equal rewards teach nothing", steps=20, window=20),
     Rule("log-prob mismatch", "mismatch/mean", "above", 0.1,
-         "model.dtype=float32, and no rollout.kv or rollout.weights of fewer bits", steps=5),
+         "model.dtype=float32, trainer.matmul=float32, and no rollout.kv or rollout.weights of fewer bits", steps=5),
     Rule("few effective samples", "trainer/ess_share", "below", 0.1,
          "a lower orchestrator.max_versions or trainer.learning_rate", steps=5),
     Rule("far from the anchor", "trainer/kl_anchor", "above", 0.5,

@@ -118,7 +118,8 @@ def update(model, optimizer, batch):
     return loss.item(), norm.item()
 
 
-def torch_step(folder):
+def torch_step(folder, narrow=False):
+    """narrow: under autocast to bfloat16."""
     import torch
 
     name, most = None, torch.get_num_threads()
@@ -133,7 +134,8 @@ def torch_step(folder):
         for threads in sorted({most, 1}, reverse=True):
             torch.set_num_threads(threads)
             began = time.perf_counter()
-            results.append(update(model, optimizer, batch))
+            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                results.append(update(model, optimizer, batch))
             seconds.append(time.perf_counter() - began)
         print(json.dumps([min(seconds), *results[0]]), flush=True)
 
@@ -226,6 +228,7 @@ if __name__ == "__main__":
         "transformers_bf16": functools.partial(transformers, load=load_bf16),
         "openvino": functools.partial(transformers, load=load_openvino),
         "torch_step": torch_step,
+        "torch_step_bf16": functools.partial(torch_step, narrow=True),
         "tunix": tunix,
     }
     rivals[sys.argv[1]](sys.argv[2])

@@ -1,23 +1,25 @@
 """One optimizer update, host work included, against the plainest JAX step and against transformers + torch.
 
-    python -m dora_jax.bench.train_step [--smollm] [--rivals=plain,transformers] [--rounds=3] [--install]
+    python -m dora_jax.bench.train_step [--smollm] [--rivals=plain,transformers,transformers_bf16] [--rounds=3]
+                                          [--install]
     python -m dora_jax.bench.train_step checkpoint [--tokens=1024] [--rounds=3] [--folder=FOLDER]
     python -m dora_jax.bench.train_step host_time [--rows=256] [--contexts=2048,30720] [--pages=16,64] [--steps=8]
                                                     [--ticks=60] [--partial_s=2] [--instances=1] [--step_ms=0]
     python -m dora_jax.bench.train_step drift [--model=FOLDER] [--samples=32] [--tokens=128]
     python -m dora_jax.bench.train_step drift --moe [--model=FOLDER] [--samples=32] [--tokens=128] [--seeds=0,1,2]
-    python -m dora_jax.bench.train_step drift --exact [--ladder] [--types=7] [--model=FOLDER] [--samples=32]
+    python -m dora_jax.bench.train_step drift --exact [--ladder] [--types=8] [--model=FOLDER] [--samples=32]
                                               [--tokens=128]
 
 The same f32 weights, trajectories, PPO loss and AdamW everywhere; the first loss and gradient norm of all are compared
-before anything is timed. Two kinds of work: equal lengths (16 sequences of 256 tokens) and a long tail (32 of 16 + a
-log-normal number, median 48, at most 496). Ours packs the sequences into rows that hold the longest (a multiple of
-128 tokens, as trainer.pack_tokens would be set for such work); the rivals pad them to the longest, as they do. Tokens
-are those of prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding, causal attention)
-over what a large f32 matrix product reaches on this machine. Compilation is left out; rounds are interleaved and the
-best of each counts. torch runs in an environment of its own (`--install` makes it under .bench/). With --smollm the
-weights are those of a real model of 135M parameters (bench.learning), the work is two sequences of 512 tokens, one a
-micro-batch. The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
+before anything is timed. Ours multiplies in the type that a run on this machine would; _bf16 is torch under autocast.
+Two kinds of work: equal lengths (16 sequences of 256 tokens) and a long tail (32 of 16 + a log-normal number, median
+48, at most 496). Ours packs the sequences into rows that hold the longest (a multiple of 128 tokens, as
+trainer.pack_tokens would be set for such work); the rivals pad them to the longest, as they do. Tokens are those of
+prompts and responses, padding counts for nobody. MFU: the model's own FLOPs (no padding, causal attention) over what a
+large f32 matrix product reaches on this machine. Compilation is left out; rounds are interleaved and the best of each
+counts. torch runs in an environment of its own (`--install` makes it under .bench/). With --smollm the weights are
+those of a real model of 135M parameters (bench.learning), the work is two sequences of 512 tokens, one a micro-batch.
+The second table: what the step holds at its peak beside the state, by how the log-probs are taken.
 
 checkpoint: what digests cost: seconds of a step, a save and a restore, with digests and without.
 Random weights of the shapes of SmolLM2-135M, masters and both of Adam's moments in f32; one update of `tokens` tokens,
@@ -73,7 +75,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,8 @@ from dora_jax.types import Sample, SampleId
 PROMPT, GROUP, LONGEST, ROW_UNIT = 16, 8, 512, 128
 WIDE_VOCAB = 32768  # of the memory table: where B x L x V is what fills a device
 AGREE = 1e-3  # relative: f32 sums in another order
+AGREE_BF16 = 0.1  # of products of bfloat16
+TORCH = {"transformers": "torch_step", "transformers_bf16": "torch_step_bf16"}  # rival -> its program
 Step = Callable[[], tuple[float, float]]  # one update on the same trajectories -> (loss, gradient norm)
 
 
@@ -157,12 +161,12 @@ def _work(
     return TrainWork(name, model, batch, padded)
 
 
-def section(micro_batches: int = 1) -> TrainerSection:
-    return presets.on_cpu(
-        TrainerSection(
-            pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5, micro_batches=micro_batches, share_prompts="off"
-        )
-    )  # as the rivals
+def section(model: ModelConfig = MODEL, micro_batches: int = 1) -> TrainerSection:
+    """What a run on this machine has, but for prompts, which the rivals do not share."""
+    asked = TrainerSection(
+        pack_tokens=LONGEST, warmup_steps=0, learning_rate=1e-5, micro_batches=micro_batches, share_prompts="off"
+    )
+    return presets.plan(Config(trainer=asked), presets.Machines(*[devices.found()] * 2), model).config.trainer
 
 
 def plain_runner(cfg, params, padded) -> Step:
@@ -214,13 +218,15 @@ def _plain_loss(cfg, params, batch):
     return jnp.sum(jnp.where(batch["mask"], batch["loss_weights"] * per_token, 0.0))
 
 
-def train_step(smollm=False, rivals=("plain", "transformers"), rounds=3, install=False) -> Iterator[str]:
+def train_step(smollm=False, rivals=("plain", *TORCH), rounds=3, install=False) -> Iterator[str]:
     devices.keep_freed_memory()  # as a run's set-up does
     with tempfile.TemporaryDirectory() as temporary:
         folder, model, params = harness.weights_of(MODEL, Path(temporary) / "model", smollm)
-        external = None
-        if "transformers" in rivals:
-            external = harness.Rival("torch_step", "transformers", folder, install)
+        external = {
+            name: harness.Rival(program, "transformers", folder, install)
+            for name, program in TORCH.items()
+            if name in rivals
+        }
         peak = flop_speed()
         yield f"measured: {peak / 1e9:.0f} GFLOP/s; jax {jax.__version__}; tokens/s (MFU) of one update"
         columns = dict.fromkeys(rivals, ">20s")
@@ -234,18 +240,20 @@ def train_step(smollm=False, rivals=("plain", "transformers"), rounds=3, install
             shares = [tokens / work.batch.tokens.size, tokens / work.padded["tokens"].size]
             against = f"{min(times[1:]) / times[0]:.2f}x" if times[1:] else ""
             yield table.row(work.name, tokens, *shares, *cells, against)
-        if external:
-            external.close()
+        for rival in external.values():
+            rival.close()
     if not smollm:
         yield from memory_table()
 
 
 def measure(
-    work: TrainWork, params: Any, rivals: Sequence[str], external: harness.Rival | None, rounds: int
+    work: TrainWork, params: Any, rivals: Sequence[str], external: Mapping[str, harness.Rival], rounds: int
 ) -> list[float]:
     """Seconds of the best update of each; refuses to compare what does not compute the same."""
     micro_batches = 1 if work.model == MODEL else len(work.batch.tokens)
-    trainer = step.Trainer(work.model, section(micro_batches), harness.one_device(), params, total_steps=1000)
+    trainer = step.Trainer(
+        work.model, section(work.model, micro_batches), harness.one_device(), params, total_steps=1000
+    )
     trainer.warmup(*work.batch.tokens.shape)
 
     def ours() -> tuple[float, float]:
@@ -255,14 +263,17 @@ def measure(
     runs: dict[str, Step] = {"ours": ours}
     if "plain" in rivals:
         runs["plain"] = plain_runner(work.model, params, work.padded)
-    first = [run() for run in runs.values()]
+    first = {name: run() for name, run in runs.items()}
     turns: dict[str, Callable[[], Any]] = {**runs}
-    if external:
-        question = {name: x.tolist() for name, x in work.padded.items()} | {"name": work.name}
-        first.append(external.ask(question)[0][1:])
-        turns["transformers"] = lambda: external.ask(question)[0][0]
-    if not np.allclose(first, first[0], rtol=AGREE, atol=1e-6):
-        raise RuntimeError(f"{work.name}: (loss, gradient norm) differ: {first}")
+    question = {name: x.tolist() for name, x in work.padded.items()} | {"name": work.name}
+    for name, rival in external.items():
+        first[name] = rival.ask(question)[0][1:]
+        turns[name] = functools.partial(lambda rival: rival.ask(question)[0][0], rival)
+    narrow = {"ours", "transformers_bf16"} if trainer.section.matmul == "bfloat16" else {"transformers_bf16"}
+    right = next((first[name] for name in first if name not in narrow), first["ours"])
+    for name, result in first.items():
+        if not np.allclose(result, right, rtol=AGREE_BF16 if name in narrow else AGREE, atol=1e-6):
+            raise RuntimeError(f"{work.name}: (loss, gradient norm) of {name} differ: {first}")
     return list(harness.best_of_turns(turns, rounds).values())
 
 
@@ -302,7 +313,7 @@ def checkpoint(tokens=1024, rounds=3, folder=None) -> Iterator[str]:
     model = decoder.new_config("llama", **SHAPE)
     batch = real_work(model, tokens // LONGEST).batch
     trainer = step.Trainer(
-        model, section(len(batch.tokens)), harness.one_device(), decoder.init_params(model, 0), total_steps=1000
+        model, section(model, len(batch.tokens)), harness.one_device(), decoder.init_params(model, 0), total_steps=1000
     )
     trainer.warmup(*batch.tokens.shape)
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) / 2**20 for tree in trainer.state[:2]]
@@ -508,6 +519,7 @@ OPTIONS: tuple[tuple[Dtype, WeightBits, KvBits], ...] = (
     ("float32", "", "float8"),
     ("bfloat16", "int8", ""),
     ("bfloat16", "int8", "float8"),
+    ("float32", "bfloat16", ""),
 )
 WIDE: tuple[Dtype, WeightBits, KvBits] = OPTIONS[0]
 
@@ -515,9 +527,9 @@ WIDE: tuple[Dtype, WeightBits, KvBits] = OPTIONS[0]
 def config_of(
     dtype: Dtype, weights: WeightBits, kv: KvBits, count: int, tokens: int, routing_replay: RoutingReplay = "none"
 ) -> Config:
-    return harness.config_of(dtype, {"trainer": TrainerSection(routing_replay=routing_replay)}, slots=count,
-                             max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=tokens, prefill_tokens=512, weights=weights,
-                             kv=kv)  # fmt: skip
+    trainer = TrainerSection(routing_replay=routing_replay, matmul="bfloat16" if weights == "bfloat16" else "float32")
+    return harness.config_of(dtype, {"trainer": trainer}, slots=count, max_prompt_tokens=PROMPT_TOKENS,
+                             max_new_tokens=tokens, prefill_tokens=512, weights=weights, kv=kv)  # fmt: skip
 
 
 def off_grid(cfg: ModelConfig, seed: int) -> decoder.Params:
@@ -603,7 +615,7 @@ def replayed(cfg: ModelConfig, params: Any, count: int, tokens: int) -> tuple[np
 
 
 def drift(
-    model="", samples=32, tokens=128, moe=False, exact=False, ladder=False, types=7, seeds=(0, 1, 2)
+    model="", samples=32, tokens=128, moe=False, exact=False, ladder=False, types=8, seeds=(0, 1, 2)
 ) -> Iterator[str]:
     if moe:
         mixture = decoder.new_config("qwen3_moe", **MIXTURE)
@@ -634,7 +646,8 @@ def drift(
     for dtype, weights, kv in OPTIONS:
         gap, forward = gap_of(cfg, params, (dtype, weights, kv), samples, tokens)
         narrow = jnp.dtype(WEIGHTS[weights] or dtype).itemsize
-        held = sum(n * (d * f * narrow + (4 * f if weights else 0)) for n, d, f in shapes)  # a scale, f32, a channel
+        scale = 4 if narrow == 1 else 0  # float32, a channel
+        held = sum(n * (d * f * narrow + f * scale) for n, d, f in shapes)
         position = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim * jnp.dtype(KV[kv] or dtype).itemsize
         size = np.abs(gap)
         ratio = f"{size.mean() / forward:.2f}" if forward else "-"

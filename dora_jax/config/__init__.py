@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Dtype = Literal["auto", "float32", "bfloat16"]
 EngineKernel = Literal["auto", "reference", "tpu", "tokamax", "gpu"]
 TrainerKernel = Literal["auto", "reference", "splash", "cudnn"]
-WeightBits = Literal["", "int8", "float8"]
+WeightBits = Literal["", "published", "bfloat16", "int8", "float8"]
 KvBits = Literal["", "float8"]
 RoutingReplay = Literal["none", "rollout"]
 VALUE_ADVANTAGES = ("gae", "gae_turn")  # trainer.advantage, where a value model is trained too
@@ -114,7 +114,9 @@ class RolloutSection:
     min_new_tokens: int = field(0, "no stop token is sampled before so many", ge=0, change=AFRESH)
     max_repeats: int = field(0, "longest run of one token; 0: any", ge=0, change=AFRESH)
     stop_strings: tuple[str, ...] = field((), "the text that ends a sample; its tokens stay", change=AFRESH)
-    weights: WeightBits = field("", "8-bit projections; empty: as published", change=AFRESH)
+    weights: WeightBits = field(
+        "", "type of projections; empty: bfloat16 where a CPU multiplies it natively, else as published", change=AFRESH
+    )
     kv: KvBits = field("", "8-bit KV cache; empty: the compute dtype", change=AFRESH)
     drafts: int = field(0, "tokens guessed from a group's other samples and verified in one call; 0: off", ge=0)
     draft_rows: int = field(4, "no drafts where more samples of a version decode at once", ge=1, tuning=True)
@@ -183,7 +185,7 @@ class TrainerSection:
     tensor: int = field(1, "mesh axis: heads, d_ff, vocabulary", ge=1, change=FREE)
     context: int = field(1, "mesh axis: positions of a row", ge=1, change=FREE)
     expert: int = field(1, "mesh axis: batch rows and, of a mixture of experts, the experts", ge=1, change=FREE)
-    pack_tokens: int = field(512, "L: packed row length", ge=1, change=FREE)
+    pack_tokens: int = field(512, "L: packed row length; 0: by platform, a longest sample fits", ge=0, change=FREE)
     rows: int = field(0, "B: packed rows a step; 0: derived from groups, G and the length limits", ge=0, change=FREE)
     micro_batches: int = field(1, "forward and backward passes an update", ge=1, change=FREE)
     share_prompts: Literal["auto", "on", "off"] = field(
@@ -202,6 +204,9 @@ class TrainerSection:
     max_grad_norm: float = field(1.0, "gradients are clipped to this norm", ge=0)
     remat: Literal["none", "full", "dots"] = field(
         "none", "activations that the backward pass computes again", change=FREE
+    )
+    matmul: Literal["", "float32", "bfloat16"] = field(
+        "", "type of factors, sums are float32; empty: bfloat16 where a CPU multiplies it natively, else model.dtype"
     )
     attention: TrainerKernel = field("auto", "kernel: splash on TPU, cudnn on GPU; auto: by platform", change=FREE)
     logits_bytes: int = field(

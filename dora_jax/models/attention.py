@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from dora_jax.models.families.config import SMALL, Kind, Linear, ModelConfig, Proportional, RopeScaling, Yarn
 
@@ -97,13 +98,15 @@ class HeadTurn:
 class Products(NamedTuple):
     """How a layer multiplies.
 
-    merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two.
+    merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two. narrow: with
+    weights, not with adapters, by `narrow_product`, where tokens are one axis.
     looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves. turns: `attend`
     turns the heads, where it gets a `HeadTurn`.
     gain: what low-rank adapters are multiplied by. rows: which of several adapters each row takes; None: there is one.
     """
 
     merge: bool
+    narrow: bool = False
     looped: bool = False
     absorbed: bool = False
     turns: bool = False
@@ -113,7 +116,7 @@ class Products(NamedTuple):
     def __call__(self, weights: Weights, x_BxLxD: jax.Array, name: str) -> jax.Array:
         """x @ weight, in the activations' type: masters may be wider; with the adapter of that weight, if it has
         one."""
-        y = self._times(x_BxLxD, weights[name].astype(x_BxLxD.dtype))
+        y = self._times(x_BxLxD, weights[name].astype(x_BxLxD.dtype), self.narrow)
         if (adapter := adapter_of(weights, name, x_BxLxD.dtype)) is None:
             return y
         (a, b), rows_B = adapter, self.rows
@@ -133,11 +136,49 @@ class Products(NamedTuple):
 
         return y + chosen(self.gain * chosen(x_BxLxD, a), b)
 
-    def _times(self, x_BxLxD: jax.Array, weight: jax.Array) -> jax.Array:
+    def _times(self, x_BxLxD: jax.Array, weight: jax.Array, narrow: bool = False) -> jax.Array:
         if not self.merge:
             return x_BxLxD @ weight
-        y = x_BxLxD.reshape(-1, x_BxLxD.shape[-1]) @ weight
+        x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
+        y = narrow_product(x_NxD, weight).astype(x_NxD.dtype) if narrow else x_NxD @ weight
         return y.reshape(*x_BxLxD.shape[:-1], -1)
+
+
+def narrow_product(x_NxD: jax.Array, weight: jax.Array, turned: bool = False) -> jax.Array:
+    """f32[N, F], of factors that are rounded to bfloat16; gradients are such products, too.
+
+    weight: [D, F], or turned [F, D]. A CPU has fast products of bfloat16 only where sums are float32 and run along the
+    last axis of what stands first, and XLA fails on others that it makes by itself where a transpose comes behind.
+    """
+    return _product(x_NxD.astype(jnp.float32), weight.astype(jnp.float32), turned)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x_NxD: jax.Array, weight: jax.Array, turned: bool) -> jax.Array:
+    return _dot(x_NxD, weight, int(turned))
+
+
+def _product_and_factors(x_NxD: jax.Array, weight: jax.Array, turned: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _dot(x_NxD, weight, int(turned)), (x_NxD.astype(jnp.bfloat16), weight)
+
+
+def _gradients(turned: bool, factors: tuple[jax.Array, ...], dy_NxF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_NxD, weight = factors
+    left, right = (dy_NxF, x_NxD) if turned else (x_NxD, dy_NxF)
+    return _dot(dy_NxF, weight, int(not turned)), _dot(_by_rows(left.astype(jnp.bfloat16).T), right, 0)
+
+
+def _dot(a_NxD: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """f32[N, F]: sums over D, which is that axis of b."""
+    a_NxD, b = a_NxD.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return _by_rows(jax.lax.dot_general(a_NxD, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32))
+
+
+def _by_rows(matrix: jax.Array) -> jax.Array:
+    return with_layout_constraint(matrix, Layout((0, 1)))
+
+
+_product.defvjp(_product_and_factors, _gradients)
 
 
 def adapter_of(weights: Weights, name: str, dtype: Any) -> tuple[jax.Array, jax.Array] | None:

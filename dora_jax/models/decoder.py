@@ -34,7 +34,18 @@ import numpy as np
 from flax import nnx
 
 from dora_jax.models import attention, linear_attention, moe
-from dora_jax.models.attention import ADAPTERS, KV, NO_KV, Attend, Products, Spec, last, rematerialized, rms_norm
+from dora_jax.models.attention import (
+    ADAPTERS,
+    KV,
+    NO_KV,
+    Attend,
+    Products,
+    Spec,
+    last,
+    narrow_product,
+    rematerialized,
+    rms_norm,
+)
 from dora_jax.models.families import new_config
 from dora_jax.models.families.config import Kind, ModelConfig, RopeScaling, Scores, repeats
 from dora_jax.models.moe import Compute, Routed
@@ -65,6 +76,7 @@ Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the same array
 # layers of a serving loop's body, at most: XLA fetches the next one's weights while it computes with one's
 TOGETHER = 4
 FIRST, LAYERS = "first_layers", "layers"  # stacks of a model's layers, or how their names begin
+HEAD = "head"  # of an engine: beside the embedding, or in the place of "lm_head", see rollout/quantize.py
 
 
 class Stack(NamedTuple):
@@ -426,6 +438,7 @@ def forward_routed(
     remat: str = "none",
     constrain: Constrain = lambda x, *axes: x,
     merge: bool = True,
+    narrow: bool = False,
     absorbed: bool = False,
     compute: Compute = moe.scan,
     routes_BxLxMxk: jax.Array | None = None,
@@ -437,17 +450,18 @@ def forward_routed(
     """(hidden states after the last norm, in `dtype`; what the M routers did, None without experts).
 
     constrain: sharding.constrain_rows, the trainer's. merge: whether matmuls see rows and positions as one axis; no,
-    where both are sharded. absorbed: latent attention in the form that serves; attention.py says what `attend` is
-    given. compute: of moe.compute. routes: expert ids to take, see moe.route. counted_BxL: the tokens
-    that the routers' figures are of. adapters: of lora.py, in the layout of params, multiplied by adapter_gain;
-    adapter_index i32[B]: they have a leading axis, of which each row takes its own.
+    where both are sharded. narrow: whether projections multiply bfloat16, see attention.Products. absorbed: latent
+    attention in the form that serves; attention.py says what `attend` is given. compute: of moe.compute. routes: expert
+    ids to take, see moe.route. counted_BxL: the tokens that the routers' figures are of. adapters: of lora.py, in the
+    layout of params, multiplied by adapter_gain; adapter_index i32[B]: they have a leading axis, of which each row
+    takes its own.
     """
     params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
         # gathered over fsdp before the lookup: left to itself, XLA replicates the looked-up rows instead
         embed_VxD = constrain(params["embed"].astype(dtype), "vocab", None)
         x_BxLxD = constrain(_scaled(cfg, embed_VxD[tokens_BxL]), "batch", "sequence")
-    products = Products(merge, absorbed=absorbed, gain=adapter_gain, rows=adapter_index)
+    products = Products(merge, narrow=narrow, absorbed=absorbed, gain=adapter_gain, rows=adapter_index)
     one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute, counted_BxL)
     own_NxBxLxP = one_pass.own(params, tokens_BxL, x_BxLxD, constrain)
 
@@ -618,10 +632,17 @@ def _looped(one_pass: _Pass, span: Run, params: Params, own_NxBxLxP, x_BxLxD, at
     return jax.lax.fori_loop(0, span.repeats // together, body, (x_BxLxD, state, ids))
 
 
-def logits(cfg: ModelConfig, params: Params, hidden) -> jax.Array:
-    """f32[..., V] over all rows of the embedding, padding rows included; capped, where the model's are."""
+def logits(cfg: ModelConfig, params: Params, hidden, narrow: bool = False) -> jax.Array:
+    """f32[..., V] over all rows of the embedding, padding rows included; capped, where the model's are. narrow: the
+    head multiplies bfloat16, as projections may, see attention.Products."""
     with jax.named_scope("head"):
-        tied = cfg.tie_embeddings
-        spec, weight = ("...d,vd->...v", params["embed"]) if tied else ("...d,dv->...v", params["lm_head"])
-        z = jnp.einsum(spec, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        tied, head = cfg.tie_embeddings, params.get(HEAD)
+        if head is not None:  # an engine's, of rows [N, D]
+            z = hidden @ head
+        elif narrow:
+            weight, rows_NxD = params["embed" if tied else "lm_head"], hidden.reshape(-1, hidden.shape[-1])
+            z = narrow_product(rows_NxD, weight, tied).reshape(*hidden.shape[:-1], -1)
+        else:
+            spec, weight = ("...d,vd->...v", params["embed"]) if tied else ("...d,dv->...v", params["lm_head"])
+            z = jnp.einsum(spec, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
         return cfg.logit_cap * jnp.tanh(z / cfg.logit_cap) if cfg.logit_cap else z

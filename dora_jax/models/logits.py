@@ -7,6 +7,7 @@ of the sequence and is recomputed in the backward pass.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,10 +27,11 @@ def policy_logits(
     vocab_limit: int | None = None,
     temperature: float | jax.Array = 1.0,
     axis: str | None = None,
+    narrow: bool = False,
 ) -> jax.Array:
     """f32[..., V] after temperature (of all, or of each row of logits, f32[...]); ids >= vocab_limit (rows of the
-    embedding without a token) are masked."""
-    logits = decoder.logits(cfg, params, hidden)
+    embedding without a token) are masked. narrow: of decoder.logits."""
+    logits = decoder.logits(cfg, params, hidden, narrow)
     if isinstance(temperature, jax.Array):
         logits = logits / jnp.where(temperature > 0, temperature, 1.0)[..., None]  # padding has none
     elif temperature != 1.0:
@@ -50,15 +52,17 @@ def target_logprobs(
     entropy_grad: bool = False,
     max_bytes: int | None = None,
     mesh: Mesh | None = None,
+    narrow: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-prob of each target, entropy), f32[B, L]. `max_bytes` a device bounds the logits alive at once; None: all.
-    temperature: of all targets, or f32[B, L].
+    temperature: of all targets, or f32[B, L]. narrow: of decoder.logits, on one device.
 
     On a mesh each shard of rows and positions walks its own chunks, with the head gathered over fsdp once: left to
     itself, XLA gathers it, and sums its gradient over the mesh, chunk by chunk.
     """
     name = "embed" if cfg.tie_embeddings else "lm_head"
 
+    tempered = functools.partial(policy_logits, cfg, vocab_limit=vocab_limit)
     own = (temperature,) if isinstance(temperature, jax.Array) else ()
 
     def local(
@@ -66,7 +70,7 @@ def target_logprobs(
     ) -> tuple[jax.Array, jax.Array]:
         def run(hidden: jax.Array, targets: jax.Array, *own: jax.Array) -> tuple[jax.Array, jax.Array]:
             divisor = own[0] if own else temperature
-            logits = policy_logits(cfg, {name: head}, hidden, vocab_limit=vocab_limit, temperature=divisor, axis=axis)
+            logits = tempered({name: head}, hidden, temperature=divisor, axis=axis, narrow=narrow and axis is None)
             return logprobs_of(logits, targets, entropy_grad=entropy_grad, axis=axis)
 
         # Over chunks of the positions, recomputed in the backward pass: the longest divisor of their number whose f32

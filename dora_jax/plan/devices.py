@@ -211,7 +211,14 @@ def found() -> Machine:
         devices=count,
         host_devices=jax.local_device_count(),
         memory_bytes=reported or known,
+        bfloat16=first.platform == "cpu" and multiplies_bfloat16(),
     )
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the cores of this machine have instructions for it; no where the system does not tell."""
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def check_slice(field: str, name: str) -> None:

@@ -244,17 +244,26 @@ def expert_activations(
 # --------------------------------------------------------------- instance
 
 
+def weights_type(config: Config) -> str:
+    """In which an engine holds projections; one that is not in BYTES has 8 bits."""
+    weights = config.rollout.weights
+    return config.model.dtype if weights in ("", "published") else weights
+
+
 def instance_weights(model: ModelConfig, config: Config) -> list[PlanLine]:
     """Bytes of the resident versions, and of the version that arrives while they run; where versions are adapters, of
     one base and of the adapters beside it."""
     rollout = config.rollout
     whole = BYTES[config.model.dtype] * serving_params(model, rollout.tensor) + wide_bytes(model, config.model.dtype)
     stored = whole
-    if rollout.weights:  # 8 bits for the projections, the ends as published
-        stored -= (BYTES[config.model.dtype] - 1) * model.n_layers * model.layer_params() / rollout.tensor
-    kept, detail, here = stored, f"{rollout.residents} in {rollout.weights or config.model.dtype}", []
+    held, size = weights_type(config), BYTES[config.model.dtype]
+    stored -= (size - BYTES.get(held, 1)) * model.n_layers * model.layer_params() / rollout.tensor  # not of the ends
+    if held == "bfloat16" != config.model.dtype:  # but for the head, which an embedding is kept beside
+        narrow = BYTES[held] * model.vocab_size * model.d_model / rollout.tensor
+        stored += narrow if model.tie_embeddings else -narrow
+    kept, detail, here = stored, f"{rollout.residents} in {held}", []
     if config.lora.on:
-        here = [PlanLine(BASE, stored, f"in {rollout.weights or config.model.dtype}")]
+        here = [PlanLine(BASE, stored, f"in {held}")]
         kept = whole = BYTES[config.model.dtype] * adapter_params(model, config.lora, tensor=rollout.tensor)
         detail = f"{rollout.residents} adapters in {config.model.dtype}"
     resident = PlanLine("resident versions", rollout.residents * kept, detail)

@@ -29,7 +29,7 @@ from dora_jax.plan import budget, devices, memory
 from dora_jax.plan.budget import Budget, Machines
 from dora_jax.trainer import objective
 
-OPEN: tuple[Any, ...] = ("auto", 0, {})  # the values that leave a field to the platform
+OPEN: tuple[Any, ...] = ("auto", "", 0, {})  # the values that leave a field to the platform
 MIB = 2**20
 MAX_LOGITS_BYTES = 1024 * MIB
 WARM_START_BYTES = 16  # of each parameter: weight, gradient and two moments in float32
@@ -62,7 +62,12 @@ UNKNOWN = Machines(Machine(), Machine())
 LADDER_ROWS = 16  # of a decode dispatch, from which on narrower ones are worth a compilation
 SLOTS = 32  # of an instance on a CPU, and the fewest that are chosen elsewhere
 SLOTS_MULTIPLE = 8  # rows of a TPU's tile
+ROW, ROW_MULTIPLE = 1024, 512  # tokens of a packed row: the fewest, and what divides them
+CPU_ROW, CPU_ROW_MULTIPLE = 256, 128
+NARROW_PARAMETERS = 32 << 20  # of a model whose projections a CPU multiplies in bfloat16: smaller ones lie in caches
 OF_MODEL = (  # what a model decides, where it is open
+    "rollout.weights",
+    "trainer.matmul",
     "rollout.slots",
     "rollout.pages",
     "rollout.window_pages",
@@ -157,12 +162,11 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
         choices.append(Choice("rollout.exact", True, f"the trainer scores each token by {by}"))
     dtype = "bfloat16", "matrix units take it, and weights and KV take half the memory"
     if all(machine.platform == "cpu" for machine in found):
-        dtype = "float32", "a CPU computes bfloat16 no faster"
+        dtype = "float32", "a CPU is no faster in bfloat16, but for projections (trainer.matmul)"
     model_section = _filled("model", config.model, {"dtype": dtype}, choices)
-    chosen = _trainer(config.trainer, found.trainer, model_section.dtype)
-    config = dataclasses.replace(
-        config, rollout=rollout, model=model_section, trainer=_filled("trainer", config.trainer, chosen, choices)
-    )
+    trainer = _filled("trainer", config.trainer, {"pack_tokens": _row(config, found.trainer)}, choices)
+    trainer = _filled("trainer", trainer, _trainer(trainer, found.trainer, model_section.dtype), choices)
+    config = dataclasses.replace(config, rollout=rollout, model=model_section, trainer=trainer)
     done = Plan(asked=asked, machines=found, config=config, choices=tuple(choices), model=model)
     return with_model(done, model)
 
@@ -178,18 +182,20 @@ def is_recurrent(config: Config, model: ModelConfig | None) -> bool:
 def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
     """The plan for this model: with prompts shared in rows where it can share them, with slots, and with KV pages:
     those that were asked for, those that fit beside the model, or where that is not known those that the slots need."""
-    asked = {name: getattr(planned.asked.rollout, name) for name in ("slots", "pages", "window_pages")}
+    asked = {name: getattr(planned.asked.rollout, name) for name in ("slots", "pages", "window_pages", "weights")}
     choices = [choice for choice in planned.choices if choice.field not in OF_MODEL]
-    trainer = dataclasses.replace(planned.config.trainer, share_prompts=planned.asked.trainer.share_prompts)
+    open_again = {name: getattr(planned.asked.trainer, name) for name in ("share_prompts", "matmul")}
+    trainer = dataclasses.replace(planned.config.trainer, **open_again)
     shared = _share_prompts(trainer, is_recurrent(planned.config, model))
-    trainer = _filled("trainer", trainer, {"share_prompts": shared}, choices)
+    narrow = {role: _narrow(planned.config, machine, model) for role, machine in planned.machines._asdict().items()}
+    trainer = _filled("trainer", trainer, {"share_prompts": shared, "matmul": narrow["trainer"]}, choices)
     rollout, on_cpu = planned.config.rollout, planned.machines.instances.platform == "cpu"
     config = dataclasses.replace(planned.config, trainer=trainer, rollout=dataclasses.replace(rollout, **asked))
     slots = SLOTS, "a CPU takes as long for more"
     if not on_cpu and not asked["slots"] and (room := budget.of(config, planned.machines, model)):
         count = room.slots_for(SLOTS, rollout.decode_rows or SLOTS_MULTIPLE)
         slots = count, f"{room.demand} are in flight, as far as pages hold them, and {SLOTS} at least"
-    rollout = _filled("rollout", config.rollout, {"slots": slots}, choices)
+    rollout = _filled("rollout", config.rollout, {"slots": slots, "weights": narrow["instances"]}, choices)
     planned = dataclasses.replace(planned, config=dataclasses.replace(config, rollout=rollout), model=model)
     pages, why, local = memory.enough_pages(rollout), "every slot can hold a longest sample", 0
     if not asked["pages"] and not on_cpu and planned.memory:
@@ -356,6 +362,24 @@ def _filled(prefix: str, section: Section, presets: Presets, choices: list[Choic
     return dataclasses.replace(section, **{name: value for name, (value, _) in filled.items()})
 
 
+def _row(config: Config, machine: Machine) -> tuple[int, str]:
+    """Tokens of a packed row that holds a longest sample."""
+    least, multiple, why = ROW, ROW_MULTIPLE, "longer rows cost no more"
+    if machine.platform == "cpu":
+        least, multiple, why = CPU_ROW, CPU_ROW_MULTIPLE, "scores grow with the square of a row, other samples' too"
+    multiple *= config.trainer.context
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - 1  # the last is only a target
+    return -(-max(longest, least) // multiple) * multiple, why
+
+
+def _narrow(config: Config, machine: Machine, model: ModelConfig | None) -> tuple[str, str]:
+    """The type in which a CPU multiplies projections, where it is not the model's."""
+    pays = model is not None and machine.bfloat16 and model.matrix_params >= NARROW_PARAMETERS
+    if not pays or config.model.dtype != "float32" or config.trainer.context > 1:
+        return "", ""
+    return "bfloat16", "this CPU multiplies it twice as fast; sums are float32"
+
+
 def _ladder(config: Config, machine: Machine) -> Presets:
     """Whether few samples take narrower decode dispatches, by `auto`."""
     rollout, on, why = config.rollout, False, "few samples take a narrower dispatch where its measured time pays"
@@ -449,6 +473,8 @@ def _refusals(planned: Plan) -> Iterator[str]:
     if model and planned.asked.rollout.window_pages and not model.local_window:
         yield f"rollout.window_pages: no layers of this {model.family} attend within a window beside others in full"
     kernel, span = config.rollout.attention, config.cluster.hosts_per_instance
+    if config.rollout.weights == "bfloat16" and instance.platform != "cpu":
+        yield f"rollout.weights: bfloat16 is for a CPU, and this is {instance}; model.dtype=bfloat16 is for all"
     if instance.platform not in KERNELS[kernel]:
         yield f"rollout.attention: the kernel {kernel!r} is for {', '.join(KERNELS[kernel])}, and this is {instance}"
     for heads, width in model.kv_rows if model and not model.latent else ():

@@ -116,7 +116,7 @@ def of_chips(planned: Budget) -> RoleTimes | None:
     dtype, whole = config.model.dtype, dataclasses.replace(rollout, tensor=1)
     sizes = sizes_of(ModelSizes(), chips, model)
     size = memory.BYTES[dtype]
-    narrow = model.n_layers * model.layer_params() * (size - 1) if rollout.weights else 0
+    narrow = model.n_layers * model.layer_params() * (size - memory.BYTES.get(memory.weights_type(config), 1))
     sizes = dataclasses.replace(
         sizes,
         weight_bytes_per_param=size - narrow / sizes.params,

@@ -145,18 +145,21 @@ class Calls:
     def _lay_out_weights(self, cfg: decoder.ModelConfig, mesh: Mesh, weights: str, dtype: Any, lora: Lora) -> None:
         """How a version's weights come, and how the calls take them."""
         shapes = self.shapes
-        turns = not weights and not shapes.paged and self._platform == "cpu"
-        self._converts = turns or bool(weights)
-        self._stored = quantize.turned if turns else functools.partial(quantize.stored, dtype=quantize.WEIGHTS[weights])
+        bits = quantize.WEIGHTS[weights]
+        turns = weights in quantize.OF_CPU and not shapes.paged and self._platform == "cpu"
+        self._converts = turns or bits is not None
+        self._stored = functools.partial(quantize.turned if turns else quantize.stored, dtype=bits)
         published = jax.eval_shape(
             functools.partial(decoder.serving_layout, layout=shapes.layout), decoder.abstract_params(cfg, dtype)
         )
         self.base_shardings = sharding.param_specs(cfg, mesh, shapes.layout, whole_experts=shapes.whole_experts)
-        specs = quantize.turned_specs if turns else quantize.specs if weights else lambda shardings: shardings
+        placed = self.base_shardings
+        if self._converts:
+            placed = quantize.turned_specs(placed, bits) if turns else quantize.specs(placed)
         self.abstract_params: Any = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             jax.eval_shape(self._stored, published),
-            specs(self.base_shardings),
+            placed,
         )
         self.adapters = AdapterStack.of(cfg, lora, shapes, mesh, dtype) if shapes.adapters else None
         if self.adapters:

@@ -1,9 +1,10 @@
-"""Stage 2, device side: weights and KV in 8 bits, where `rollout.weights` and `rollout.kv` ask for it.
+"""Stage 2, device side: weights and KV in fewer bits, where `rollout.weights` and `rollout.kv` ask for it.
 
 Consumes one version's params in an engine's layout; produces the same tree with each projection as 8-bit values and
 one f32 scale an output channel, by which the product is multiplied. Embedding, head, gains and biases
 stay: they are read row by row, or decide between tokens. So do routers, experts and the up-projection of latents, which
-no single product takes. KV in float8 has no scale: its values are of order one, and
+no single product takes. With bfloat16, which is for a CPU, there is no scale, and the head is of that type too, as the
+trainer's is (trainer.matmul). KV in float8 has no scale: its values are of order one, and
 the kernels take one scale a pool at most.
 Law: the trainer never sees these weights, so the engine's log-probs drift from its own; bench/train_step.py prints by
 how much, and trainer.max_mismatch stops a run that drifts too far.
@@ -18,10 +19,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from dora_jax.models import decoder
 
-WEIGHTS = {"": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+WEIGHTS = {"": None, "published": None, "bfloat16": jnp.bfloat16, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+OF_CPU = ("", "published", "bfloat16")  # weights that a CPU keeps turned
 KV = {"": None, "float8": jnp.float8_e4m3fn}
 OF_LINEAR = tuple(f"delta_{x}" for x in "qkvzo")
 NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
@@ -56,30 +59,45 @@ class Narrow(OfLayer):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Turned(OfLayer):
-    """A weight [D, F] kept as [F, D]: a CPU multiplies a few dozen rows by it a quarter sooner so."""
+    """A weight [D, F] kept as [F, D]: a CPU multiplies a few dozen rows by it a quarter sooner so. Rows [M, D] are
+    multiplied in its type, sums are float32."""
 
     values: Any  # [F, D]
 
     def astype(self, dtype: Any) -> Turned:
-        return Turned(self.values.astype(dtype))
+        """It keeps its type."""
+        return self
 
-    def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, self.values, (((x.ndim - 1,), (1,)), ((), ())))
+    def __rmatmul__(self, x_MxD: jax.Array) -> jax.Array:
+        rows_MxD = x_MxD.astype(self.values.dtype)
+        if len(x_MxD) == 1 and rows_MxD.dtype == jnp.bfloat16:  # a CPU has no fast product of one such row
+            rows_MxD = jnp.pad(rows_MxD, ((0, 1), (0, 0)))
+        y = jax.lax.dot_general(rows_MxD, self.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return y[: len(x_MxD)].astype(x_MxD.dtype)
 
 
-def turned(params: Any) -> Any:
-    """Each projection as Turned."""
-    return _layers(params, lambda weight: Turned(weight.T))
+def turned(params: Any, dtype: DTypeLike | None) -> Any:
+    """Each projection as Turned, and the head as well, in this type; None: projections alone, in their own."""
+    laid_out = _layers(params, lambda weight: Turned(weight.T.astype(dtype or weight.dtype)))
+    if dtype is None:
+        return laid_out
+    head_DxV = laid_out.pop("lm_head", None)
+    head_VxD = laid_out["embed"] if head_DxV is None else head_DxV.T
+    return laid_out | {decoder.HEAD: Turned(head_VxD.astype(dtype))}
 
 
-def turned_specs(shardings: Any) -> Any:
+def turned_specs(shardings: Any, dtype: DTypeLike | None) -> Any:
     """The specs of `turned` weights, given those of the weights."""
 
     def one(sharding: NamedSharding) -> Turned:
         before, after = sharding.spec
         return Turned(NamedSharding(sharding.mesh, PartitionSpec(after, before)))
 
-    return _layers(shardings, one)
+    laid_out = _layers(shardings, one)
+    if dtype is None:
+        return laid_out
+    head = laid_out.pop("lm_head", None)
+    return laid_out | {decoder.HEAD: Turned(laid_out["embed"]) if head is None else one(head)}
 
 
 def stored(params: Any, dtype) -> Any:

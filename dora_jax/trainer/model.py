@@ -55,6 +55,7 @@ class Model(NamedTuple):
     expert_matmul: str = "scan"  # scan, ragged_dot, megablox
     expert_dispatch: str = "gather"  # gather, all_to_all
     lora: Lora = OFF  # of weights that are Adapted
+    narrow: bool = False  # projections and head multiply bfloat16, sums are float32
 
     def hidden(self, params: Any, arrays: Arrays) -> tuple[jax.Array, decoder.Routed | None]:
         """([B, L, D] after the last norm, each segment on its own; what the routers did, None without experts).
@@ -79,6 +80,7 @@ class Model(NamedTuple):
             remat=self.remat,
             constrain=sharding.constrain_rows(self.mesh),
             merge=self.mesh.shape["context"] == 1,
+            narrow=self.narrow,
             compute=expert_parallel.compute(self.expert_matmul, self.mesh, self.expert_dispatch),
             routes_BxLxMxk=routes,
             counted_BxL=arrays["segment_ids"] > 0,
@@ -120,6 +122,7 @@ class Model(NamedTuple):
             entropy_grad=entropy_grad,
             max_bytes=self.logits_bytes,
             mesh=self.mesh,
+            narrow=self.narrow,
         )
         return found, routed
 

@@ -340,6 +340,8 @@ def _pairings(section: TrainerSection) -> Iterator[str]:
             f"trainer.pack_tokens={section.pack_tokens} is not divisible by the mesh axis "
             f"trainer.context={section.context}"
         )
+    if section.matmul == "bfloat16" and section.context > 1:
+        yield f"trainer.matmul=bfloat16 takes tokens as one axis, which trainer.context={section.context} shards"
     if section.moments == "bfloat16" and section.b2 > MAX_BFLOAT16_B2:
         yield (
             f"trainer.b2={section.b2}: a second moment in bfloat16 rounds away what an update changes above "

@@ -105,6 +105,7 @@ def new_recipe(
         section.expert_matmul,
         section.expert_dispatch,
         lora,
+        section.matmul == "bfloat16",
     )
     return Recipe(model, section, total_steps, exact, tempered)
 
