@@ -377,7 +377,7 @@ def _narrow(config: Config, machine: Machine, model: ModelConfig | None) -> tupl
     pays = model is not None and machine.bfloat16 and model.matrix_params >= NARROW_PARAMETERS
     if not pays or config.model.dtype != "float32" or config.trainer.context > 1:
         return "", ""
-    return "bfloat16", "this CPU multiplies it twice as fast; sums are float32"
+    return "bfloat16", "this CPU has instructions that multiply it; sums are float32"
 
 
 def _ladder(config: Config, machine: Machine) -> Presets:
