@@ -139,7 +139,7 @@ def test_a_locked_free_form_field_can_still_be_replaced():
         ("trainer__optimizer_memory", "hots", "trainer.optimizer_memory: 'hots' is none of: device, host"),
         ("trainer__anchor", "old", "trainer.anchor: 'old' is none of: behavior, proximal"),
         ("rollout__kv", "int8", "rollout.kv: 'int8' is none of: '', float8"),
-        ("rollout__weights", "int4", "rollout.weights: 'int4' is none of: '', int8, float8"),
+        ("rollout__weights", "int4", "rollout.weights: 'int4' is none of: '', published, bfloat16, int8, float8"),
         ("rollout__drafts", -1, "-1 is not at least 0"),
         ("rollout__max_repeats", -1, "-1 is not at least 0"),
         ("rollout__draft_rows", 0, "0 is not at least 1"),

@@ -11,7 +11,7 @@ from tests.fakes import trainer_cases as cases
 
 
 def test_logprobs_are_of_the_tempered_distribution(monkeypatch):
-    monkeypatch.setattr(decoder, "logits", lambda cfg, params, hidden: hidden)
+    monkeypatch.setattr(decoder, "logits", lambda cfg, params, hidden, narrow: hidden)
     hidden = np.random.default_rng(0).normal(size=(1, 3, cases.MODEL.vocab_size)).astype(np.float32)
     got = logits.policy_logits(cases.MODEL, None, jnp.asarray(hidden), temperature=0.5)
     np.testing.assert_allclose(jax.nn.log_softmax(got), jax.nn.log_softmax(2 * hidden), rtol=1e-5)
