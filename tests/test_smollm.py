@@ -82,6 +82,7 @@ def test_greedy_answers_are_those_of_transformers():
             decode_steps=NEW,
             context_block=64,
             temperature=0.0,
+            weights="published",  # float32 on both sides
         ),
     )
     cfg, params = hf.load(folder)
