@@ -552,12 +552,10 @@ def test_a_slice_that_is_too_small_for_a_sparse_model_names_the_one_that_holds_i
 def test_a_cpu_that_multiplies_bfloat16_does_so_for_models_that_no_cache_holds(tmp_path):
     cpu, large = chips.Machine(devices=1, host_devices=1, bfloat16=True), KNOWN["Qwen3-0.6B"]
 
-    def types(machine=cpu, model=large, weights="", matmul="", **changes):
-        asked = Config(rollout=RolloutSection(weights=weights), trainer=TrainerSection(matmul=matmul), **changes)
+    def types(machine=cpu, model=large, weights="", matmul=""):
+        asked = Config(rollout=RolloutSection(weights=weights), trainer=TrainerSection(matmul=matmul))
         found = presets.plan(asked, presets.Machines(machine, machine), model)
-        again = presets.with_model(
-            presets.with_model(found, None), model
-        )  # as a controller does that learns of it late
+        again = presets.with_model(presets.with_model(found, None), model)  # a model that is made later
         assert (again.config, again.choices) == (found.config, found.choices)
         return found.config.rollout.weights, found.config.trainer.matmul
 

@@ -40,17 +40,7 @@ def batch(micro_batches=1, shards=1, objective=RICH, **layout):
 
 
 def loss_and_gradient(
-    arrays,
-    *,
-    data=1,
-    fsdp=1,
-    tensor=1,
-    context=1,
-    micro_batches=1,
-    remat="none",
-    objective=RICH,
-    fast=FAST_COMPILE,
-    **more,
+    arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none", objective=RICH, **more
 ):
     mesh = sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
     section = cases.section(micro_batches=micro_batches, **objective)
@@ -65,7 +55,7 @@ def loss_and_gradient(
         return sums["loss"], grads
 
     arrays = {name: jax.device_put(x, rows) for name, x in {**arrays, "lag": arrays["version"]}.items()}
-    jitted = jax.jit(run, out_shardings=(None, specs), compiler_options=fast)
+    jitted = jax.jit(run, out_shardings=(None, specs), compiler_options=FAST_COMPILE)
     loss, grads = jitted(jax.device_put(PARAMS, specs), arrays)
     return float(loss), jax.tree.map(np.asarray, grads)
 
@@ -144,7 +134,7 @@ def test_every_other_mesh(expected, data, fsdp, context, tensor):
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}])
 def test_bfloat16_factors(expected, mesh):
     """Near float32, by more than an order of summation and by less than a hundredth, and as near on a mesh."""
-    loss, grads = loss_and_gradient(batch(shards=mesh.get("fsdp", 1)).arrays(), narrow=True, fast=None, **mesh)
+    loss, grads = loss_and_gradient(batch(shards=mesh.get("fsdp", 1)).arrays(), narrow=True, **mesh)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected[1]))
     far = max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (grads, expected[1])), strict=True))
     assert loss == pytest.approx(expected[0], rel=1e-2) and 1e-4 * largest < far < 1e-2 * largest
