@@ -1,7 +1,8 @@
 """Before anything imports jax: one CPU platform with eight virtual devices, and no state of an earlier run.
 
 All processes of a session (pytest, its xdist workers, what the tests start) share one compilation cache of their own:
-what one has compiled the others load. A test that needs other settings starts a process of its own.
+what one has compiled the others load. tests/run.sh gives all its sessions the same one, in DORA_TEST_CACHE. A test that
+needs other settings starts a process of its own.
 """
 
 import os
@@ -16,9 +17,10 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 for name in ("DORA_DEVICES", "XLA_FLAGS"):
     os.environ.pop(name, None)
 
-OWNS_CACHE = "PYTEST_XDIST_WORKER" not in os.environ  # a worker inherits the folder of the process that started it
-if OWNS_CACHE:
-    os.environ["DORA_COMPILE_CACHE"] = tempfile.mkdtemp(prefix="dora_tests_")
+GIVEN = os.environ.get("DORA_TEST_CACHE")
+FIRST = "PYTEST_XDIST_WORKER" not in os.environ  # a worker inherits the folder of the process that started it
+if FIRST:
+    os.environ["DORA_COMPILE_CACHE"] = GIVEN or tempfile.mkdtemp(prefix="dora_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DORA_COMPILE_CACHE"]
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -38,7 +40,7 @@ def quick_compile(request):
 
 
 def pytest_unconfigure():
-    if OWNS_CACHE:
+    if FIRST and not GIVEN:
         shutil.rmtree(os.environ["DORA_COMPILE_CACHE"], ignore_errors=True)
 
 
