@@ -5,6 +5,7 @@ what one has compiled the others load. tests/run.sh gives all its sessions the s
 needs other settings starts a process of its own.
 """
 
+import collections
 import os
 import shutil
 import tempfile
@@ -24,6 +25,19 @@ if FIRST:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["DORA_COMPILE_CACHE"]
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--first", type=int, default=0, help="so many tests of each file, its first ones; 0: all")
+
+
+def pytest_collection_modifyitems(config, items):
+    if first := config.getoption("--first"):
+        of_file = collections.Counter()
+        for item in items[:]:
+            of_file[item.path] += 1
+            if of_file[item.path] > first:
+                items.remove(item)
 
 
 @pytest.fixture

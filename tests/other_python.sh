@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The fast tests on the other supported Python, in an environment of its own (.venv-3.12, say) without what is in
-# requirements-heavy.txt. A machine that lacks this Python, or cannot fetch its packages, is no failure.
-#   bash tests/other_python.sh [arguments of pytest]
+# The first fast test of each file on the other supported Python, in an environment of its own (.venv-3.12, say) without
+# what is in requirements-heavy.txt. A machine that lacks this Python, or cannot fetch its packages, is no failure.
+#   bash tests/other_python.sh [arguments of pytest]     e.g. bash tests/other_python.sh --first=0: all fast tests
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh
@@ -19,4 +19,4 @@ venv=.venv-$other
 DORA_VENV=$venv PYTHON=$python DORA_ACCELERATOR=cpu bash -euc \
   'source launch/setup.sh; install tests tests/requirements.txt' ||
   { echo "tests: the packages for Python $other are not to be had, so they ran on one Python only" >&2; exit 0; }
-exec "$venv/bin/python" -m pytest -m "not slow" -n auto --dist loadfile "$@"
+exec "$venv/bin/python" -m pytest -m "not slow" -n auto --dist loadfile --first=1 "$@"

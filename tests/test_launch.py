@@ -46,7 +46,7 @@ def clone(tmp_path):
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
     tools = tmp_path / "tools"
     tools.mkdir()
-    for tool in ("bash", "dirname", "cksum", "mkdir", "rm", "cp"):
+    for tool in ("bash", "dirname", "cksum", "mkdir", "mktemp", "rm", "cp"):
         (tools / tool).symlink_to(shutil.which(tool))
     return tmp_path / "clone"
 
@@ -299,7 +299,7 @@ def test_ci_runs_the_quick_tests_on_the_other_python_where_there_is_one(clone, h
         variables = {"PYTHON": "python3.11"}
     done, called = run(clone, "clone/.ci/run", **variables)
     assert done.returncode == 0, done.stderr
-    quick = "-m pytest -m not slow -n auto --dist loadfile"
+    quick = "-m pytest -m not slow -n auto --dist loadfile --first=1"
     installed = [PIP + "requirements.txt", PIP + "tests/requirements.txt"]
     assert called[-4:] == ["-m pytest -m slow and alone", *installed, quick]
     assert "version=3.12\n" in (clone / ".venv-3.12/bin/python").read_text()
