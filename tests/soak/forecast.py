@@ -6,9 +6,9 @@ The forecast is a dry run's (dora_jax/plan/rates.py), with constants of this mac
 measured before the run begins, by the programs that it is assembled from and on prompts of its task: the engine keeps
 its slots full of samples, the trainer makes updates of their groups, of half of them, and scores as many groups as a
 step looks at. Then `dora_jax.train` runs the command line as it is. Lengths are those that the run had, for they belong
-to its task and not to the machine. What is measured are means over the steps after the warm-up, without those that
-evaluate. Roles that share devices take their time one after the other, so that the step is what compares; a role's own
-seconds in the run are those that the other had the cores in, too.
+to its task and not to the machine. What is measured are means over the steps after the warm-up, without those during
+which answers of an evaluation are sampled. Roles that share devices take their time one after the other, so that the
+step is what compares; a role's own seconds in the run are those that the other had the cores in, too.
 """
 
 from __future__ import annotations
@@ -119,12 +119,18 @@ def main() -> None:
           f"step {looks_s:.3f} s", flush=True)  # fmt: skip
     jax.clear_caches()
     subprocess.run([sys.executable, "-m", "dora_jax.train", *command], check=True)
-    records, before = [], 0
-    for record in harness.records_of(workdir, "time/step_s"):
-        evaluates = any(name.startswith("eval/") for name in record)
-        if record["step"] > options.warmup and not evaluates and not before:
-            records.append(record)
-        before = evaluates  # its answers are sampled in the step that follows
+    steps = [record for record in harness.records_of(workdir, "time/step_s") if record["step"] > options.warmup]
+    ended = {record["step"]: record["time/run_s"] for record in steps}
+    evaluations = [
+        (ended.get(record["step"], 0.0), record["time/run_s"]) for record in harness.records_of(workdir, "eval/k")
+    ]
+    records = [
+        step
+        for step in steps
+        if not any(
+            began < step["time/run_s"] and step["time/run_s"] - step["time/step_s"] < end for began, end in evaluations
+        )
+    ]
     if not records:
         raise SystemExit("error: no step is left behind the warm-up")
     names = (
