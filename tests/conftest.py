@@ -5,7 +5,7 @@ what one has compiled the others load. tests/run.sh gives all its sessions the s
 needs other settings starts a process of its own.
 """
 
-import collections
+import itertools
 import os
 import shutil
 import tempfile
@@ -31,13 +31,11 @@ def pytest_addoption(parser):
     parser.addoption("--first", type=int, default=0, help="so many tests of each file, its first ones; 0: all")
 
 
+@pytest.hookimpl(trylast=True)  # the first of those that -m and -k leave
 def pytest_collection_modifyitems(config, items):
     if first := config.getoption("--first"):
-        of_file = collections.Counter()
-        for item in items[:]:
-            of_file[item.path] += 1
-            if of_file[item.path] > first:
-                items.remove(item)
+        of_file = itertools.groupby(items, key=lambda item: item.path)
+        items[:] = [item for _, tests in of_file for item in itertools.islice(tests, first)]
 
 
 @pytest.fixture

@@ -10,10 +10,8 @@ install tests tests/requirements.txt
 [[ ${DORA_LIGHT:-} ]] || install tests-heavy tests/requirements-heavy.txt
 install tests-nodeps tests/requirements-nodeps.txt --no-deps
 
-if [[ -z ${DORA_TEST_CACHE:-} ]]; then  # the parts share what they compile
-  DORA_TEST_CACHE=$(mktemp -d)
-  trap 'rm -rf "$DORA_TEST_CACHE"' EXIT
-fi
+DORA_TEST_CACHE=$(mktemp -d)  # the parts share what they compile
+trap 'rm -rf "$DORA_TEST_CACHE"' EXIT
 export DORA_TEST_CACHE
 
 NOTHING_SELECTED=5  # pytest's code; an error only when every part says it
