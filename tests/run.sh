@@ -2,6 +2,7 @@
 # Sets the environment up and runs all tests, the quick ones first, one process a core (at most 4), and at the end,
 # one at a time, those that need the machine for themselves.
 #   bash tests/run.sh [arguments of pytest]     e.g. bash tests/run.sh -k config -x; -n 0: all in one process
+#   DORA_NIGHTLY=1 bash tests/run.sh    those too that take minutes and show at length what shorter ones show
 #   DORA_LIGHT=1 PYTHON=python3.12 DORA_VENV=.venv-3.12 bash tests/run.sh    on another Python, without what is large
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,6 +15,9 @@ DORA_TEST_CACHE=$(mktemp -d)  # the parts share what they compile
 trap 'rm -rf "$DORA_TEST_CACHE"' EXIT
 export DORA_TEST_CACHE
 
+skip=" and not nightly"
+[[ -z ${DORA_NIGHTLY:-} ]] || skip=
+
 NOTHING_SELECTED=5  # pytest's code; an error only when every part says it
 ran=0
 
@@ -25,6 +29,6 @@ part() {
 }
 
 part -m "not slow" -n auto --dist loadfile "$@"
-part -m "slow and not alone" -n auto --dist load --maxschedchunk=1 "$@"
-part -m "slow and alone" "$@"
+part -m "slow and not alone$skip" -n auto --dist load --maxschedchunk=1 "$@"
+part -m "slow and alone$skip" "$@"
 (( ran )) || die "$NOTHING_SELECTED" "no test was selected by: $*"

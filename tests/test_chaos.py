@@ -50,9 +50,16 @@ def test_the_books_need_the_first_segment(finished):
 
 
 @pytest.mark.slow
-def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--kills=1", "--points=journal.half_commit,trainer.after_put,checkpoint.half_manifest"),
+        pytest.param(("--kills=10",), id="every point", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_real_run_survives_kills_and_fault_points(tmp_path, flags):
     out = subprocess.run(
-        [sys.executable, "-m", "tests.soak.chaos", "--kills=10", f"--workdir={tmp_path}"],
+        [sys.executable, "-m", "tests.soak.chaos", *flags, f"--workdir={tmp_path}"],
         capture_output=True,
         text=True,
         check=False,
@@ -62,6 +69,7 @@ def test_the_real_run_survives_ten_kills_and_every_fault_point(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("soak", ["exact --steps=4 --cuts=1", "damage --faults=60 --resumes=1"])
 def test_killed_runs_are_exact_and_damage_is_noticed(tmp_path, soak):
     name, *flags = soak.split()

@@ -248,8 +248,8 @@ def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
     assert done.returncode == 0, done.stderr
     parts = [
         "-m pytest -m not slow -n auto --dist loadfile",
-        "-m pytest -m slow and not alone -n auto --dist load --maxschedchunk=1",
-        "-m pytest -m slow and alone",
+        "-m pytest -m slow and not alone and not nightly -n auto --dist load --maxschedchunk=1",
+        "-m pytest -m slow and alone and not nightly",
     ]
     assert called == [
         PIP + "requirements.txt",
@@ -259,6 +259,7 @@ def test_tests_run_quick_ones_first_and_pass_arguments_on(clone):
         *(f"{part} -k config" for part in parts),
     ]
     assert run(clone, "clone/.ci/run")[1] == parts
+    assert run(clone, "clone/tests/run.sh", DORA_NIGHTLY="1")[1] == [x.replace(" and not nightly", "") for x in parts]
     light = run(clone, "clone/tests/run.sh", DORA_VENV="light", DORA_LIGHT="1")[1]
     assert PIP + "tests/requirements.txt" in light and PIP + "tests/requirements-heavy.txt" not in light
 
@@ -301,7 +302,7 @@ def test_ci_runs_the_quick_tests_on_the_other_python_where_there_is_one(clone, h
     assert done.returncode == 0, done.stderr
     quick = "-m pytest -m not slow -n auto --dist loadfile --first=1"
     installed = [PIP + "requirements.txt", PIP + "tests/requirements.txt"]
-    assert called[-4:] == ["-m pytest -m slow and alone", *installed, quick]
+    assert called[-4:] == ["-m pytest -m slow and alone and not nightly", *installed, quick]
     assert "version=3.12\n" in (clone / ".venv-3.12/bin/python").read_text()
     assert run(clone, "clone/.ci/run", QUICK_CODE="1", **variables)[0].returncode == 1
     other = run(clone, "clone/tests/other_python.sh", "-x", QUICK_CODE="1", **variables)
