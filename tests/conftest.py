@@ -7,6 +7,7 @@ needs other settings starts a process of its own.
 
 import itertools
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -18,6 +19,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 for name in ("DORA_DEVICES", "XLA_FLAGS"):
     os.environ.pop(name, None)
 
+NIGHTLY = pathlib.Path(__file__).with_name("nightly.txt")
 GIVEN = os.environ.get("DORA_TEST_CACHE")
 FIRST = "PYTEST_XDIST_WORKER" not in os.environ  # a worker inherits the folder of the process that started it
 if FIRST:
@@ -31,8 +33,19 @@ def pytest_addoption(parser):
     parser.addoption("--first", type=int, default=0, help="so many tests of each file, its first ones; 0: all")
 
 
-@pytest.hookimpl(trylast=True)  # the first of those that -m and -k leave
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    """Marks what nightly.txt lists, before -m and -k choose; --first counts what they leave."""
+    listed = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
+    names = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    files = set() if any("::" in arg for arg in config.args) else {name.partition("::")[0] for name in names}
+    if gone := [line for line in listed if line.partition("::")[0] in files and line not in names]:
+        raise pytest.UsageError(f"{NIGHTLY.name} lists tests that are not there: {', '.join(gone)}")
+    for item in items:
+        if {item.nodeid, item.nodeid.partition("[")[0]} & {*listed}:
+            item.add_marker("slow")
+            item.add_marker("nightly")
+    yield
     if first := config.getoption("--first"):
         of_file = itertools.groupby(items, key=lambda item: item.path)
         items[:] = [item for _, tests in of_file for item in itertools.islice(tests, first)]

@@ -113,7 +113,6 @@ def assert_exported(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_a_cluster_trains_publishes_and_serves_adapters(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     asked = [f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run", "--config.lora.rank=4"]

@@ -48,7 +48,6 @@ def test_bytes_of_a_step():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_the_page_of_long_contexts():
     _, _, *rows = decode.bandwidth_table("toy", [64, 128], 2, "reference", 1e9)
     assert [row.split()[:2] for row in rows] == [["64", "2"], ["128", "2"]]

@@ -13,7 +13,6 @@ def test_a_sample_goes_to_another_process_with_its_kv_and_without():
     assert head.split()[0] == "context" and context == "32" and float(milliseconds[0]) > 0
 
 
-@pytest.mark.nightly
 def test_a_version_goes_to_an_instance_by_both_wires():
     rows = [line.split() for line in transfer.publish(mib=8, instances=(1,), rounds=1)]
     assert [row[0] for row in rows[-2:]] == ["transfer", "storage"]

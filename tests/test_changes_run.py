@@ -51,7 +51,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_a_run_that_dies_of_memory_goes_on_with_half_the_slots_and_another_starts_from_its_checkpoint(
     tmp_path, monkeypatch
 ):

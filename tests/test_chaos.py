@@ -52,10 +52,8 @@ def test_the_books_need_the_first_segment(finished):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--kills=1", "--points=journal.half_commit,trainer.after_put,checkpoint.half_manifest"),
-        pytest.param(("--kills=10",), id="every point", marks=pytest.mark.nightly),
-    ],
+    [("--kills=1", "--points=journal.half_commit,trainer.after_put,checkpoint.half_manifest"), ("--kills=10",)],
+    ids=["a few", "all"],
 )
 def test_the_real_run_survives_kills_and_fault_points(tmp_path, flags):
     out = subprocess.run(
@@ -69,7 +67,6 @@ def test_the_real_run_survives_kills_and_fault_points(tmp_path, flags):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("soak", ["exact --steps=4 --cuts=1", "damage --faults=60 --resumes=1"])
 def test_killed_runs_are_exact_and_damage_is_noticed(tmp_path, soak):
     name, *flags = soak.split()

@@ -59,7 +59,6 @@ def test_a_run_of_many_processes_outlives_those_that_are_killed_or_preempted(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_one_process_and_a_cluster_train_the_same_weights_in_mode_sync(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
     digests = []

@@ -296,7 +296,6 @@ def train(folder):
 
 @needs_sandbox
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_a_run_is_trained_by_programs_that_pass_their_tests(tmp_path):
     (tmp_path / "c.py").write_text(CONFIG)
     rows = [

@@ -66,7 +66,6 @@ def sampled(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_a_run_that_is_killed_while_drafts_are_verified_has_the_tokens_of_one_without(tmp_path):
     killed = train(tmp_path, "run", fault="rollout.verifying:200", **DRAFTS)
     assert killed.returncode == -signal.SIGKILL, killed.stdout[-2000:]

@@ -273,7 +273,6 @@ def test_a_mixture_with_latents_takes_each_row_s_experts():
     assert_scored(done, cfg=MIXTURE)
 
 
-@pytest.mark.nightly
 def test_the_bench_says_what_rows_of_several_versions_cost():
     found = decode.residents((1, 4), rows=4, rank=8, tokens=4, samples=0, rounds=1, width=32)
     _, *lines = decode.adapter_table(found)
