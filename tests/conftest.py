@@ -3,8 +3,13 @@
 All processes of a session (pytest, its xdist workers, what the tests start) share one compilation cache of their own:
 what one has compiled the others load. tests/run.sh gives all its sessions the same one, in DORA_TEST_CACHE. A test that
 needs other settings starts a process of its own.
+
+Most of the time of a test of an engine, or of a run, is XLA compiling programs for tiny models. So XLA does not optimize
+here, and its older emitters are used where jaxlib has them, which then take a fifth of the time; DORA_NIGHTLY=1 compiles
+all as a run of a user's does.
 """
 
+import importlib.metadata
 import itertools
 import os
 import pathlib
@@ -16,8 +21,12 @@ import pytest
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-for name in ("DORA_DEVICES", "XLA_FLAGS"):
+for name in ("DORA_DEVICES", "XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
     os.environ.pop(name, None)
+if not os.environ.get("DORA_NIGHTLY"):
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 12):  # which refuses the flag
+        os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 NIGHTLY = pathlib.Path(__file__).with_name("nightly.txt")
 GIVEN = os.environ.get("DORA_TEST_CACHE")
@@ -52,16 +61,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def quick_compile(request):
-    """XLA spends less time on making programs fast: for comparisons that have a tolerance, not for those of bits.
-
-    A test of a module that uses it is exempt by parametrizing it, indirectly, with False.
-    """
+def full_compile():
+    """XLA optimizes as it does for a run: for comparisons of bits that depend on how."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", getattr(request, "param", True))
-    yield
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_unconfigure():

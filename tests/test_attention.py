@@ -9,7 +9,6 @@ from jax.experimental.pallas import tpu as pltpu
 from dora_jax.models.decoder import Scores
 from dora_jax.ops import attention, paged_write
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 paged_reference = jax.jit(attention.paged_reference, static_argnums=4)
 B, H, K, D, BLOCK = 5, 6, 2, 16, 32
 
@@ -58,7 +57,7 @@ def test_equals_the_plain_formula(length, window):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
+@pytest.mark.usefixtures("full_compile")
 @pytest.mark.parametrize("heads,kv,dim", [(6, 2, 16), (16, 8, 128)])
 def test_masked_blocks_change_no_bit(heads, kv, dim):
     """Where the kernel is one long product instead, the larger of these models differ from 512 positions on."""
@@ -69,7 +68,7 @@ def test_masked_blocks_change_no_bit(heads, kv, dim):
         np.testing.assert_array_equal(shortest, run(q, past[:blocks], past_len, k_new, v_new))
 
 
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
+@pytest.mark.usefixtures("full_compile")
 def test_garbage_keys_beyond_the_past_do_not_matter():
     q, past, past_len, k_new, v_new = arrays(1, 2)
     clean = chunk_attention(q, past, past_len, k_new, v_new)

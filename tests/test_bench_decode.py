@@ -61,7 +61,6 @@ def test_the_engines_of_a_shipped_configuration_are_measured_beside_the_plain_wa
     assert [row.split()[1] for row in rows] == ["B=4", "B=4,"] and all("x" in row for row in rows)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_rival_whose_greedy_tokens_are_not_the_models_is_found(monkeypatch):
     monkeypatch.setattr(harness, "ASKED_TOKENS", 2)
     model = decoder.new_config("qwen3", **harness.TOY | {"vocab_size": 32, "n_layers": 1})

@@ -9,7 +9,6 @@ from dora_jax.bench import device
 
 CALLS = "read", "kernel", "decode-8B", "decode-0.6B"
 OTHERS = "read", "train-0.6B", "gap", "memory", "flashinfer"
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def measured(tmp_path, *stages):

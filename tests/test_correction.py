@@ -9,7 +9,6 @@ import pytest
 
 from dora_jax.trainer import correction, loss, objective
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 RNG = np.random.default_rng(2)
 B, T = 4, 6
 OLD = RNG.normal(-1.5, 0.5, (B, T)).astype(np.float32)

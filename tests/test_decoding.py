@@ -112,7 +112,6 @@ def test_a_narrow_call_is_narrower():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 def test_the_same_tokens_with_a_narrow_call_and_no_shape_compiled_after_warmup():
     done = []
     for narrow in (0, 2):
@@ -134,7 +133,6 @@ def test_the_same_tokens_with_a_narrow_call_and_no_shape_compiled_after_warmup()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 def test_a_ladder_compiles_beside_what_runs_and_samples_the_same_tokens():
     plain, engine = new_engine(), new_engine(ladder="on")
     costs = engine.scheduler.decoding.costs

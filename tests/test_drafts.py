@@ -116,7 +116,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES])
-@pytest.mark.usefixtures("quick_compile")
 def test_the_same_tokens_with_and_without(case):
     """A cold policy, whose siblings are alike. Half of the samples move to another engine in the middle."""
     found, drafters = [], []

@@ -10,7 +10,7 @@ from dora_jax.rollout.migrate import InFlightSample
 from tests.fakes.engine_rig import finish, ids, new_engine, prompt, submit, weights
 
 COLD = {"temperature": 0.1, "decode_steps": 1, "draft_cost": 0.3}  # siblings are alike
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.slow
 
 
 class PowerCut(Exception):

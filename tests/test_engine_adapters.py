@@ -230,7 +230,6 @@ def assert_scored(done, atol=1e-4, **options):
         np.testing.assert_allclose(sample.logprobs, merged_logprobs(sample, **options), rtol=0, atol=atol)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_drafts_and_the_narrow_call_take_rows_of_several_versions():
     """A cold policy, whose siblings are alike."""
     (plain, _), (done, most) = (
@@ -242,7 +241,6 @@ def test_drafts_and_the_narrow_call_take_rows_of_several_versions():
         np.testing.assert_array_equal(sample.out_ids, plain[id].out_ids)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_adapters_stand_beside_a_base_in_8_bits_over_two_devices():
     done, most = of_four(new_engine(device=2, tensor=2, weights="int8", **ONE_SHAPE))
     narrow = lambda x: isinstance(x, quantize.Narrow)
@@ -252,7 +250,6 @@ def test_adapters_stand_beside_a_base_in_8_bits_over_two_devices():
     assert_scored(done, weights=base_of_8_bits)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_adapters_over_kv_in_8_bits_sample_as_merged_weights_do():
     done, most = of_four(new_engine(device=2, kv="float8", **ONE_SHAPE))
     beside = engine_rig.new_engine(device=3, kv="float8", residents=RESIDENTS, **ONE_SHAPE)
@@ -266,7 +263,6 @@ def test_adapters_over_kv_in_8_bits_sample_as_merged_weights_do():
         np.testing.assert_allclose(sample.logprobs, expected[id].logprobs, rtol=0, atol=1e-3)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_mixture_with_latents_takes_each_row_s_experts():
     done, most = of_four(new_engine(cfg=MIXTURE, **ONE_SHAPE))
     assert most["generate"] == 4

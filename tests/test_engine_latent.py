@@ -39,7 +39,6 @@ from tests.fakes.engine_rig import prompt as prompt_ids
 from tests.fakes.episode_rig import TURN, begin, play
 from tests.fakes.wire_peer import new_wire
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 CFG = decoder.new_config(
     "deepseek_v3",
     vocab_size=64,

@@ -21,7 +21,6 @@ from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.runtime.transfer import kv_transfer
 from tests.fakes.engine_rig import ROOMY, VOCAB, finish, ids, prompt, submit
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 LOCAL, WIDE = Kind(window=6, theta=1e4), Kind(head_dim=32, kv_heads=1)
 SIZES = dict(vocab_size=64, d_model=32, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=64, embed_scale=32**0.5)
 SIZES |= dict(rope_scaling=Proportional(share=0.25), logit_cap=3.0)

@@ -24,7 +24,6 @@ from tests.fakes.engine_rig import ROOMY, VOCAB, finish, ids, submit
 from tests.fakes.episode_rig import begin, play, reply
 from tests.fakes.wire_peer import new_wire
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = dict(vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=64, rope_part=0.25)
 SIZES |= dict(kinds=(*[Kind(linear=True)] * 2, Kind()), delta=Delta(key_heads=2, value_heads=4, key_dim=8, value_dim=6))
 CFG = decoder.new_config("qwen3_5_text", **SIZES)

@@ -23,7 +23,6 @@ from tests.fakes.engine_rig import ROOMY, VOCAB, finish, ids, submit
 from tests.fakes.episode_rig import begin, play, reply
 from tests.fakes.wire_peer import new_wire
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 WINDOW = 6
 KINDS = (Kind(window=WINDOW, theta=1e4), Kind(window=5), Kind())
 CFG = decoder.new_config(

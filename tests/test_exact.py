@@ -78,7 +78,6 @@ def test_scores_have_the_bits_of_sampling_through_moves_preemption_and_chunks(dt
     assert not np.array_equal(others[0], scored[0])
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_tokens_drawn_by_calls_of_other_rows_are_replayed_by_calls_of_as_many():
     """One, then four samples of turns decode beside one another, here and at another engine, waiting ones too. By calls
     of other rows than those that drew them, log-probs have other bits."""
@@ -119,7 +118,6 @@ def test_tokens_drawn_by_calls_of_other_rows_are_replayed_by_calls_of_as_many():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 def test_adapters_of_several_versions_side_by_side_have_the_bits_of_sampling():
     """Each in its place among four, whose products decide the last bits; some samples move to an engine that holds
     other versions beside theirs."""
@@ -152,7 +150,6 @@ def test_adapters_of_several_versions_side_by_side_have_the_bits_of_sampling():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 def test_episodes_have_the_bits_of_sampling_through_moves_and_short_pages():
     """Turns end by their limit, by a stop token, by that of the episode; what is observed is longer than a chunk, or a
     token; KV waits in its pages, on the host, or goes on at another engine."""

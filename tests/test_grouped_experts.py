@@ -7,7 +7,6 @@ import pytest
 
 from dora_jax.models import expert_parallel, moe, sharding
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENS, PER_TOKEN, EXPERTS, D, F = 48, 3, 8, 8, 16
 
 

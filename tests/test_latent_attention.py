@@ -10,7 +10,6 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from dora_jax.ops import latent_attention as latent
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 RANK, ROW = 16, 24  # a latent and its rotated key part; pages pad rows to 128
 SCALE = 0.17
 

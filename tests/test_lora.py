@@ -13,7 +13,6 @@ from dora_jax.models.families.config import Experts, Kind, Latent
 from dora_jax.models.lora_config import ADAPTED, Lora, adapter_params
 from dora_jax.ops.segment_attention import segment_attention
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = dict(vocab_size=64, d_model=32, n_layers=2, n_heads=4, d_ff=48, tie_embeddings=False)
 LATENT = dict(head_dim=12, n_kv_heads=4, latent=Latent(kv_rank=16, q_rank=16, rope_dim=4, nope_dim=8, v_dim=8))
 MIXTURE = dict(count=4, per_token=2, width=16)
@@ -115,7 +114,7 @@ def test_a_serving_pass_takes_them_in_both_layouts_and_absorbed(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
+@pytest.mark.usefixtures("full_compile")
 def test_a_fresh_adapter_adds_zeros_and_depends_on_no_mesh():
     """XLA may round the same sum in another order where there is something to add, if only zeros."""
     cfg, mesh = CONFIGS[DENSE], sharding.make_mesh(jax.devices(), 1, 4, 2)

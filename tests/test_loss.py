@@ -12,7 +12,6 @@ from dora_jax.base import config_tree
 from dora_jax.config import TrainerSection
 from dora_jax.trainer import loss, objective
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 RNG = np.random.default_rng(0)
 B, T = 4, 6
 L = RNG.normal(-1.5, 0.6, (B, T)).astype(np.float32)

@@ -15,7 +15,6 @@ from dora_jax.models.families.config import Scores, check_mesh
 from dora_jax.ops import segment_attention as ops
 from dora_jax.ops.segment_attention import context_attention, segment_attention
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = dict(vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48)
 ROPE = decoder.RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16)
 CONFIGS = {
@@ -113,7 +112,7 @@ def test_an_engine_with_more_devices_than_kv_heads_lets_neighbours_share_one():
         assert (where[jax.devices()[0]] == where[jax.devices()[1]]) == shared
 
 
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
+@pytest.mark.usefixtures("full_compile")
 def test_initial_values_depend_on_no_mesh():
     cfg, mesh = CONFIGS["qwen2"], sharding.make_mesh(jax.devices(), 1, 4, 2)
     plain, placed = initial(cfg), decoder.init_params(cfg, 7, sharding.param_specs(cfg, mesh))
@@ -127,7 +126,7 @@ def test_initial_values_depend_on_no_mesh():
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), decoder.abstract_params(cfg))
 
 
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["values"])
+@pytest.mark.usefixtures("full_compile")
 def test_a_new_parameter_or_layer_shifts_no_other():
     deep = initial(CONFIGS["qwen2"])  # three biases and a layer more
     shallow = initial(new_config("llama", **SIZES | {"n_layers": 2}))

@@ -15,7 +15,6 @@ from dora_jax.ops.segment_attention import segment_attention
 from dora_jax.publish import DeviceWeights
 from dora_jax.runtime.transfer.weight_receiver import like
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = dict(vocab_size=64, d_model=32, n_layers=3, n_heads=4, d_ff=48, tie_embeddings=False)
 LATENT = Latent(kv_rank=16, q_rank=16, rope_dim=4, nope_dim=8, v_dim=8)
 CONFIGS = {

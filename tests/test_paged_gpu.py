@@ -12,7 +12,6 @@ from dora_jax.models.decoder import Scores
 from dora_jax.ops import attention, paged_gpu
 from tests.fakes.engine_rig import finish, ids, new_engine, submit, undisturbed, weights
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 interpreted = functools.partial(paged_gpu.paged_attention, interpret=True)
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 128, 129, 200)  # of pages, blocks and spans
 
@@ -148,8 +147,8 @@ def engine():
     patch.undo()
 
 
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
-def test_the_engine_gives_the_same_samples_as_with_the_reference(quick_compile, engine):
+@pytest.mark.usefixtures("full_compile")
+def test_the_engine_gives_the_same_samples_as_with_the_reference(engine):
     for id in ids((0, 1, 3, 21), size=2):
         submit(engine, id)
     done = finish(engine)

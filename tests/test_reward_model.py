@@ -112,7 +112,6 @@ def test_scores_are_those_of_transformers(family, tmp_path):
     np.testing.assert_allclose(model(tmp_path / "judge", rows=3).scores(samples()), expected, atol=TOLERANCE)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1)])
 def test_golden_scores_on_every_mesh(mesh):
     data, fsdp, tensor = mesh

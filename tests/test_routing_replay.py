@@ -17,7 +17,6 @@ from dora_jax.trainer.advantage import Prepare
 from dora_jax.types import TokenTable
 from tests.fakes import trainer_cases as cases
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 EXPERTS = Experts(count=4, per_token=2, width=8)
 SIZES = dict(vocab_size=48, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=32)
 MODEL = decoder.new_config("qwen3_moe", **SIZES, experts=EXPERTS)

@@ -11,7 +11,6 @@ from dora_jax.models.logits import MASKED
 from dora_jax.rollout import sample
 from dora_jax.rollout.sample import DrawLimits, keep, sample_key
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 STATIC = ("greedy", "top_k", "top_p", "min_p", "keep_set")
 
 

@@ -18,8 +18,6 @@ from dora_jax.trainer import objective, step
 from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 L = 512
 LENGTHS = ((200, 1, 183, 100), (512,))  # of each row's segments; the rest is padding, segment 0
 

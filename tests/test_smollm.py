@@ -57,7 +57,6 @@ def theirs(model, prompt):
     return tokens.tolist(), logprobs.numpy()
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_greedy_answers_are_those_of_transformers():
     import jax
     import transformers

@@ -17,8 +17,6 @@ from dora_jax.trainer.micro_batch import by_micro_batch
 from dora_jax.trainer.model import Model
 from tests.fakes import trainer_cases as cases
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 

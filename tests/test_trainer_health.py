@@ -20,14 +20,6 @@ from dora_jax.trainer import flops, objective, optim, step
 from tests.fakes import trainer_cases as cases
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compiling is what these tests spend their time on."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def shared():
     section = cases.section(peak_tflops=1e-3)

@@ -14,7 +14,6 @@ from dora_jax.models.lora_config import Lora
 from dora_jax.trainer import recipe, step
 from tests.fakes import trainer_cases as cases
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 LORA = Lora(rank=2, alpha=4.0, targets=("attention", "mlp"))
 MODEL = dataclasses.replace(cases.MODEL, n_layers=1)
 MIXTURE = decoder.new_config(
@@ -126,7 +125,7 @@ def test_a_step_moves_the_adapter_alone(trained):
 
 
 @slow
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
+@pytest.mark.usefixtures("full_compile")
 def test_it_computes_what_the_merged_weights_do(trained):
     trainer, _, before, _ = trained
     batch = cases.batch(trainer)
@@ -157,7 +156,7 @@ def test_every_option_trains(section):
 
 
 @slow
-@pytest.mark.parametrize("quick_compile", [False], indirect=True, ids=["bits"])
+@pytest.mark.usefixtures("full_compile")
 def test_a_loaded_state_goes_on_to_the_same_bits(trained):
     trainer, *_ = trained
     saved = jax.device_get(trainer.state)

@@ -10,8 +10,6 @@ from dora_jax.models.lora_config import Lora
 from dora_jax.trainer import objective, optim, step
 from tests.fakes import trainer_cases as cases
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.slow
 def test_moments_in_host_memory_give_the_same_step():

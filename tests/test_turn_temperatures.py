@@ -14,7 +14,6 @@ from dora_jax.types import Observed, Prompt, SampleId, ScoredGroup
 from tests.fakes import trainer_cases as cases
 from tests.fakes.engine_rig import CFG, VOCAB, loaded, params, prompt
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 TURNS = ((0.5, None), (None, None), (1.7, 6), (0.7, None))  # temperature, tokens that its template leaves
 RUN = 1.0
 

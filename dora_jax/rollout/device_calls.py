@@ -146,8 +146,8 @@ class Calls:
         """How a version's weights come, and how the calls take them."""
         shapes = self.shapes
         bits = quantize.WEIGHTS[weights]
-        turns = weights == "bfloat16"  # which is of a CPU without kernels: config/
-        self._converts = bits is not None
+        turns = weights in quantize.OF_CPU and not shapes.paged and self._platform == "cpu"
+        self._converts = turns or bits is not None
         self._stored = functools.partial(quantize.turned if turns else quantize.stored, dtype=bits)
         published = jax.eval_shape(
             functools.partial(decoder.serving_layout, layout=shapes.layout), decoder.abstract_params(cfg, dtype)
@@ -155,7 +155,7 @@ class Calls:
         self.base_shardings = sharding.param_specs(cfg, mesh, shapes.layout, whole_experts=shapes.whole_experts)
         placed = self.base_shardings
         if self._converts:
-            placed = quantize.turned_specs(placed) if turns else quantize.specs(placed)
+            placed = quantize.turned_specs(placed, bits) if turns else quantize.specs(placed)
         self.abstract_params: Any = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             jax.eval_shape(self._stored, published),

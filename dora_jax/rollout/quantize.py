@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from dora_jax.models import decoder
 
 WEIGHTS = {"": None, "published": None, "bfloat16": jnp.bfloat16, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+OF_CPU = ("", "published", "bfloat16")  # weights that a CPU keeps turned
 KV = {"": None, "float8": jnp.float8_e4m3fn}
 OF_LINEAR = tuple(f"delta_{x}" for x in "qkvzo")
 NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
@@ -58,8 +59,8 @@ class Narrow(OfLayer):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Turned(OfLayer):
-    """A weight [D, F] kept as [F, D]: a CPU's fast product of bfloat16 runs along the last axis of both factors. Rows
-    [M, D] are multiplied in its type, sums are float32."""
+    """A weight [D, F] kept as [F, D]: a CPU multiplies a few dozen rows by it a quarter sooner so. Rows [M, D] are
+    multiplied in its type, sums are float32."""
 
     values: Any  # [F, D]
 
@@ -75,15 +76,17 @@ class Turned(OfLayer):
         return y[: len(x_MxD)].astype(x_MxD.dtype)
 
 
-def turned(params: Any, dtype: DTypeLike) -> Any:
-    """Each projection as Turned, and the head as well, in this type."""
-    laid_out = _layers(params, lambda weight: Turned(weight.T.astype(dtype)))
+def turned(params: Any, dtype: DTypeLike | None) -> Any:
+    """Each projection as Turned, and the head as well, in this type; None: projections alone, in their own."""
+    laid_out = _layers(params, lambda weight: Turned(weight.T.astype(dtype or weight.dtype)))
+    if dtype is None:
+        return laid_out
     head_DxV = laid_out.pop("lm_head", None)
     head_VxD = laid_out["embed"] if head_DxV is None else head_DxV.T
     return laid_out | {decoder.HEAD: Turned(head_VxD.astype(dtype))}
 
 
-def turned_specs(shardings: Any) -> Any:
+def turned_specs(shardings: Any, dtype: DTypeLike | None) -> Any:
     """The specs of `turned` weights, given those of the weights."""
 
     def one(sharding: NamedSharding) -> Turned:
@@ -91,6 +94,8 @@ def turned_specs(shardings: Any) -> Any:
         return Turned(NamedSharding(sharding.mesh, PartitionSpec(after, before)))
 
     laid_out = _layers(shardings, one)
+    if dtype is None:
+        return laid_out
     head = laid_out.pop("lm_head", None)
     return laid_out | {decoder.HEAD: Turned(laid_out["embed"]) if head is None else one(head)}
 

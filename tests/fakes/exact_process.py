@@ -17,7 +17,6 @@ os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(2 // PROCESSES))
 import jax
 import numpy as np
 
-jax.config.update("jax_disable_most_optimizations", True)  # most of the time goes into compiling
 if PROCESSES > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-jax.config.update("jax_disable_most_optimizations", True)  # most of the time goes into compiling
 if PROCESSES > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(ADDRESS, PROCESSES, RANK)
