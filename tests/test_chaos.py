@@ -52,7 +52,7 @@ def test_the_books_need_the_first_segment(finished):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [("--kills=1", "--points=journal.half_commit,trainer.after_put,checkpoint.half_manifest"), ("--kills=10",)],
+    [("--kills=1", "--points=journal.half_commit,checkpoint.half_manifest"), ("--kills=10",)],
     ids=["a few", "all"],
 )
 def test_the_real_run_survives_kills_and_fault_points(tmp_path, flags):
