@@ -12,6 +12,7 @@ WORDS = 1200  # of the README
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_command_of_every_page_runs(tmp_path):
     for page, text, done, _ in walk(tmp_path):
         assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -125,7 +125,6 @@ def test_a_step_moves_the_adapter_alone(trained):
 
 
 @slow
-@pytest.mark.usefixtures("full_compile")
 def test_it_computes_what_the_merged_weights_do(trained):
     trainer, _, before, _ = trained
     batch = cases.batch(trainer)
@@ -156,7 +155,6 @@ def test_every_option_trains(section):
 
 
 @slow
-@pytest.mark.usefixtures("full_compile")
 def test_a_loaded_state_goes_on_to_the_same_bits(trained):
     trainer, *_ = trained
     saved = jax.device_get(trainer.state)

@@ -106,7 +106,6 @@ def environment(home: Path) -> dict[str, str]:
         "HOME": str(home),
         "DORA_VENV": str(prefix),
         "PATH": f"{home / 'bin'}:{prefix / 'bin'}:{os.environ['PATH']}",
-        "XLA_FLAGS": "",
         "JAX_PLATFORMS": "cpu",
     }
 
