@@ -147,7 +147,6 @@ def engine():
     patch.undo()
 
 
-@pytest.mark.usefixtures("full_compile")
 def test_the_engine_gives_the_same_samples_as_with_the_reference(engine):
     for id in ids((0, 1, 3, 21), size=2):
         submit(engine, id)
