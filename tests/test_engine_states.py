@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from dora_jax.runtime.assembly.run import EngineReplay
 from dora_jax.runtime.transfer import kv_transfer
 from dora_jax.runtime.transfer.transfer_manifest import Key
 from dora_jax.types import SampleId
-from tests.fakes.engine_rig import ROOMY, VOCAB, finish, ids, submit
+from tests.fakes.engine_rig import OF_STATES, ROOMY, VOCAB, finish, ids, submit
 from tests.fakes.episode_rig import begin, play, reply
 from tests.fakes.wire_peer import new_wire
 
@@ -39,12 +38,8 @@ def params(cfg=CFG, seed=0):
     return decoder.init_params(cfg, seed)
 
 
-# By XLA's older emitters (conftest.py) the last bit of a state depends on the row of the call in which it is computed
-EMITTERS = {"xla_cpu_use_fusion_emitters": True} if os.environ.get("XLA_FLAGS") else {}
-
-
 def new_engine(device=0, cfg=CFG, versions=(0,), eos_ids=(), kind=Engine, **changes):
-    section = presets.on_cpu(RolloutSection(**ROOMY | {"compiler_options": EMITTERS} | changes))
+    section = presets.on_cpu(RolloutSection(**ROOMY | {"compiler_options": OF_STATES} | changes))
     mesh = sharding.make_mesh(jax.devices()[device : device + section.tensor], 1, 1, section.tensor)
     engine = kind(cfg, section, mesh, seed=7, eos_ids=eos_ids, vocab_limit=VOCAB, dtype="float32")
     for version in versions:

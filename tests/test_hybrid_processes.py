@@ -17,6 +17,7 @@ from dora_jax.runtime.assembly import run as build
 from dora_jax.runtime.journal.event_log import EventLog
 from dora_jax.runtime.journal.journal_audit import audit, facts
 from dora_jax.runtime.journal.log_stores import log_at
+from tests.fakes.engine_rig import OF_STATES
 from tests.fakes.tiny_run import CONFIG
 from tests.soak.gang_run import running
 
@@ -74,7 +75,8 @@ def made_again(folder, samples):
 @pytest.mark.slow
 @pytest.mark.alone  # a process that sends nothing for ten seconds is taken for dead
 def test_states_travel_between_processes_and_no_sample_differs_from_one_alone(tmp_path):
-    (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")))
+    options = f"    c.rollout.compiler_options = {OF_STATES}\n    return c"
+    (tmp_path / "config.py").write_text(CONFIG.format(base=str(tmp_path / "base")).replace("    return c", options))
     how = argparse.Namespace(config=f"{tmp_path}/config.py", workdir=tmp_path / "run", gangs=3, overrides=[*HYBRID])
     with running(how) as run:
         for gang, blow in (("rollout 0", signal.SIGTERM), ("rollout 1", signal.SIGKILL), ("trainer", signal.SIGKILL)):
