@@ -45,13 +45,13 @@ def pytest_addoption(parser):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks what nightly.txt lists, before -m and -k choose; --first counts what they leave."""
-    listed = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
+    listed = {line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")}
     names = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
     files = set() if any("::" in arg for arg in config.args) else {name.partition("::")[0] for name in names}
-    if gone := [line for line in listed if line.partition("::")[0] in files and line not in names]:
+    if gone := sorted(line for line in listed - names if line.partition("::")[0] in files):
         raise pytest.UsageError(f"{NIGHTLY.name} lists tests that are not there: {', '.join(gone)}")
     for item in items:
-        if {item.nodeid, item.nodeid.partition("[")[0]} & {*listed}:
+        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
             item.add_marker("slow")
             item.add_marker("nightly")
     yield

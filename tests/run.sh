@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets the environment up and runs all tests, the quick ones first, one process a core (at most 4), and at the end,
+# Sets the environment up and runs all tests but the nightly ones, the quick first, one process a core (at most 4), and at the end,
 # one at a time, those that need the machine for themselves.
 #   bash tests/run.sh [arguments of pytest]     e.g. bash tests/run.sh -k config -x; -n 0: all in one process
 #   DORA_NIGHTLY=1 bash tests/run.sh    those too that take minutes and show at length what shorter ones show

@@ -1,4 +1,4 @@
-"""Hundreds of fuzzed inputs to every decoder: what it holds, or an error with a sentence; never a hang, a crash or a flood.
+"""Hundreds of fuzzed inputs a decoder: what it holds, or an error with a sentence; never a hang, a crash or a flood.
 (What hangs ends at pytest's own time limit.)
 
 The codec and the frames of the journal are fuzzed in test_codec.py and test_event_log.py; whole segments here.

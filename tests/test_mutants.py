@@ -1,4 +1,4 @@
-"""Every planted fault of mutants.py makes its test fail; all of them are tried each night."""
+"""Every planted fault of mutants.py makes its test fail; DORA_NIGHTLY=1 bash tests/run.sh tries them."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_killed(mutant, tmp_path):
 
 def test_names_are_unlike_and_each_text_stands_once_in_its_file():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert {(ROOT / "dora_jax" / mutant.file).read_text().count(mutant.old) for mutant in MUTANTS} == {1}
     for mutant in MUTANTS:
+        assert (ROOT / "dora_jax" / mutant.file).read_text().count(mutant.old) == 1, mutant.name
         file, _, name = mutant.killer.partition("::")
         assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(), mutant.name
