@@ -33,6 +33,7 @@ class RoleTimes:
 
     costs: Costs  # of an instance
     update_s: Callable[[int], float]  # of an update with so many micro-batches that hold tokens
+    host_s: float = 0.0  # of a step: what the controller does, and the roles beside their programs
 
 
 class Rates(NamedTuple):
@@ -48,6 +49,7 @@ class Rates(NamedTuple):
     samples: int  # of a step
     micro_batches: int  # of an update, those that hold tokens
     trainer_s: float  # all updates of a step
+    host_s: float  # see RoleTimes; 0: not measured
     apart: bool  # the roles work at the same time
 
     @property
@@ -62,7 +64,8 @@ class Rates(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        return max(self.rollout_s, self.trainer_s) if self.apart else self.rollout_s + self.trainer_s
+        parts = self.rollout_s, self.trainer_s, self.host_s
+        return max(parts) if self.apart else sum(parts)
 
     @property
     def balance(self) -> str:
@@ -102,6 +105,7 @@ def of(planned: Budget, times: RoleTimes, prompt: float = 0.0, answer: float = 0
         samples=samples,
         micro_batches=held,
         trainer_s=t.updates * times.update_s(held),
+        host_s=times.host_s,
         apart=not (planned.shared or section.colocated or section.synchronous),
     )
 

@@ -1,13 +1,15 @@
 """The plan's rates beside a run of the same configuration, on the machine that this runs on:
 
-    python -m tests.soak.forecast --config=configs/quickstart.py --workdir=DIR [--config.FIELD=VALUE] [--warmup=4]
+    python -m tests.soak.forecast --config=configs/quickstart.py --workdir=DIR [--config.FIELD=VALUE] [--warmup=8]
 
 The forecast is a dry run's (dora_jax/plan/rates.py), with constants of this machine in the place of a chip's. They are
 measured before the run begins, by the programs that it is assembled from and on prompts of its task: the engine keeps
 its slots full of samples, the trainer makes updates of their groups, of half of them, and scores as many groups as a
-step looks at. Then `dora_jax.train` runs the command line as it is. Lengths are those that the run had, for they belong
-to its task and not to the machine. What is measured are means over the steps after the warm-up, without those during
-which answers of an evaluation are sampled. Roles that share devices take their time one after the other, so that the
+step looks at. Then `dora_jax.train` runs the command line as it is. What the host does in a step beside these programs
+(the controller; packing, publishing and reports of the roles) is the ledger's median of the warm-up steps, but for the
+first, which waits for compilations. Lengths are those that the run had, for they belong to its task and not to the
+machine. What is measured are means over the steps after the warm-up, without those during which answers of an
+evaluation are sampled. Roles that share devices take their time one after the other, so that the
 step is what compares; a role's own seconds in the run are those that the other had the cores in, too.
 """
 
@@ -40,6 +42,8 @@ from dora_jax.runtime.assembly.run import new_engine, new_trainer, packer, probe
 from dora_jax.runtime.common.sample_gaps import LOOKED_AT
 from dora_jax.runtime.observe.recorder import TimedEngine
 from dora_jax.runtime.policy import Policy
+
+PROGRAMS = {f"seconds/{does}" for does in ("instances/decode", "instances/prefill", "trainer/update", "trainer/score")}
 
 
 def decoding(policy: Policy, rows: int, costs: Path) -> list:
@@ -92,9 +96,15 @@ def training(policy: Policy, samples: list, workdir: Path) -> tuple[float, float
     return most_s - each_s * most, each_s, looks_s
 
 
+def on_host(record: dict[str, Any]) -> float:
+    """Seconds of a step that its lanes neither waited nor ran one of the roles' programs."""
+    did = {name: s for name, s in record.items() if name.startswith("seconds/")}
+    return sum(s for name, s in did.items() if name not in PROGRAMS and "/waiting_" not in name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warmup", type=int, default=4, help="steps that are left out")
+    parser.add_argument("--warmup", type=int, default=8, help="steps that are left out")
     options, command = parser.parse_known_args()
     asked = flags.parse(["forecast", *command], "train", absl_flags.FlagValues())
     folder, workdir = asked.config.model.path, asked.workdir
@@ -119,7 +129,10 @@ def main() -> None:
           f"step {looks_s:.3f} s", flush=True)  # fmt: skip
     jax.clear_caches()
     subprocess.run([sys.executable, "-m", "dora_jax.train", *command], check=True)
-    steps = [record for record in harness.records_of(workdir, "time/step_s") if record["step"] > options.warmup]
+    every = harness.records_of(workdir, "time/step_s")
+    steps = [record for record in every if record["step"] > options.warmup]
+    host_s = statistics.median(on_host(record) for record in every if 1 < record["step"] <= options.warmup)
+    print(f"the host takes {host_s:.3f} s of a step beside programs", flush=True)
     ended = {record["step"]: record["time/run_s"] for record in steps}
     evaluations = [
         (ended.get(record["step"], 0.0), record["time/run_s"]) for record in harness.records_of(workdir, "eval/k")
@@ -144,7 +157,7 @@ def main() -> None:
     busy_s = mean["seconds/instances/decode"] + mean["seconds/instances/prefill"]
     prompt = statistics.fmean(len(sample.prompt_ids) for sample in samples)
     times = rates.RoleTimes(
-        costs=costs, update_s=lambda count: fixed_s + each_s * count + looks_s / run.trainer.updates
+        costs=costs, update_s=lambda count: fixed_s + each_s * count + looks_s / run.trainer.updates, host_s=host_s
     )
     ours = rates.of(planned, times, prompt=prompt, answer=mean["response/length"])
     print(f"{len(records)} steps with prompts of {prompt:.0f} and answers of {mean['response/length']:.1f} tokens: "
