@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,6 +100,7 @@ class Products(NamedTuple):
 
     merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two. narrow: with
     weights, not with adapters, by `narrow_product`, where tokens are one axis.
+    shards: parts of a joined weight's columns (rollout/quantize.py), one a device.
     looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves. turns: `attend`
     turns the heads, where it gets a `HeadTurn`.
     gain: what low-rank adapters are multiplied by. rows: which of several adapters each row takes; None: there is one.
@@ -110,6 +111,7 @@ class Products(NamedTuple):
     looped: bool = False
     absorbed: bool = False
     turns: bool = False
+    shards: int = 1
     gain: float = 1.0
     rows: jax.Array | None = None  # i32[B]
 
@@ -117,6 +119,23 @@ class Products(NamedTuple):
         """x @ weight, in the activations' type: masters may be wider; with the adapter of that weight, if it has
         one."""
         y = self._times(x_BxLxD, weights[name].astype(x_BxLxD.dtype), self.narrow)
+        return self._adapted(weights, x_BxLxD, name, y)
+
+    def each(
+        self, weights: Weights, x_BxLxD: jax.Array, names: Sequence[str], joined: str, shares: Sequence[int]
+    ) -> list[jax.Array]:
+        """Products with several weights, whose widths are as these shares. joined: the name of the one weight that an
+        engine may keep in their place."""
+        if joined not in weights:
+            return [self(weights, x_BxLxD, name) for name in names]
+        y_BxLxF = self(weights, x_BxLxD, joined)
+        y_BxLxF = jax.lax.optimization_barrier(y_BxLxF) if self.looped else y_BxLxF
+        y_BxLxSxW = y_BxLxF.reshape(*y_BxLxF.shape[:-1], self.shards, -1)
+        cuts = np.cumsum(shares)[:-1] * y_BxLxSxW.shape[-1] // sum(shares)
+        parts = (part.reshape(*y_BxLxF.shape[:-1], -1) for part in jnp.split(y_BxLxSxW, cuts.tolist(), axis=-1))
+        return [self._adapted(weights, x_BxLxD, name, y) for name, y in zip(names, parts, strict=True)]
+
+    def _adapted(self, weights: Weights, x_BxLxD: jax.Array, name: str, y: jax.Array) -> jax.Array:
         if (adapter := adapter_of(weights, name, x_BxLxD.dtype)) is None:
             return y
         (a, b), rows_B = adapter, self.rows
@@ -327,11 +346,15 @@ def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:
     """Queries, keys and values, of a layer that reads others' keys the queries alone; as projections leave them, where
     `attend` turns them."""
 
-    def product(which: str):
-        y = products(weights, h_BxLxD, f"{which}_proj")
-        if products.looped:  # else XLA splits the heads inside the product, and copies the layer's weights for that
-            y = jax.lax.optimization_barrier(y)
-        return y + last(weights[f"{which}_bias"].astype(h_BxLxD.dtype), y) if cfg.qkv_bias else y
+    own = "q" if kind.kv == "read" else "qk" if kind.tied_values else "qkv"
+    shares = cfg.q_width(kind), cfg.kv_width(kind), cfg.kv_width(kind)
+    found = products.each(weights, h_BxLxD, [f"{which}_proj" for which in own], "qkv_proj", shares[: len(own)])
+    if products.looped and "qkv_proj" not in weights:
+        # else XLA splits the heads inside the product, and copies the layer's weights for that
+        found = list(map(jax.lax.optimization_barrier, found))
+    if cfg.qkv_bias:
+        biases = (weights[f"{which}_bias"].astype(h_BxLxD.dtype) for which in own)
+        found = [y + last(bias, y) for bias, y in zip(biases, found, strict=True)]
 
     def heads(which: str, y):
         if _is_turned(cfg, kind, products):
@@ -343,12 +366,10 @@ def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:
             y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
         return turn(y, cfg.dim(kind), "qk".index(which))
 
-    turn, q = _turn(cfg, kind, weights, rotary), product("q")
-    if kind.kv == "read":
-        return [heads("q", q)]
-    k = product("k")
-    v = k if kind.tied_values else product("v")
-    return [heads("q", q), heads("k", k), heads("v", v)]
+    turn = _turn(cfg, kind, weights, rotary)
+    if kind.tied_values and kind.kv != "read":
+        found.append(found[-1])
+    return [heads(which, y) for which, y in zip("qkv", found)]
 
 
 # ----------------------------------------------------------------------- latent

@@ -440,6 +440,7 @@ def forward_routed(
     merge: bool = True,
     narrow: bool = False,
     absorbed: bool = False,
+    shards: int = 1,
     compute: Compute = moe.scan,
     routes_BxLxMxk: jax.Array | None = None,
     counted_BxL: jax.Array | None = None,
@@ -450,18 +451,17 @@ def forward_routed(
     """(hidden states after the last norm, in `dtype`; what the M routers did, None without experts).
 
     constrain: sharding.constrain_rows, the trainer's. merge: whether matmuls see rows and positions as one axis; no,
-    where both are sharded. narrow: whether projections multiply bfloat16, see attention.Products. absorbed: latent
-    attention in the form that serves; attention.py says what `attend` is given. compute: of moe.compute. routes: expert
-    ids to take, see moe.route. counted_BxL: the tokens that the routers' figures are of. adapters: of lora.py, in the
-    layout of params, multiplied by adapter_gain; adapter_index i32[B]: they have a leading axis, of which each row
-    takes its own.
+    where both are sharded. narrow, shards: see attention.Products. absorbed: latent attention in the form that serves;
+    attention.py says what `attend` is given. compute: of moe.compute. routes: expert ids to take, see moe.route.
+    counted_BxL: the tokens that the routers' figures are of. adapters: of lora.py, in the layout of params, multiplied
+    by adapter_gain; adapter_index i32[B]: they have a leading axis, of which each row takes its own.
     """
     params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
         # gathered over fsdp before the lookup: left to itself, XLA replicates the looked-up rows instead
         embed_VxD = constrain(params["embed"].astype(dtype), "vocab", None)
         x_BxLxD = constrain(_scaled(cfg, embed_VxD[tokens_BxL]), "batch", "sequence")
-    products = Products(merge, narrow=narrow, absorbed=absorbed, gain=adapter_gain, rows=adapter_index)
+    products = Products(merge, narrow, absorbed=absorbed, shards=shards, gain=adapter_gain, rows=adapter_index)
     one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute, counted_BxL)
     own_NxBxLxP = one_pass.own(params, tokens_BxL, x_BxLxD, constrain)
 
@@ -569,6 +569,7 @@ def forward_carrying(
     dtype=jnp.float32,
     compute: Compute = moe.scan,
     turns: bool = False,
+    shards: int = 1,
     adapters: Params | None = None,
     adapter_index: jax.Array | None = None,
     adapter_gain: float = 1.0,
@@ -578,18 +579,19 @@ def forward_carrying(
     them on through the loop, in place.
 
     Each layer's slice is taken by its own number: of a scan unrolled, XLA copies several layers' weights out first.
-    turns: of stacked layers, `attend` turns heads (attention.HeadTurn).
+    turns: of stacked layers, `attend` turns heads (attention.HeadTurn). shards: see attention.Products.
     The adapters' arguments are those of `forward_routed`."""
     state = jax.tree.map(lambda x: x, state)  # its containers are ours
     if layout_of(params) == "serving":
-        options = dict(dtype=dtype, absorbed=True, compute=compute)
+        options = dict(dtype=dtype, absorbed=True, compute=compute, shards=shards)
         options |= dict(adapters=adapters, adapter_index=adapter_index, adapter_gain=adapter_gain)
         hidden_BxLxD, routed = forward_routed(cfg, params, tokens_BxL, positions_BxL, attend_with(state), **options)
         return hidden_BxLxD, state, None if routed is None else routed.ids
     params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
         x_BxLxD = _scaled(cfg, params["embed"][tokens_BxL].astype(dtype))
-    products = Products(True, looped=True, absorbed=True, turns=turns, gain=adapter_gain, rows=adapter_index)
+    how = dict(looped=True, absorbed=True, turns=turns, shards=shards)
+    products = Products(True, **how, gain=adapter_gain, rows=adapter_index)
     one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute)
     own_NxBxLxP, ids = one_pass.own(params, tokens_BxL, x_BxLxD), None
     if cfg.experts:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -136,6 +137,7 @@ class Calls:
             dtype=dtype,
             routes=routes,
             gain=lora.gain if lora.on else 1.0,
+            shards=mesh.size,
         )
         self.rungs = dict[tuple[int, int], jax.stages.Compiled]()  # of a ladder: decode calls by (rows, blocks)
         self._platform = mesh.devices.flat[0].platform
@@ -148,12 +150,16 @@ class Calls:
         bits = quantize.WEIGHTS[weights]
         turns = weights in quantize.OF_CPU and not shapes.paged and self._platform == "cpu"
         self._converts = turns or bits is not None
-        self._stored = functools.partial(quantize.turned if turns else quantize.stored, dtype=bits)
         published = jax.eval_shape(
             functools.partial(decoder.serving_layout, layout=shapes.layout), decoder.abstract_params(cfg, dtype)
         )
         self.base_shardings = sharding.param_specs(cfg, mesh, shapes.layout, whole_experts=shapes.whole_experts)
-        placed = self.base_shardings
+        self._devices = mesh.size
+        self._grouped = functools.partial(quantize.grouped, shardings=self.base_shardings)
+        narrowed = functools.partial(quantize.turned if turns else quantize.stored, dtype=bits)
+        join = functools.partial(quantize.joined, devices=mesh.size)
+        self._stored = lambda params: narrowed(self._grouped(params, one=join))
+        placed = self._grouped(self.base_shardings, one=operator.itemgetter(0))
         if self._converts:
             placed = quantize.turned_specs(placed, bits) if turns else quantize.specs(placed)
         self.abstract_params: Any = jax.tree.map(
@@ -207,7 +213,13 @@ class Calls:
             like, formats = like[0], formats[0]
         if self._converts:
             return jax.jit(self._stored, out_shardings=formats)(params)
-        return jax.tree.map(_laid_out, params, like, formats) if self.chooses else params
+        return jax.tree.map(self._laid_out, like, formats, self._grouped(params))
+
+    def _laid_out(self, like: jax.ShapeDtypeStruct, format: Any, x: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+        """x: a weight, or the parts of a joined one."""
+        if isinstance(x, jax.Array) and (not self.chooses or (x.dtype == like.dtype and x.format == format)):
+            return x
+        return _converted(self._devices, like.dtype, format)(x)
 
     def zeros(self) -> Any:
         """`stored` weights that are nothing."""
@@ -288,16 +300,14 @@ def _zeros(abstract: Any, formats: Any) -> Any:
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=formats)()
 
 
-def _laid_out(x: Any, like: jax.ShapeDtypeStruct, format: Format) -> jax.Array:
-    if x.dtype == like.dtype and x.format == format:
-        return x
-    return _converted(like.dtype, format)(x)
-
-
 @functools.cache
-def _converted(dtype: np.dtype, format: Format) -> Callable[..., jax.Array]:
+def _converted(devices: int, dtype: np.dtype, format: Any) -> Callable[..., jax.Array]:
     """One function for all tensors and versions: a new one would be compiled again for each of them."""
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=format)
+
+    def one(x: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+        return (quantize.joined(x, devices) if isinstance(x, tuple) else x).astype(dtype)
+
+    return jax.jit(one, out_shardings=format)
 
 
 def _placed(x: Any, sharding: NamedSharding | Format) -> jax.ShapeDtypeStruct:

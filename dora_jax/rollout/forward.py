@@ -46,6 +46,7 @@ class Forward:
     dtype: Any
     routes: RouteShape | None  # None: no routes come along
     gain: float  # of adapters
+    shards: int  # devices that joined weights are cut for
 
     def decode(self, params, pool, state_Sx3, control_BxC, options_BxO, masks_BxM, *, blocks: int):
         """Up to `steps` tokens for each row: (pool, state, result, routes [rows, steps, M, k] or None, most likely
@@ -195,7 +196,7 @@ class Forward:
         return params[0] if self.shapes.adapters else params
 
     def _run(self, params, tokens_BxL, positions_BxL, attend_with, state, adapter_B, turns: bool = False):
-        options = {"dtype": self.dtype, "compute": self.compute, "turns": turns}
+        options = {"dtype": self.dtype, "compute": self.compute, "turns": turns, "shards": self.shards}
         if self.shapes.adapters:
             options |= {"adapters": params[1], "adapter_index": adapter_B, "adapter_gain": self.gain}
         return decoder.forward_carrying(

@@ -1,4 +1,10 @@
-"""Stage 2, device side: weights and KV in fewer bits, where `rollout.weights` and `rollout.kv` ask for it.
+"""Stage 2, device side: weights as an engine keeps them; weights and KV in fewer bits, where `rollout.weights` and
+`rollout.kv` ask for it.
+
+`grouped` and `joined` make one weight of a layer's projections that take one input, which is one product then:
+`qkv_proj` of q_proj, k_proj and v_proj, `gate_up_proj` of gate_proj and up_proj. A device of a tensor-parallel engine
+has its columns of each part side by side, so that a layer (attention.Products.each) parts what comes out without moving
+anything between devices. Weights that do not lie alike on the devices stay apart.
 
 Consumes one version's params in an engine's layout; produces the same tree with each projection as 8-bit values and
 one f32 scale an output channel, by which the product is multiplied. Embedding, head, gains and biases
@@ -13,7 +19,7 @@ how much, and trainer.max_mismatch stops a run that drifts too far.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -27,7 +33,8 @@ WEIGHTS = {"": None, "published": None, "bfloat16": jnp.bfloat16, "int8": jnp.in
 OF_CPU = ("", "published", "bfloat16")  # weights that a CPU keeps turned
 KV = {"": None, "float8": jnp.float8_e4m3fn}
 OF_LINEAR = tuple(f"delta_{x}" for x in "qkvzo")
-NAMES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
+NAMES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # of joined weights
 PROJECTIONS = tuple(f"{x}_proj{of_sublayer}" for of_sublayer in ("", "_0", "_1") for x in NAMES)
 
 
@@ -76,9 +83,29 @@ class Turned(OfLayer):
         return y[: len(x_MxD)].astype(x_MxD.dtype)
 
 
+def grouped(params: Any, shardings: Any, one: Callable[[Sequence[Any]], Any] = tuple) -> Any:
+    """The tree with what `one` makes of its parts in the place of a joined weight. shardings: of all weights, in the
+    same layout."""
+
+    def of_layer(weights: dict, places: dict) -> dict:
+        weights = dict(weights)
+        for name, parts in PARTS.items():
+            if set(parts) <= set(places) and len({places[part].spec for part in parts}) == 1:
+                weights[name] = one([weights.pop(part) for part in parts])
+        return weights
+
+    return _layers(of_layer, params, shardings)
+
+
+def joined(parts: Sequence[jax.Array], devices: int) -> jax.Array:
+    """[..., D, sum of F] of weights [..., D, F], for an engine of so many devices."""
+    cut = [x.reshape(*x.shape[:-1], devices, -1) for x in parts]
+    return jnp.concatenate(cut, axis=-1).reshape(*parts[0].shape[:-1], -1)
+
+
 def turned(params: Any, dtype: DTypeLike | None) -> Any:
     """Each projection as Turned, and the head as well, in this type; None: projections alone, in their own."""
-    laid_out = _layers(params, lambda weight: Turned(weight.T.astype(dtype or weight.dtype)))
+    laid_out = _projections(params, lambda weight: Turned(weight.T.astype(dtype or weight.dtype)))
     if dtype is None:
         return laid_out
     head_DxV = laid_out.pop("lm_head", None)
@@ -93,7 +120,7 @@ def turned_specs(shardings: Any, dtype: DTypeLike | None) -> Any:
         before, after = sharding.spec
         return Turned(NamedSharding(sharding.mesh, PartitionSpec(after, before)))
 
-    laid_out = _layers(shardings, one)
+    laid_out = _projections(shardings, one)
     if dtype is None:
         return laid_out
     head = laid_out.pop("lm_head", None)
@@ -113,7 +140,7 @@ def stored(params: Any, dtype) -> Any:
         scaled = jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
         return Narrow(jnp.clip(scaled, -largest, largest).astype(dtype), scale)
 
-    return _layers(params, one)
+    return _projections(params, one)
 
 
 def specs(shardings: Any) -> Any:
@@ -123,7 +150,7 @@ def specs(shardings: Any) -> Any:
         *others, _, last = sharding.spec
         return Narrow(sharding, NamedSharding(sharding.mesh, PartitionSpec(*others, None, last)))
 
-    return _layers(shardings, one)
+    return _projections(shardings, one)
 
 
 def tied(params: Any, step) -> Any:
@@ -141,10 +168,14 @@ def narrow(x, dtype) -> jax.Array:
     return jnp.clip(x, -largest, largest).astype(dtype)
 
 
-def _layers(params: Any, one: Callable[[Any], Any]) -> Any:
+def _projections(params: Any, one: Callable[[Any], Any]) -> Any:
+    return _layers(lambda weights: {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}, params)
 
-    def of_layer(weights: dict) -> dict:
-        return {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}
 
-    stacks = {name: params[name] for name in decoder.stack_names(params)}
-    return params | {name: list(map(of_layer, x)) if isinstance(x, list) else of_layer(x) for name, x in stacks.items()}
+def _layers(of_layer: Callable[..., dict], *trees: Any) -> Any:
+    """The first tree with what a function of a layer's, or of stacked layers', entries in all trees makes of them."""
+    found = {}
+    for name in decoder.stack_names(trees[0]):
+        layers = [tree[name] for tree in trees]
+        found[name] = list(map(of_layer, *layers)) if isinstance(layers[0], list) else of_layer(*layers)
+    return trees[0] | found

@@ -1,0 +1,76 @@
+"""Projections of one input as one weight: the same products, a device's columns side by side."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dora_jax.models import sharding
+from dora_jax.models.attention import ADAPTERS, Products
+from dora_jax.rollout import quantize
+from tests.fakes.engine_rig import CFG, new_engine, weights
+
+NAMES, WIDTHS = quantize.PARTS["qkv_proj"], (32, 16, 16)
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_parts_of_a_joined_product_are_the_products(devices, adapters):
+    apart = {name: random(8, width) for name, width in zip(NAMES, WIDTHS, strict=True)}
+    x = random(2, 3, 8)
+    beside = {}
+    if adapters:
+        beside = {ADAPTERS: {"k_proj": {"a": random(8, 2), "b": random(2, 16)}}}
+    together = {"qkv_proj": quantize.joined([apart[name] for name in NAMES], devices)}
+    wanted = Products(True).each(apart | beside, x, NAMES, "qkv_proj", WIDTHS)
+    found = Products(True, shards=devices).each(together | beside, x, NAMES, "qkv_proj", WIDTHS)
+    for part, whole, width in zip(found, wanted, WIDTHS, strict=True):
+        assert part.shape == (2, 3, width)
+        np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
+    plain = Products(True).each(apart, x, NAMES, "qkv_proj", WIDTHS)
+    assert np.array_equal(plain[1], wanted[1]) is not adapters, "an adapter is of its own part"
+
+
+def test_a_device_has_its_columns_of_each_part_side_by_side():
+    parts = [jnp.arange(4.0)[None], 10 + jnp.arange(2.0)[None]]
+    assert quantize.joined(parts, 1).tolist() == [[0, 1, 2, 3, 10, 11]]
+    assert quantize.joined(parts, 2).tolist() == [[0, 1, 10, 2, 3, 11]]
+
+
+def test_weights_that_do_not_lie_alike_stay_apart():
+    mesh = sharding.make_mesh(jax.devices()[:2], 1, 1, 2)
+    cut, whole = (NamedSharding(mesh, PartitionSpec(None, axis)) for axis in ("tensor", None))
+    places = {"layers": [{"q_proj": cut, "k_proj": whole, "v_proj": whole, "gate_proj": cut, "up_proj": cut}]}
+    params = jax.tree.map(lambda where: where.spec, places)
+    [layer] = quantize.grouped(params, places)["layers"]
+    assert layer.keys() == {"q_proj", "k_proj", "v_proj", "gate_up_proj"}
+    assert layer["gate_up_proj"] == (cut.spec, cut.spec)
+    [layer] = quantize.grouped(params | {"layers": [{"q_proj": 1}]}, {"layers": [{"q_proj": cut}]})["layers"]
+    assert layer == {"q_proj": 1}, "a layer that reads another's keys has queries alone"
+
+
+def test_stacked_layers_are_joined_each_for_itself():
+    parts = [random(3, 4, 8), random(3, 4, 2)]
+    whole = quantize.joined(parts, 2)
+    for layer in range(3):
+        np.testing.assert_array_equal(whole[layer], quantize.joined([part[layer] for part in parts], 2))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_an_engine_keeps_one_weight_for_what_takes_one_input(tensor):
+    engine = new_engine(tensor=tensor)
+    stored = engine.calls.stored(weights(engine))
+    for layer in stored["layers"]:
+        assert {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"} <= layer.keys()
+        assert not {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & layer.keys()
+    jax.tree.map(lambda x, like: (x.shape, x.dtype, x.sharding) == (like.shape, like.dtype, like.sharding) or 1 / 0,
+                 stored, engine.calls.abstract_params)  # fmt: skip
+    values = stored["layers"][0]["gate_up_proj"].values.T
+    first, half = weights(engine)["layers"][0], CFG.d_ff // tensor
+    np.testing.assert_array_equal(values[:, :half], first["gate_proj"][:, :half])
+    np.testing.assert_array_equal(values[:, half : 2 * half], first["up_proj"][:, :half])
