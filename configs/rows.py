@@ -25,6 +25,7 @@ def get_config(arg=None):
     c.rollout.slots, c.rollout.pages = 64, 2048
     c.trainer.pack_tokens = 0  # as few as the longest sample asks for, on a CPU
     c.trainer.micro_batches = 16
+    c.trainer.skip_zero_advantage = True  # groups that are all right or all wrong, most of a hard task, move no weight
     c.trainer.learning_rate = 1e-5
     c.eval.every, c.eval.prompts = 20, 64
     return c

@@ -72,6 +72,7 @@ def test_who_waits(measured, update_s, changes, step, words):
     found = found._replace(decode_s=0.79 * found.instances / (found.samples * found.answer))
     assert found.rollout_s == pytest.approx(0.79)
     assert found.step_s == pytest.approx(step((0.79, update_s))) and words in found.balance
+    assert found._replace(host_s=0.3).step_s == pytest.approx(step((0.79, update_s, 0.3)))
 
 
 def test_slots_beyond_a_dispatch_take_turns_and_pages_bound_them(measured):
