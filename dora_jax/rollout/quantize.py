@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from dora_jax.models import decoder
+from dora_jax.models.decoder import Params
 
 WEIGHTS = {"": None, "published": None, "bfloat16": jnp.bfloat16, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 OF_CPU = ("", "published", "bfloat16")  # weights that a CPU keeps turned
@@ -83,7 +84,7 @@ class Turned(OfLayer):
         return y[: len(x_MxD)].astype(x_MxD.dtype)
 
 
-def grouped(params: Any, shardings: Any, one: Callable[[Sequence[Any]], Any] = tuple) -> Any:
+def grouped(params: Params, shardings: Params, one: Callable[[Sequence], object] = tuple) -> Params:
     """The tree with what `one` makes of its parts in the place of a joined weight. shardings: of all weights, in the
     same layout."""
 
@@ -103,7 +104,7 @@ def joined(parts: Sequence[jax.Array], devices: int) -> jax.Array:
     return jnp.concatenate(cut, axis=-1).reshape(*parts[0].shape[:-1], -1)
 
 
-def turned(params: Any, dtype: DTypeLike | None) -> Any:
+def turned(params: Params, dtype: DTypeLike | None) -> Params:
     """Each projection as Turned, and the head as well, in this type; None: projections alone, in their own."""
     laid_out = _projections(params, lambda weight: Turned(weight.T.astype(dtype or weight.dtype)))
     if dtype is None:
@@ -113,7 +114,7 @@ def turned(params: Any, dtype: DTypeLike | None) -> Any:
     return laid_out | {decoder.HEAD: Turned(head_VxD.astype(dtype))}
 
 
-def turned_specs(shardings: Any, dtype: DTypeLike | None) -> Any:
+def turned_specs(shardings: Params, dtype: DTypeLike | None) -> Params:
     """The specs of `turned` weights, given those of the weights."""
 
     def one(sharding: NamedSharding) -> Turned:
@@ -127,7 +128,7 @@ def turned_specs(shardings: Any, dtype: DTypeLike | None) -> Any:
     return laid_out | {decoder.HEAD: Turned(laid_out["embed"]) if head is None else one(head)}
 
 
-def stored(params: Any, dtype) -> Any:
+def stored(params: Params, dtype) -> Params:
     """Each projection as Narrow, or as it is where dtype is None; the largest value of an output channel maps to the
     type's largest."""
     if dtype is None:
@@ -143,7 +144,7 @@ def stored(params: Any, dtype) -> Any:
     return _projections(params, one)
 
 
-def specs(shardings: Any) -> Any:
+def specs(shardings: Params) -> Params:
     """The specs of `stored` weights, given those of the weights."""
 
     def one(sharding: NamedSharding) -> Narrow:
@@ -168,11 +169,11 @@ def narrow(x, dtype) -> jax.Array:
     return jnp.clip(x, -largest, largest).astype(dtype)
 
 
-def _projections(params: Any, one: Callable[[Any], Any]) -> Any:
+def _projections(params: Params, one: Callable) -> Params:
     return _layers(lambda weights: {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}, params)
 
 
-def _layers(of_layer: Callable[..., dict], *trees: Any) -> Any:
+def _layers(of_layer: Callable[..., dict], *trees: Params) -> Params:
     """The first tree with what a function of a layer's, or of stacked layers', entries in all trees makes of them."""
     found = {}
     for name in decoder.stack_names(trees[0]):
