@@ -53,6 +53,8 @@ def test_rates_by_hand(measured):
     assert found.rollout_s == pytest.approx(128 * 300 / (4 * found.tokens_per_s))
     # 128 samples of 400 tokens fill 12.5 rows of 4,096, and a micro-batch of the 128 rows has 8
     assert found.micro_batches == 2 and found.trainer_s == 1.0 and found.apart
+    few = rates.of(planned(), speeds, prompt=100, answer=300, trained=0.5)  # 6.25 rows, the others move no weight
+    assert few.micro_batches == 1 and few.rollout_s == found.rollout_s
     assert found.step_s == found.rollout_s and "the trainer waits 80% of a step for samples" in found.balance
 
 

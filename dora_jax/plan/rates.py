@@ -80,8 +80,9 @@ class Rates(NamedTuple):
         return "neither waits"
 
 
-def of(planned: Budget, times: RoleTimes, prompt: float = 0.0, answer: float = 0.0) -> Rates:
-    """Rates with prompts and answers of so many tokens in the mean; 0: half of the limit."""
+def of(planned: Budget, times: RoleTimes, prompt: float = 0.0, answer: float = 0.0, trained: float = 1.0) -> Rates:
+    """Rates with prompts and answers of so many tokens in the mean; 0: half of the limit. trained: the share of the
+    samples that an update takes, which trainer.skip_zero_advantage makes smaller."""
     config, rollout, t = planned.config, planned.config.rollout, planned.config.trainer
     section = config.orchestrator
     prompt, answer = prompt or rollout.max_prompt_tokens / 2, answer or rollout.max_new_tokens / 2
@@ -92,7 +93,8 @@ def of(planned: Budget, times: RoleTimes, prompt: float = 0.0, answer: float = 0
     moved_s = moved[0] * costs.decode_kv_s + moved[1] * costs.window_kv_s
     shape, samples = memory.batch_layout(config, planned.mesh), section.groups_per_step * section.group_size
     shared = section.group_size if t.share_prompts == "on" else 1
-    positions = -(-section.groups_per_step // t.updates) * section.group_size * (prompt / shared + answer)
+    updated = trained * -(-section.groups_per_step // t.updates) * section.group_size  # samples
+    positions = updated * (prompt / shared + answer)
     held = min(math.ceil(positions / shape.tokens * t.micro_batches / shape.rows), t.micro_batches)
     return Rates(
         prompt=prompt,

@@ -7,8 +7,8 @@ measured before the run begins, by the programs that it is assembled from and on
 its slots full of samples, the trainer makes updates of their groups, of half of them, and scores as many groups as a
 step looks at. Then `dora_jax.train` runs the command line as it is. What the host does in a step beside these programs
 (the controller; packing, publishing and reports of the roles) is the ledger's median of the warm-up steps, but for the
-first, which waits for compilations. Lengths are those that the run had, for they belong to its task and not to the
-machine. What is measured are means over the steps after the warm-up, without those during which answers of an
+first, which waits for compilations. Lengths, and the share of the samples that updates took, are those that the run
+had, for they belong to its task and not to the machine. What is measured are means over the steps after the warm-up, without those during which answers of an
 evaluation are sampled. Roles that share devices take their time one after the other, so that the
 step is what compares; a role's own seconds in the run are those that the other had the cores in, too.
 """
@@ -148,6 +148,7 @@ def main() -> None:
         raise SystemExit("error: no step is left behind the warm-up")
     names = (
         "response/length",
+        "trainer/tokens",
         "time/step_s",
         "trainer/step_s",
         "seconds/instances/decode",
@@ -159,9 +160,11 @@ def main() -> None:
     times = rates.RoleTimes(
         costs=costs, update_s=lambda count: fixed_s + each_s * count + looks_s / run.trainer.updates, host_s=host_s
     )
-    ours = rates.of(planned, times, prompt=prompt, answer=mean["response/length"])
-    print(f"{len(records)} steps with prompts of {prompt:.0f} and answers of {mean['response/length']:.1f} tokens: "
-          f"{ours.balance}")  # fmt: skip
+    section, answer = run.orchestrator, mean["response/length"]
+    trained = min(1.0, mean["trainer/tokens"] / (section.groups_per_step * section.group_size * answer))
+    ours = rates.of(planned, times, prompt=prompt, answer=answer, trained=trained)
+    print(f"{len(records)} steps with prompts of {prompt:.0f} and answers of {answer:.1f} tokens, of which "
+          f"{trained:.0%} are trained on: {ours.balance}")  # fmt: skip
     print(f"{'':24s}{'forecast':>12s}{'measured':>12s}{'off by':>9s}")
     for name, forecast, measured in (
         ("seconds of a step", ours.step_s, mean["time/step_s"]),
