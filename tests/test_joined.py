@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_jax.models import sharding
 from dora_jax.models.attention import ADAPTERS, Products
+from dora_jax.ops import attention
 from dora_jax.rollout import quantize
 from tests.fakes.engine_rig import CFG, new_engine, weights
 
@@ -62,15 +63,21 @@ def test_stacked_layers_are_joined_each_for_itself():
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_an_engine_keeps_one_weight_for_what_takes_one_input(tensor):
-    engine = new_engine(tensor=tensor)
-    stored = engine.calls.stored(weights(engine))
-    for layer in stored["layers"]:
-        assert {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"} <= layer.keys()
-        assert not {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & layer.keys()
-    jax.tree.map(lambda x, like: (x.shape, x.dtype, x.sharding) == (like.shape, like.dtype, like.sharding) or 1 / 0,
-                 stored, engine.calls.abstract_params)  # fmt: skip
-    values = stored["layers"][0]["gate_up_proj"].values.T
-    first, half = weights(engine)["layers"][0], CFG.d_ff // tensor
-    np.testing.assert_array_equal(values[:, :half], first["gate_proj"][:, :half])
-    np.testing.assert_array_equal(values[:, half : 2 * half], first["up_proj"][:, :half])
+def test_an_engine_whose_kernel_reads_pages_keeps_one_weight_for_what_takes_one_input(monkeypatch, tensor):
+    monkeypatch.setattr(attention, "paged_kernel", lambda impl, rank: attention.paged_reference)
+    monkeypatch.setattr(attention, "check_platform", lambda *args, **latent: None)
+    engine = new_engine(attention="tpu", tensor=tensor)
+    published = weights(engine)
+    layers = engine.calls.stored(published)["layers"]
+    assert {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"} <= layers.keys()
+    assert not {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & layers.keys()
+    for name, like in engine.calls.abstract_params["layers"].items():
+        assert (layers[name].shape, layers[name].sharding) == (like.shape, like.sharding), name
+    half = CFG.d_ff // tensor
+    for which, name in enumerate(("gate_proj", "up_proj")):
+        found = layers["gate_up_proj"][..., which * half :][..., :half]
+        np.testing.assert_array_equal(found, published["layers"][name][..., :half])
+
+
+def test_a_cpu_keeps_them_apart():
+    assert {"q_proj", "gate_proj"} <= new_engine().calls.abstract_params["layers"][0].keys()

@@ -155,7 +155,10 @@ class Calls:
         )
         self.base_shardings = sharding.param_specs(cfg, mesh, shapes.layout, whole_experts=shapes.whole_experts)
         self._devices = mesh.size
-        self._grouped = functools.partial(quantize.grouped, shardings=self.base_shardings)
+        # a CPU keeps them apart: joined, one row of a 135M model is 7 % quicker, and 8 rows 9 % slower
+        self._grouped: Any = functools.partial(quantize.grouped, shardings=self.base_shardings)
+        if not shapes.paged:
+            self._grouped = lambda params, one=None: params
         narrowed = functools.partial(quantize.turned if turns else quantize.stored, dtype=bits)
         join = functools.partial(quantize.joined, devices=mesh.size)
         self._stored = lambda params: narrowed(self._grouped(params, one=join))
