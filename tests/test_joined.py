@@ -12,7 +12,7 @@ from dora_jax.ops import attention
 from dora_jax.rollout import quantize
 from tests.fakes.engine_rig import CFG, new_engine, weights
 
-NAMES, WIDTHS = quantize.PARTS["qkv_proj"], (32, 16, 16)
+NAMES, WIDTH = quantize.PARTS["gate_up_proj"], 16
 
 
 def random(*shape):
@@ -22,18 +22,18 @@ def random(*shape):
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_the_parts_of_a_joined_product_are_the_products(devices, adapters):
-    apart = {name: random(8, width) for name, width in zip(NAMES, WIDTHS, strict=True)}
+    apart = {name: random(8, WIDTH) * (1 + i) for i, name in enumerate(NAMES)}
     x = random(2, 3, 8)
     beside = {}
     if adapters:
-        beside = {ADAPTERS: {"k_proj": {"a": random(8, 2), "b": random(2, 16)}}}
-    together = {"qkv_proj": quantize.joined([apart[name] for name in NAMES], devices)}
-    wanted = Products(True).each(apart | beside, x, NAMES, "qkv_proj", WIDTHS)
-    found = Products(True, shards=devices).each(together | beside, x, NAMES, "qkv_proj", WIDTHS)
-    for part, whole, width in zip(found, wanted, WIDTHS, strict=True):
-        assert part.shape == (2, 3, width)
+        beside = {ADAPTERS: {"up_proj": {"a": random(8, 2), "b": random(2, WIDTH)}}}
+    together = {"gate_up_proj": quantize.joined([apart[name] for name in NAMES], devices)}
+    wanted = Products(True).each(apart | beside, x, NAMES, "gate_up_proj")
+    found = Products(True, shards=devices).each(together | beside, x, NAMES, "gate_up_proj")
+    for part, whole in zip(found, wanted, strict=True):
+        assert part.shape == (2, 3, WIDTH)
         np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
-    plain = Products(True).each(apart, x, NAMES, "qkv_proj", WIDTHS)
+    plain = Products(True).each(apart, x, NAMES, "gate_up_proj")
     assert np.array_equal(plain[1], wanted[1]) is not adapters, "an adapter is of its own part"
 
 
@@ -46,13 +46,12 @@ def test_a_device_has_its_columns_of_each_part_side_by_side():
 def test_weights_that_do_not_lie_alike_stay_apart():
     mesh = sharding.make_mesh(jax.devices()[:2], 1, 1, 2)
     cut, whole = (NamedSharding(mesh, PartitionSpec(None, axis)) for axis in ("tensor", None))
-    places = {"layers": [{"q_proj": cut, "k_proj": whole, "v_proj": whole, "gate_proj": cut, "up_proj": cut}]}
-    params = jax.tree.map(lambda where: where.spec, places)
-    [layer] = quantize.grouped(params, places)["layers"]
-    assert layer.keys() == {"q_proj", "k_proj", "v_proj", "gate_up_proj"}
-    assert layer["gate_up_proj"] == (cut.spec, cut.spec)
-    [layer] = quantize.grouped(params | {"layers": [{"q_proj": 1}]}, {"layers": [{"q_proj": cut}]})["layers"]
-    assert layer == {"q_proj": 1}, "a layer that reads another's keys has queries alone"
+    for up, names in ((cut, {"gate_up_proj"}), (whole, {"gate_proj", "up_proj"})):
+        places = {"layers": [{"gate_proj": cut, "up_proj": up}]}
+        [layer] = quantize.grouped({"layers": [{"gate_proj": 1, "up_proj": 2}]}, places)["layers"]
+        assert layer.keys() == names and layer.get("gate_up_proj", (1, 2)) == (1, 2)
+    [layer] = quantize.grouped({"layers": [{"q_proj": 1}]}, {"layers": [{"q_proj": cut}]})["layers"]
+    assert layer == {"q_proj": 1}, "a mixture has neither"
 
 
 def test_stacked_layers_are_joined_each_for_itself():
@@ -69,8 +68,8 @@ def test_an_engine_whose_kernel_reads_pages_keeps_one_weight_for_what_takes_one_
     engine = new_engine(attention="tpu", tensor=tensor)
     published = weights(engine)
     layers = engine.calls.stored(published)["layers"]
-    assert {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"} <= layers.keys()
-    assert not {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & layers.keys()
+    assert {"q_proj", "gate_up_proj", "down_proj"} <= layers.keys()
+    assert not {"gate_proj", "up_proj"} & layers.keys()
     for name, like in engine.calls.abstract_params["layers"].items():
         assert (layers[name].shape, layers[name].sharding) == (like.shape, like.sharding), name
     half = CFG.d_ff // tensor

@@ -121,18 +121,15 @@ class Products(NamedTuple):
         y = self._times(x_BxLxD, weights[name].astype(x_BxLxD.dtype), self.narrow)
         return self._adapted(weights, x_BxLxD, name, y)
 
-    def each(
-        self, weights: Weights, x_BxLxD: jax.Array, names: Sequence[str], joined: str, shares: Sequence[int]
-    ) -> list[jax.Array]:
-        """Products with several weights, whose widths are as these shares. joined: the name of the one weight that an
-        engine may keep in their place."""
+    def each(self, weights: Weights, x_BxLxD: jax.Array, names: Sequence[str], joined: str) -> list[jax.Array]:
+        """Products with several weights. joined: the name of the one weight that an engine may keep in the place of
+        such that are as wide as one another."""
         if joined not in weights:
             return [self(weights, x_BxLxD, name) for name in names]
         y_BxLxF = self(weights, x_BxLxD, joined)
         y_BxLxF = jax.lax.optimization_barrier(y_BxLxF) if self.looped else y_BxLxF
         y_BxLxSxW = y_BxLxF.reshape(*y_BxLxF.shape[:-1], self.shards, -1)
-        cuts = np.cumsum(shares)[:-1] * y_BxLxSxW.shape[-1] // sum(shares)
-        parts = (part.reshape(*y_BxLxF.shape[:-1], -1) for part in jnp.split(y_BxLxSxW, cuts.tolist(), axis=-1))
+        parts = (part.reshape(*y_BxLxF.shape[:-1], -1) for part in jnp.split(y_BxLxSxW, len(names), axis=-1))
         return [self._adapted(weights, x_BxLxD, name, y) for name, y in zip(names, parts, strict=True)]
 
     def _adapted(self, weights: Weights, x_BxLxD: jax.Array, name: str, y: jax.Array) -> jax.Array:
@@ -346,15 +343,11 @@ def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:
     """Queries, keys and values, of a layer that reads others' keys the queries alone; as projections leave them, where
     `attend` turns them."""
 
-    own = "q" if kind.kv == "read" else "qk" if kind.tied_values else "qkv"
-    shares = cfg.q_width(kind), cfg.kv_width(kind), cfg.kv_width(kind)
-    found = products.each(weights, h_BxLxD, [f"{which}_proj" for which in own], "qkv_proj", shares[: len(own)])
-    if products.looped and "qkv_proj" not in weights:
-        # else XLA splits the heads inside the product, and copies the layer's weights for that
-        found = list(map(jax.lax.optimization_barrier, found))
-    if cfg.qkv_bias:
-        biases = (weights[f"{which}_bias"].astype(h_BxLxD.dtype) for which in own)
-        found = [y + last(bias, y) for bias, y in zip(biases, found, strict=True)]
+    def product(which: str):
+        y = products(weights, h_BxLxD, f"{which}_proj")
+        if products.looped:  # else XLA splits the heads inside the product, and copies the layer's weights for that
+            y = jax.lax.optimization_barrier(y)
+        return y + last(weights[f"{which}_bias"].astype(h_BxLxD.dtype), y) if cfg.qkv_bias else y
 
     def heads(which: str, y):
         if _is_turned(cfg, kind, products):
@@ -366,10 +359,12 @@ def _heads(cfg, kind, weights, h_BxLxD, rotary, products) -> list[jax.Array]:
             y = rms_norm(y, weights[f"{which}_norm"], cfg.norm_eps, cfg.gain_offset)
         return turn(y, cfg.dim(kind), "qk".index(which))
 
-    turn = _turn(cfg, kind, weights, rotary)
-    if kind.tied_values and kind.kv != "read":
-        found.append(found[-1])
-    return [heads(which, y) for which, y in zip("qkv", found)]
+    turn, q = _turn(cfg, kind, weights, rotary), product("q")
+    if kind.kv == "read":
+        return [heads("q", q)]
+    k = product("k")
+    v = k if kind.tied_values else product("v")
+    return [heads("q", q), heads("k", k), heads("v", v)]
 
 
 # ----------------------------------------------------------------------- latent

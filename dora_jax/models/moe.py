@@ -80,7 +80,7 @@ def dense_specs(d: int, f: int, residual: float, name: str) -> dict[str, Spec]:
 def dense(weights: Weights, h_BxLxD: jax.Array, products: Products, name: str, gate: str = "silu") -> jax.Array:
     """SwiGLU, or the same with another activation."""
     names = [name.format(x) for x in ("gate", "up")]
-    inner = products.each(weights, h_BxLxD, names, name.format("gate_up"), (1, 1))
+    inner = products.each(weights, h_BxLxD, names, name.format("gate_up"))
     return products(weights, gated(gate, *inner), name.format("down"))
 
 

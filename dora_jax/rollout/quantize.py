@@ -1,10 +1,11 @@
 """Stage 2, device side: weights as an engine keeps them; weights and KV in fewer bits, where `rollout.weights` and
 `rollout.kv` ask for it.
 
-`grouped` and `joined` make one weight of a layer's projections that take one input, which is one product then:
-`qkv_proj` of q_proj, k_proj and v_proj, `gate_up_proj` of gate_proj and up_proj. A device of a tensor-parallel engine
-has its columns of each part side by side, so that a layer (attention.Products.each) parts what comes out without moving
-anything between devices. Weights that do not lie alike on the devices stay apart.
+`grouped` and `joined` make one weight of projections that take one input, which is one product then: `gate_up_proj` of
+gate_proj and up_proj. A device of a tensor-parallel engine has its columns of each part side by side, so that a layer
+(attention.Products.each) parts what comes out without moving anything between devices. Weights that do not lie alike on
+the devices would stay apart. Query, key and value do: a kernel takes each by itself, and to cut them out of one product
+are three small operations a layer more.
 
 Consumes one version's params in an engine's layout; produces the same tree with each projection as 8-bit values and
 one f32 scale an output channel, by which the product is multiplied. Embedding, head, gains and biases
@@ -34,8 +35,8 @@ WEIGHTS = {"": None, "published": None, "bfloat16": jnp.bfloat16, "int8": jnp.in
 OF_CPU = ("", "published", "bfloat16")  # weights that a CPU keeps turned
 KV = {"": None, "float8": jnp.float8_e4m3fn}
 OF_LINEAR = tuple(f"delta_{x}" for x in "qkvzo")
-NAMES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
-PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # of joined weights
+NAMES = ("q", "k", "v", "o", "gate", "up", "gate_up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # of joined weights
 PROJECTIONS = tuple(f"{x}_proj{of_sublayer}" for of_sublayer in ("", "_0", "_1") for x in NAMES)
 
 
