@@ -12,7 +12,7 @@ from dora_jax.ops import attention
 from dora_jax.rollout import quantize
 from tests.fakes.engine_rig import CFG, new_engine, weights
 
-NAMES, WIDTH = quantize.PARTS["gate_up_proj"], 16
+NAMES, WIDTH = quantize.JOINED["gate_up_proj"], 16
 
 
 def random(*shape):

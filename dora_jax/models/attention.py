@@ -100,7 +100,7 @@ class Products(NamedTuple):
 
     merge: tokens as one axis, since a CPU takes twice as long over a weight gradient summed over two. narrow: with
     weights, not with adapters, by `narrow_product`, where tokens are one axis.
-    shards: parts of a joined weight's columns (rollout/quantize.py), one a device.
+    shards: devices that the columns of a joined weight (rollout/quantize.py) are cut for.
     looped: the weights are slices of stacked ones. absorbed: latent attention in the form that serves. turns: `attend`
     turns the heads, where it gets a `HeadTurn`.
     gain: what low-rank adapters are multiplied by. rows: which of several adapters each row takes; None: there is one.
@@ -129,8 +129,8 @@ class Products(NamedTuple):
         y_BxLxF = self(weights, x_BxLxD, joined)
         y_BxLxF = jax.lax.optimization_barrier(y_BxLxF) if self.looped else y_BxLxF
         y_BxLxSxW = y_BxLxF.reshape(*y_BxLxF.shape[:-1], self.shards, -1)
-        parts = (part.reshape(*y_BxLxF.shape[:-1], -1) for part in jnp.split(y_BxLxSxW, len(names), axis=-1))
-        return [self._adapted(weights, x_BxLxD, name, y) for name, y in zip(names, parts, strict=True)]
+        ys = (y.reshape(*y_BxLxF.shape[:-1], -1) for y in jnp.split(y_BxLxSxW, len(names), axis=-1))
+        return [self._adapted(weights, x_BxLxD, name, y) for name, y in zip(names, ys, strict=True)]
 
     def _adapted(self, weights: Weights, x_BxLxD: jax.Array, name: str, y: jax.Array) -> jax.Array:
         if (adapter := adapter_of(weights, name, x_BxLxD.dtype)) is None:

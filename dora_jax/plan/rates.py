@@ -64,8 +64,7 @@ class Rates(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        parts = self.rollout_s, self.trainer_s, self.host_s
-        return max(parts) if self.apart else sum(parts)
+        return (max if self.apart else sum)((self.rollout_s, self.trainer_s, self.host_s))
 
     @property
     def balance(self) -> str:

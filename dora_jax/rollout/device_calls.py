@@ -219,7 +219,7 @@ class Calls:
         return jax.tree.map(self._laid_out, like, formats, self._grouped(params))
 
     def _laid_out(self, like: jax.ShapeDtypeStruct, format: Any, x: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-        """x: a weight, or the parts of a joined one."""
+        """x: a weight, or those that are joined."""
         if isinstance(x, jax.Array) and (not self.chooses or (x.dtype == like.dtype and x.format == format)):
             return x
         return _converted(self._devices, like.dtype, format)(x)

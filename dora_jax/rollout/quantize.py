@@ -2,10 +2,9 @@
 `rollout.kv` ask for it.
 
 `grouped` and `joined` make one weight of projections that take one input, which is one product then: `gate_up_proj` of
-gate_proj and up_proj. A device of a tensor-parallel engine has its columns of each part side by side, so that a layer
-(attention.Products.each) parts what comes out without moving anything between devices. Weights that do not lie alike on
-the devices would stay apart. Query, key and value do: a kernel takes each by itself, and to cut them out of one product
-are three small operations a layer more.
+gate_proj and up_proj. A device of a tensor-parallel engine has its columns of each side by side, so that a layer
+(attention.Products.each) splits what comes out without moving anything between devices. Query, key and value stay
+apart: a kernel takes each by itself, and to cut them out of one product are three small operations a layer more.
 
 Consumes one version's params in an engine's layout; produces the same tree with each projection as 8-bit values and
 one f32 scale an output channel, by which the product is multiplied. Embedding, head, gains and biases
@@ -36,7 +35,7 @@ OF_CPU = ("", "published", "bfloat16")  # weights that a CPU keeps turned
 KV = {"": None, "float8": jnp.float8_e4m3fn}
 OF_LINEAR = tuple(f"delta_{x}" for x in "qkvzo")
 NAMES = ("q", "k", "v", "o", "gate", "up", "gate_up", "down", "q_a", "q_b", "kv_a", "attn_gate", *OF_LINEAR)
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # of joined weights
+JOINED = {"gate_up_proj": ("gate_proj", "up_proj")}
 PROJECTIONS = tuple(f"{x}_proj{of_sublayer}" for of_sublayer in ("", "_0", "_1") for x in NAMES)
 
 
@@ -86,23 +85,23 @@ class Turned(OfLayer):
 
 
 def grouped(params: Params, shardings: Params, one: Callable[[Sequence], object] = tuple) -> Params:
-    """The tree with what `one` makes of its parts in the place of a joined weight. shardings: of all weights, in the
-    same layout."""
+    """The tree with what `one` makes of weights that are joined in their place. shardings: of all weights, in the same
+    layout."""
 
     def of_layer(weights: dict, places: dict) -> dict:
         weights = dict(weights)
-        for name, parts in PARTS.items():
-            if set(parts) <= set(places) and len({places[part].spec for part in parts}) == 1:
-                weights[name] = one([weights.pop(part) for part in parts])
+        for name, several in JOINED.items():
+            if set(several) <= set(places) and len({places[each].spec for each in several}) == 1:
+                weights[name] = one([weights.pop(each) for each in several])
         return weights
 
     return _layers(of_layer, params, shardings)
 
 
-def joined(parts: Sequence[jax.Array], devices: int) -> jax.Array:
+def joined(weights: Sequence[jax.Array], devices: int) -> jax.Array:
     """[..., D, sum of F] of weights [..., D, F], for an engine of so many devices."""
-    cut = [x.reshape(*x.shape[:-1], devices, -1) for x in parts]
-    return jnp.concatenate(cut, axis=-1).reshape(*parts[0].shape[:-1], -1)
+    cut = [x.reshape(*x.shape[:-1], devices, -1) for x in weights]
+    return jnp.concatenate(cut, axis=-1).reshape(*weights[0].shape[:-1], -1)
 
 
 def turned(params: Params, dtype: DTypeLike | None) -> Params:
@@ -176,8 +175,8 @@ def _projections(params: Params, one: Callable) -> Params:
 
 def _layers(of_layer: Callable[..., dict], *trees: Params) -> Params:
     """The first tree with what a function of a layer's, or of stacked layers', entries in all trees makes of them."""
-    found = {}
+    stacks = {}
     for name in decoder.stack_names(trees[0]):
         layers = [tree[name] for tree in trees]
-        found[name] = list(map(of_layer, *layers)) if isinstance(layers[0], list) else of_layer(*layers)
-    return trees[0] | found
+        stacks[name] = list(map(of_layer, *layers)) if isinstance(layers[0], list) else of_layer(*layers)
+    return trees[0] | stacks
