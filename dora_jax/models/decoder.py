@@ -590,8 +590,9 @@ def forward_carrying(
     params = adapted(params, adapters, adapter_index is not None)
     with jax.named_scope("embed"):
         x_BxLxD = _scaled(cfg, params["embed"][tokens_BxL].astype(dtype))
-    how = dict(looped=True, absorbed=True, turns=turns, shards=shards)
-    products = Products(True, **how, gain=adapter_gain, rows=adapter_index)
+    products = Products(
+        True, looped=True, absorbed=True, turns=turns, shards=shards, gain=adapter_gain, rows=adapter_index
+    )
     one_pass = _Pass(cfg, _rotary(cfg, positions_BxL), products, compute)
     own_NxBxLxP, ids = one_pass.own(params, tokens_BxL, x_BxLxD), None
     if cfg.experts:
