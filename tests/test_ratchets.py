@@ -27,7 +27,7 @@ CODE = {
     "cli": 463,
     "config": 869,
     "costs": 451,
-    "models": 4412,
+    "models": 4409,
     "ops": 813,
     "orchestrate": 2910,
     "plan": 1658,
