@@ -32,7 +32,7 @@ CODE = {
     "orchestrate": 2910,
     "plan": 1658,
     "report": 1260,
-    "rollout": 3664,
+    "rollout": 3659,
     "runtime": 12430,
     "serving": 2900,
     "sim": 2037,

@@ -11,9 +11,9 @@ of 135M; the accuracy to reach is the highest that TRL reaches in --minutes.
 Ours is `dora_jax.train` on configs/rows.py as it is shipped; the fields that both sides share, and paths, are given to
 it on its command line, which is printed. TRL trains in that type of --dtypes which made the shorter step: float32, and
 bfloat16 by autocast, which a CPU without bfloat16 products takes many minutes a step for; --micro_batch is its samples
-a backward pass. The accuracy to reach is fixed from TRL's own curve,
-and printed, before ours is run; what ours leaves out and overlaps is printed too, and off in the row `ours plain`
-(first seed; the compile cache is warm). `cold`: the compile cache was empty.
+a backward pass. The accuracy to reach is fixed from TRL's own curve, and printed, before ours is run; what ours leaves
+out and overlaps is printed too, and off in the row `ours plain` (first seed; the compile cache is warm). `cold`: the
+compile cache was empty.
 The clock is the same for both: from the start of the process until a checkpoint is on disk. Checkpoints are scored
 after the run by one scorer (race_trl.py): greedy answers of `transformers` in float32, on the same held-out rows, whose
 prompts must have the same ids on both sides. Between two checkpoints the accuracy counts as a straight line.

@@ -127,6 +127,7 @@ class Products(NamedTuple):
         if joined not in weights:
             return [self(weights, x_BxLxD, name) for name in names]
         y_BxLxF = self(weights, x_BxLxD, joined)
+        # one product, whatever XLA would make of the cut behind it
         y_BxLxF = jax.lax.optimization_barrier(y_BxLxF) if self.looped else y_BxLxF
         y_BxLxSxW = y_BxLxF.reshape(*y_BxLxF.shape[:-1], self.shards, -1)
         ys = (y.reshape(*y_BxLxF.shape[:-1], -1) for y in jnp.split(y_BxLxSxW, len(names), axis=-1))

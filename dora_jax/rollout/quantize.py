@@ -84,18 +84,17 @@ class Turned(OfLayer):
         return y[: len(x_MxD)].astype(x_MxD.dtype)
 
 
-def grouped(params: Params, shardings: Params, one: Callable[[Sequence], object] = tuple) -> Params:
-    """The tree with what `one` makes of weights that are joined in their place. shardings: of all weights, in the same
-    layout."""
+def grouped(params: Params, one: Callable[[Sequence], object] = tuple) -> Params:
+    """The tree, or one like it, with what `one` makes of weights that are joined in their place."""
 
-    def of_layer(weights: dict, places: dict) -> dict:
+    def of_layer(weights: dict) -> dict:
         weights = dict(weights)
         for name, several in JOINED.items():
-            if set(several) <= set(places) and len({places[each].spec for each in several}) == 1:
+            if weights.keys() >= set(several):
                 weights[name] = one([weights.pop(each) for each in several])
         return weights
 
-    return _layers(of_layer, params, shardings)
+    return _layers(of_layer, params)
 
 
 def joined(weights: Sequence[jax.Array], devices: int) -> jax.Array:
@@ -173,10 +172,6 @@ def _projections(params: Params, one: Callable) -> Params:
     return _layers(lambda weights: {name: one(w) if name in PROJECTIONS else w for name, w in weights.items()}, params)
 
 
-def _layers(of_layer: Callable[..., dict], *trees: Params) -> Params:
-    """The first tree with what a function of a layer's, or of stacked layers', entries in all trees makes of them."""
-    stacks = {}
-    for name in decoder.stack_names(trees[0]):
-        layers = [tree[name] for tree in trees]
-        stacks[name] = list(map(of_layer, *layers)) if isinstance(layers[0], list) else of_layer(*layers)
-    return trees[0] | stacks
+def _layers(of_layer: Callable[[dict], dict], params: Params) -> Params:
+    stacks = {name: params[name] for name in decoder.stack_names(params)}
+    return params | {name: list(map(of_layer, x)) if isinstance(x, list) else of_layer(x) for name, x in stacks.items()}

@@ -8,9 +8,10 @@ its slots full of samples, the trainer makes updates of their groups, of half of
 step looks at. Then `dora_jax.train` runs the command line as it is. What the host does in a step beside these programs
 (the controller; packing, publishing and reports of the roles) is the ledger's median of the warm-up steps, but for the
 first, which waits for compilations. Lengths, and the share of the samples that updates took, are those that the run
-had, for they belong to its task and not to the machine. What is measured are means over the steps after the warm-up, without those during which answers of an
-evaluation are sampled. Roles that share devices take their time one after the other, so that the
-step is what compares; a role's own seconds in the run are those that the other had the cores in, too.
+had, for they belong to its task and not to the machine. What is measured are means over the steps after the warm-up,
+without those during which answers of an evaluation are sampled. Roles that share devices take their time one after the
+other, so that the step is what compares; a role's own seconds in the run are those that the other had the cores in,
+too.
 """
 
 from __future__ import annotations
