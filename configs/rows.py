@@ -20,6 +20,7 @@ def get_config(arg=None):
     c.task.rewards = ("dora_jax.tasks.rewards.numeric",)
     c.task.heldout = 64
 
+    c.orchestrator.inflight = 0  # few where trainer and rollouts share the only device: it is busy without more
     c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 256, 256
     c.rollout.instances = 0  # as many as the devices hold; one where trainer and rollouts share a single device
     c.rollout.slots, c.rollout.pages = 64, 2048

@@ -75,6 +75,7 @@ MAX_BIASES = 300  # entries of a logit bias: OpenAI's limit
 MAX_TOP_LOGPROBS = 20  # the most likely tokens that a request may ask for with each token: OpenAI's limit
 KV_WRITERS = "write_kv", "turn_and_write_kv"  # kernels, by their names in a compiled program
 OWN_SAMPLING = "own_sampling"  # the scope of what a decode call computes for rows with `Sampling` alone
+SHORT_ROWS = "short_rows"  # scope of the loop over micro-batches whose rows are split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

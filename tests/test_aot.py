@@ -57,6 +57,7 @@ def test_collectives_of_a_loop_count_as_often_as_it_runs():
     named = text.replace('op_name="jit(unknown)/', 'op_name="jit(unknown)/even/')
     assert named != text
     assert hlo.CompiledText(named, 7, "even").collectives() == {"all-reduce": hlo.Traffic(1, 2 * 16 * 4)}
+    assert not hlo.CompiledText(named.replace("/even/", "/short_rows/"), 7, "even").collectives()
 
 
 def test_loops_in_loops_multiply():
@@ -446,6 +447,17 @@ def test_a_run_is_compiled_for_a_slice_that_is_not_here(monkeypatch):
     rollout = run_of().rollout
     assert instance.held["KV pool"] == pytest.approx((rollout.pages + 1) * rollout.page_size * 2 * 2 * 128 * 2 * 2 / 2)
     assert trainer.chip_bytes == sum(trainer.held.values()) + trainer.work_bytes < trainer.chip.hbm_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_short_rows_are_compiled_beside_whole_ones_and_a_page_is_of_these():
+    whole, split = (
+        aot.compile_roles(run_of(pack_tokens=512, row_splits=n), MODEL, only=("train",))[0].programs[0] for n in (1, 4)
+    )
+    assert whole.flops == split.flops and split.model_s == pytest.approx(whole.model_s, rel=0.05)
+    runs = [{one.name: one.runs for one in each.kernels if "splash" in one.name} for each in (whole, split)]
+    assert runs[0] == runs[1] and runs[0]
 
 
 @needs_libtpu

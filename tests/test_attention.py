@@ -141,7 +141,7 @@ def test_the_tpu_kernel_equals_the_reference_in_interpret_mode(length, lens, win
 
     monkeypatch.setattr(attention.ragged_paged_attention.MultiPageAsyncCopyDescriptor, "wait", wait)
     monkeypatch.setattr(attention, "BLOCK_QUERIES", 2)
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", (8, 16))
     case = tuple(map(jnp.asarray, pages_case(length, lens)))
     with pltpu.force_tpu_interpret_mode():
         got = attention.paged_attention(*case, Scores(128**-0.5, window))
@@ -164,6 +164,23 @@ def test_tokamax_writes_and_attends_as_the_reference(length, lens, dtype, atol, 
     )
     np.testing.assert_array_equal(pages, written)
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("context", "kv_heads", "dtype", "block"),
+    [
+        (4096 + 128, 2, jnp.bfloat16, 512),
+        (32768, 2, jnp.bfloat16, 2048),
+        (65536, 2, jnp.bfloat16, 2048),
+        (32768, 8, jnp.bfloat16, 512),  # 4 KiB a position
+        (32768, 8, jnp.int8, 1024),
+        (64, 2, jnp.bfloat16, 512),
+    ],
+)
+def test_blocks_of_a_kernel_grow_with_the_longest_context(context, kv_heads, dtype, block):
+    tables = jax.ShapeDtypeStruct((64, context // 64), jnp.int32)
+    pages = jax.ShapeDtypeStruct((1000, 64, 2 * kv_heads, 128), dtype)
+    assert attention.block_tokens(tables, pages) == block
 
 
 def test_pages_that_do_not_fit_the_queries_are_refused():

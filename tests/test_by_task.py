@@ -43,6 +43,7 @@ def get_config():
     c.rollout.slots, c.rollout.decode_steps, c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 16, 1, 8, 16
     c.orchestrator.groups_per_step, c.orchestrator.group_size = 3, 4
     c.trainer.pack_tokens, c.eval.every, c.eval.prompts = 64, 0, 4
+    c.trainer.row_splits = 2  # samples of 24 tokens at most fit into short rows of 32
     c.journal.keep_all = True
     return c
 """

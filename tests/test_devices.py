@@ -163,6 +163,26 @@ def test_the_compilation_cache_is_where_the_user_says(monkeypatch, ours, jaxs, u
             jax.config.update(name, value)
 
 
+@pytest.mark.parametrize(
+    "named, files, kept", [(None, ("null",), 0), (None, ("none",), 1), ("cpu", ("null",), 1), ("tpu", ("none",), 0)]
+)
+def test_a_process_that_computes_on_cpus_keeps_the_memory_that_it_frees(monkeypatch, named, files, kept):
+    """Also where no field asks for CPU devices: files are those that an accelerator would have in /dev."""
+    import jax
+
+    old = {name: getattr(jax.config, name) for name in ("jax_platforms", "jax_compilation_cache_dir")}
+    calls: list[int] = []
+    monkeypatch.setattr(devices, "ACCELERATORS", files)
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: calls.append(1))
+    try:
+        jax.config.update("jax_platforms", named)
+        devices.setup_platform(Config())
+    finally:
+        for name, value in old.items():
+            jax.config.update(name, value)
+    assert len(calls) == kept
+
+
 def test_description_names_idle_devices():
     assert devices.plan(8, config()).describe().splitlines() == [
         "devices: 8, trainer and instances own theirs",

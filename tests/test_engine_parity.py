@@ -38,7 +38,9 @@ def trainer_logprobs(cfg, params, samples):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", (*FAMILIES, *NEWER))
-def test_two_hundred_tokens(family, tmp_path):
+def test_two_hundred_tokens(family, tmp_path, request):
+    if family == "gemma4_text":  # its rounding, the largest of all, is held as a run compiles it
+        request.getfixturevalue("full_compile")
     model = torch_model(family, tied=family == "qwen2")
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)

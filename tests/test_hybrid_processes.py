@@ -30,6 +30,7 @@ HYBRID = (  # versions are all the base, so that one engine can make every sampl
     "--config.orchestrator.inflight=3",  # answers outlast a step or two, so that versions share the instances
     "--config.rollout.slots=16",
     "--config.rollout.decode_steps=1",
+    "--config.rollout.ladder=off",  # a narrower dispatch is used where its measured time pays, and may round otherwise
     "--config.rollout.max_prompt_tokens=64",
     "--config.rollout.max_new_tokens=96",
 )

@@ -1,6 +1,7 @@
 """Packing: every token where its trajectory says, static shape, nothing lost, and the group store."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -64,12 +65,13 @@ def trajectories(batch):
     shards=st.sampled_from([1, 2, 4]),
     micro=st.sampled_from([1, 2, 4]),
     share=st.booleans(),
+    splits=st.sampled_from([1, 2, 4]),
 )
-@settings(max_examples=40, deadline=None)
-def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, share):
+@settings(max_examples=60, deadline=None)
+def test_every_trajectory_stands_once_in_one_row(seed, n, size, shards, micro, share, splits):
     scored = cases.groups(n, size, seed)
     section = cases.section(micro_batches=micro)
-    batch, shape = packed(scored, section, shards, share_prompts=share)
+    batch, shape = packed(scored, section, shards, share_prompts=share, splits=1 if share else splits)
     advantages = estimate(
         "grpo", np.concatenate([g.rewards for g in scored]), np.repeat([g.group_id for g in scored], size)
     )
@@ -123,6 +125,37 @@ def test_each_sample_stands_in_the_first_row_with_room(seed, n, rows, tokens):
         free[first[0]] -= length + (own if first[0] not in holding[prompt] else 0)
         holding[prompt] += [first[0]] if own and first[0] not in holding[prompt] else []
     assert [place.row for place in layout.places_of(items, shape)[0]] == [want[i] for i in range(n)]
+
+
+def crossing(places, items, size):
+    """Rows with an item that stands in two short rows of this size."""
+    return {
+        place.row
+        for place, item in zip(places, items)
+        if place.start // size != (place.start + item.length - 1) // size
+    }
+
+
+def test_short_samples_stand_in_short_rows_behind_the_long_ones():
+    items = [layout.Item(b"", 0, n) for n in (3, 9, 4, 2, 4, 16, 3, 4, 1, 4, 4, 2)]
+    shape = layout.BatchShape(rows=8, tokens=16, micro_batches=4, splits=4)
+    places, _ = layout.places_of(items, shape)
+    order = shape.row_order().tolist()  # rows 0 and 1 of it are the first micro-batch
+    assert {order.index(row) for row in crossing(places, items, 4)} == {0, 1}
+    assert (order.index(places[5].row), order.index(places[1].row)) == (0, 1)
+    for row in {place.row for place in places}:
+        mine = sorted(
+            (place.start, item.length, place.segment) for place, item in zip(places, items) if place.row == row
+        )
+        assert all(a + n <= b for (a, n, _), (b, _, _) in itertools.pairwise(mine))
+        assert [segment for _, _, segment in mine] == list(range(1, len(mine) + 1))  # from left to right
+
+
+def test_rows_are_whole_where_short_ones_do_not_hold_all_samples():
+    items = [layout.Item(b"", 0, 5)] * 6  # a short row of 8 holds one, a row of 16 three
+    few, enough = (layout.BatchShape(rows=rows, tokens=16, micro_batches=1, splits=2) for rows in (2, 3))
+    assert crossing(layout.places_of(items, few)[0], items, 8) == {0, 1}
+    assert crossing(layout.places_of(items, enough)[0], items, 8) == set()
 
 
 @pytest.mark.parametrize("micro,shards,sent", [(2, 1, 1), (6, 2, 2), (24, 1, 6), (1, 2, 1)])

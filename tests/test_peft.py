@@ -1,5 +1,6 @@
 """PEFT folders: ours are peft's to read and peft's are ours, and what the decoder does not compute is refused."""
 
+import copy
 import json
 
 import jax
@@ -141,7 +142,9 @@ def test_peft_computes_what_our_folder_says_and_we_what_theirs_says(family, targ
     peft.save(tmp_path / "ours", cfg, shape, ours, str(tmp_path / "base"))
     jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "ours", cfg, shape, 0), ours)
     wrapped = theirs.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
-    np.testing.assert_allclose(logits(ours), torch_logits(wrapped, tokens()), atol=2e-4)
+    # rounded to float32, torch's are further from Gemma 4's than ours are
+    reference = copy.deepcopy(wrapped).double() if family == "gemma4_text" else wrapped
+    np.testing.assert_allclose(logits(ours), torch_logits(reference, tokens()), atol=2e-4)
     wrapped.save_pretrained(tmp_path / "theirs")  # and the way back
     try:
         found = peft.load(tmp_path / "theirs", cfg, shape, 0)

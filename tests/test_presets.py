@@ -28,6 +28,7 @@ from dora_jax.models.families import KNOWN
 from dora_jax.models.lora_config import Lora
 from dora_jax.plan import devices, presets, validate
 from dora_jax.runtime import cluster_backend
+from dora_jax.runtime.assembly import run
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 LENGTHS = {"max_prompt_tokens": 1024, "max_new_tokens": 3072}
@@ -67,6 +68,7 @@ CPU = {
     "rollout.prefill_chunk": 64,
     "rollout.prefill_tokens": 2048,
     "rollout.prefill_call_tokens": 128,
+    "rollout.decode_steps": 8,
     "rollout.late_results": "off",
     "rollout.ladder": "on",
     "trainer.attention": "reference",
@@ -76,6 +78,7 @@ TPU = {
     "model.dtype": "bfloat16",
     "rollout.attention": "tpu",
     "rollout.page_size": 64,
+    "rollout.decode_steps": 2,
     "rollout.late_results": "on",
     "rollout.ladder": "off",
     "trainer.attention": "splash",
@@ -159,6 +162,22 @@ def test_a_single_device_has_one_instance_of_two_versions(devices_there, instanc
     assert (config.rollout.residents, len(made)) == expected
 
 
+@pytest.mark.parametrize(
+    ("devices_there", "asked", "expected"),
+    [
+        (1, {}, 0.25),
+        (2, {}, 1.25),
+        (1, {"groups_per_step": 2}, 0.5),
+        (1, {"mode": "dora_paper"}, 1.25),
+        (1, {"inflight": 1.25}, 1.25),
+        (1, {"inflight": 0.75}, 0.75),
+    ],
+)
+def test_few_groups_are_in_flight_where_trainer_and_rollouts_share_the_only_device(devices_there, asked, expected):
+    given = Config(cpu_devices=devices_there, orchestrator=OrchestratorSection(**{"inflight": 0.0, **asked}))
+    assert resolved(given)[0].orchestrator.inflight == expected
+
+
 def test_what_the_user_sets_is_kept():
     asked = on(
         "v6e-8",
@@ -170,17 +189,19 @@ def test_what_the_user_sets_is_kept():
         asked.rollout,
         slots=32,
         residents=1,
+        decode_steps=2,
         ladder="off",
         prefill_chunk=512,
         prefill_tokens=1024,
         prefill_call_tokens=1024,
     )
     assert done.trainer == dataclasses.replace(
-        asked.trainer, attention="splash", share_prompts="off", expert_matmul="megablox"
+        asked.trainer, attention="splash", share_prompts="off", expert_matmul="megablox", row_splits=1
     )
     assert {choice.field for choice in choices} == {
         "rollout.slots",
         "rollout.ladder",
+        "rollout.decode_steps",
         "rollout.prefill_chunk",
         "rollout.prefill_tokens",
         "trainer.attention",
@@ -254,7 +275,8 @@ def test_a_kernel_that_does_not_take_the_rows_is_not_chosen_and_why_is_reported(
 def test_the_quickstart_runs_on_a_cpu_as_it_was_tuned():
     tree = config_files.load_file(f"{CONFIGS / 'quickstart.py'}")
     done, _ = resolved(validate.from_config_dict(tree))
-    assert {field: attrgetter(field)(done) for field in CPU} == CPU
+    own = {"rollout.decode_steps": 1}
+    assert {field: attrgetter(field)(done) for field in CPU} == CPU | own
     assert done.rollout.pages == 512 and done.rollout.compiler_options == done.trainer.compiler_options == {}
     assert done.trainer.moments == "float32"
 
@@ -577,3 +599,25 @@ def test_a_cpu_that_multiplies_bfloat16_does_so_for_models_that_no_cache_holds(t
 def test_rows_hold_a_longest_sample(slice_name, answers, row):
     asked = on(slice_name, {"max_prompt_tokens": 64, "max_new_tokens": answers}, {"pack_tokens": 0})
     assert resolved(asked)[0].trainer.pack_tokens == row
+
+
+@pytest.mark.parametrize(
+    "slice_name, trainer, splits",
+    [
+        ("v5p-16", {"pack_tokens": 4096}, 1),
+        ("v5p-16", {"pack_tokens": 12288}, 2),
+        ("v5p-16", {"pack_tokens": 131072}, 8),
+        ("v5p-16", {"pack_tokens": 131072, "context": 2}, 1),
+        ("v5p-16", {"pack_tokens": 131072, "row_splits": 2}, 2),
+        ("h100-8", {"pack_tokens": 32768}, 1),  # prompts are shared
+        ("h100-8", {"pack_tokens": 32768, "share_prompts": "off"}, 8),
+        ("laptop", {"pack_tokens": 32768}, 1),
+        ("laptop", {"row_splits": 4}, 4),
+    ],
+)
+def test_long_rows_of_short_samples_are_split(slice_name, trainer, splits):
+    config, choices = resolved(on(slice_name, trainer=trainer))
+    assert config.trainer.row_splits == splits == run.batch_layout(config, 1).splits
+    assert config.trainer.share_prompts == "off" or splits == 1
+    chosen_here = splits > 1 and "row_splits" not in trainer
+    assert [choice.value for choice in choices if choice.field == "trainer.row_splits"] == [splits] * chosen_here

@@ -19,25 +19,25 @@ SLACK = 1.02  # a figure is lowered once the tree is this much below it
 
 # room (the first folder; "." is the top) -> lines of code, without docstrings, comments and blank lines
 CODE = {
-    ".": 1051,
+    ".": 1052,
     "aot": 458,
     "base": 1718,
     "bench": 3437,
-    "buffer": 362,
+    "buffer": 383,
     "cli": 463,
-    "config": 869,
+    "config": 877,
     "costs": 451,
     "models": 4409,
-    "ops": 813,
+    "ops": 822,
     "orchestrate": 2910,
-    "plan": 1658,
+    "plan": 1688,
     "report": 1260,
     "rollout": 3659,
-    "runtime": 12430,
+    "runtime": 12431,
     "serving": 2900,
     "sim": 2037,
     "tasks": 4660,
-    "trainer": 2383,
+    "trainer": 2407,
 }
 PIECES = {"functions": 85.4, "lambdas": 5.4}  # in 1,000 lines of code of the wheel
 LOOSE = {"Any": 876, "Protocol": 30, "long lines": 1, "short files": 18, "ragged tables": 6}  # in the wheel

@@ -46,10 +46,10 @@ def measured(tmp_path):
 def test_rates_by_hand(measured):
     speeds = rates.RoleTimes(costs=measured, update_s=lambda micro_batches: 0.5 * micro_batches)
     found = rates.of(planned(), speeds, prompt=100, answer=300)
-    # a sample stops within a call of 8 steps, whose result is read one call late
+    # a sample stops within a call of 2 steps, whose result is read one call late
     assert (found.instances, found.rows, found.samples) == (4, 40, 128)  # 1.25 x 16 groups of 8 on four instances
     assert found.decode_s == pytest.approx(0.01 + 40 * 252 * 1e-6) and found.prefill_s == pytest.approx(0.001)
-    assert found.tokens_per_s == pytest.approx(300 / ((300 + 3.5 + 8) * found.decode_s / 40 + 0.001))
+    assert found.tokens_per_s == pytest.approx(300 / ((300 + 0.5 + 2) * found.decode_s / 40 + 0.001))
     assert found.rollout_s == pytest.approx(128 * 300 / (4 * found.tokens_per_s))
     # 128 samples of 400 tokens fill 12.5 rows of 4,096, and a micro-batch of the 128 rows has 8
     assert found.micro_batches == 2 and found.trainer_s == 1.0 and found.apart

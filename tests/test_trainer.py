@@ -278,6 +278,9 @@ def test_only_matrices_decay():
         ({"correction": "mask", "correction_params": {"level": "row"}}, "'row' is unknown: known are token, seq_sum"),
         ({"correction": "mask", "correction_params": {"level": "geometric", "metric": "k3"}}, "is of ratios, not of"),
         ({"kl_coef": 0.1}, "trainer.kl is 'none'"),
+        ({"row_splits": 3}, "trainer.row_splits=3 does not divide trainer.pack_tokens=32"),
+        ({"row_splits": 2, "context": 2}, "trainer.row_splits=2 splits rows that lie on trainer.context=2"),
+        ({"row_splits": 2, "share_prompts": "on"}, "trainer.row_splits=2 is not for trainer.share_prompts=on"),
         ({"kl_in": "reward"}, "needs trainer.kl"),
     ],
 )
@@ -353,6 +356,18 @@ def test_a_step_whose_empty_micro_batches_are_not_sent_is_the_same_to_the_bit(da
     assert got[:2] == wanted[:2]
     jax.tree.map(np.testing.assert_array_equal, got[2], wanted[2])
     assert not np.array_equal(got[2].params["embed"], first.params["embed"])
+
+
+def test_a_step_whose_short_samples_are_in_short_rows_is_the_same():
+    """Scores of two models, values, and the update, by the trainer of a section."""
+    mesh, found = sharding.make_mesh(jax.devices()[:1], 1, 1, 1), []
+    for splits in (1, 4):
+        section = cases.section(row_splits=splits, micro_batches=4, advantage="gae", kl="k3", kl_coef=0.1)
+        trainer = step.Trainer(cases.MODEL, section, mesh, cases.params(), total_steps=20)
+        batch = cases.batch(trainer, cases.groups(7, 4), score=trainer.score, rows=16, splits=splits)
+        scores = [np.sort(getattr(batch, name)[batch.mask]) for name in ("old_logprobs", "ref_logprobs", "values")]
+        found.append((scores, trainer.step(batch)["trainer/loss"], host(trainer.state.params)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *found)
 
 
 def test_scores_are_computed_in_micro_batches_that_hold_tokens():

@@ -40,7 +40,7 @@ def batch(micro_batches=1, shards=1, objective=RICH, **layout):
 
 
 def loss_and_gradient(
-    arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, remat="none", objective=RICH, **more
+    arrays, *, data=1, fsdp=1, tensor=1, context=1, micro_batches=1, splits=1, remat="none", objective=RICH, **more
 ):
     mesh = sharding.make_mesh(jax.devices()[: data * fsdp * tensor * context], data, fsdp, tensor, context)
     section = cases.section(micro_batches=micro_batches, **objective)
@@ -50,7 +50,7 @@ def loss_and_gradient(
 
     def run(params, arrays):
         grads, sums = step.accumulate(
-            functools.partial(step.micro_loss, model, section), params, specs, arrays, section.micro_batches
+            functools.partial(step.micro_loss, model, section), params, specs, arrays, section.micro_batches, splits
         )
         return sums["loss"], grads
 
@@ -148,6 +148,18 @@ def test_micro_batches(expected, micro_batches):
 
 def test_micro_batches_on_a_mesh(expected):
     assert_same(loss_and_gradient(batch(2, 4).arrays(), fsdp=2, data=2, tensor=2, micro_batches=2), expected)
+
+
+@pytest.mark.parametrize("micro_batches,mesh", [(4, {}), (1, {}), (4, {"fsdp": 2, "tensor": 2})])
+def test_short_rows(expected, micro_batches, mesh):
+    """Long samples are in the first micro-batches, and the third one's rows hold none."""
+    arrays = batch(micro_batches, mesh.get("fsdp", 1), splits=4).arrays()
+    splits = arrays["segment_ids"].reshape(-1, micro_batches, 4, 8)
+    long = ((splits[:, :, :-1, -1] == splits[:, :, 1:, 0]) & (splits[:, :, 1:, 0] > 0)).any((0, 2))
+    if micro_batches == 4:
+        assert long.tolist() == [True, True, False, False]
+        assert (splits > 0).any((0, 2, 3)).tolist() == [True, True, True, False]
+    assert_same(loss_and_gradient(arrays, micro_batches=micro_batches, splits=4, **mesh), expected)
 
 
 def one_sequence_a_row(packed):

@@ -207,7 +207,7 @@ def _plain_loss(cfg, params, batch):
         w = {name: stacked[i] for name, stacked in params["layers"].items()}
         h = norm(x, w["attn_norm"])
         q, k, v = ((h @ w[f"{n}_proj"]).reshape(b, length, -1, cfg.head_dim) for n in "qkv")
-        q, k = rotate(norm(q, w["q_norm"])), rotate(norm(k, w["k_norm"]))
+        q, k = (rotate(norm(x, w[name]) if name in w else x) for x, name in ((q, "q_norm"), (k, "k_norm")))
         x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(b, length, -1) @ w["o_proj"]
         h = norm(x, w["mlp_norm"])
         x = x + (jax.nn.silu(h @ w["gate_proj"]) * (h @ w["up_proj"])) @ w["down_proj"]

@@ -2,8 +2,10 @@
 
 Laws: the shape depends on the config alone; samples are placed by falling length, so the same samples always lie in the
 same places, whatever their order; the rows that hold tokens fill whole micro-batches first. Rows are enough for the
-longest samples, and most of a large batch is then empty: its last micro-batches are neither packed nor sent. Every
-process places all samples, alike, and fills the rows of the shards that its devices hold.
+longest samples, and most of a large batch is then empty: its last micro-batches are neither packed nor sent. Where rows
+are split, those behind the micro-batches of long samples hold none that stands in two short rows, each of which the
+trainer computes as a row. Every process places all samples, alike, and fills the rows of the shards that its devices
+hold.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class BatchShape:
     tokens: int  # L
     micro_batches: int  # M; B is a multiple of M * shards
     shards: int = 1  # data-parallel shards of the mesh
+    splits: int = 1  # short rows of a row that holds no longer sample
     share_prompts: bool = False
     skip_zero_advantage: bool = False
     routes: Routes | None = None  # of what the samples carry; None: the trainer's routers choose
@@ -76,6 +79,7 @@ def layout(
     samples: int,
     max_tokens: int,
     shards: int = 1,
+    splits: int = 1,
     share_prompts: bool = False,
     skip_zero_advantage: bool = False,
 ) -> BatchShape:
@@ -94,6 +98,7 @@ def layout(
         tokens=pack_tokens,
         micro_batches=micro_batches,
         shards=shards,
+        splits=splits,
         share_prompts=share_prompts,
         skip_zero_advantage=skip_zero_advantage,
     )
@@ -124,22 +129,22 @@ class Place(NamedTuple):
     prompt_segment: int = 0
 
 
-class _Rows:
-    """Rows that are being filled from the left; how much is free stands in a tree of maxima, so that the first row with
-    room is found in O(log rows)."""
+class _Bins:
+    """Bins that are being filled from the left; how much is free stands in a tree of maxima, so that the first bin with
+    room is found in O(log bins)."""
 
-    def __init__(self, rows: int, tokens: int):
-        self._tokens, self._leaves = tokens, 1 << (rows - 1).bit_length()
-        self._free = [0] * (2 * self._leaves)  # of row k: at _leaves + k; above it the larger one of each two
-        self._free[self._leaves : self._leaves + rows] = [tokens] * rows
+    def __init__(self, sizes: Sequence[int]):
+        self._sizes, self._leaves = sizes, 1 << (len(sizes) - 1).bit_length()
+        self._free = [0] * (2 * self._leaves)  # of bin k: at _leaves + k; above it the larger one of each two
+        self._free[self._leaves : self._leaves + len(sizes)] = sizes
         for node in range(self._leaves - 1, 0, -1):
             self._free[node] = max(self._free[2 * node], self._free[2 * node + 1])
-        self._segments = [0] * rows
-        self._prompts: dict[bytes, dict[int, tuple[int, int]]] = collections.defaultdict(dict)  # row -> start, segment
+        self.segments = [0] * len(sizes)  # of each bin
+        self._prompts: dict[bytes, dict[int, tuple[int, int]]] = collections.defaultdict(dict)  # bin -> start, segment
 
     def place(self, item: Item) -> Place | None:
-        """First into a row that holds the item's prompt, else into the first one; None: no row has room. Rows are in
-        the order in which they are filled."""
+        """First into a bin that holds the item's prompt, else into the first one; None: no bin has room. The `row` of
+        the place is the bin; they are in the order in which they are filled."""
         holding = self._prompts[item.prompt] if item.shared else {}
         k = next((k for k in holding if self._free[self._leaves + k] >= item.length), None)
         if k is None:
@@ -156,12 +161,12 @@ class _Rows:
     def _take(self, k: int, tokens: int) -> tuple[int, int]:
         """Start and segment of the tokens that are now taken."""
         node = self._leaves + k
-        start, self._segments[k] = self._tokens - self._free[node], self._segments[k] + 1
+        start, self.segments[k] = self._sizes[k] - self._free[node], self.segments[k] + 1
         self._free[node] -= tokens
         while node > 1 and self._free[node // 2] != (most := max(self._free[node], self._free[node ^ 1])):
             node //= 2
             self._free[node] = most
-        return start, self._segments[k]
+        return start, self.segments[k]
 
 
 def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], BatchShape]:
@@ -169,18 +174,41 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], Ba
 
     Ties by index, so the same samples always land in the same place. Returns the places, and the shape of the
     micro-batches that hold them (`BatchShape.holding`), in whose rows they stand."""
-    rows = _Rows(shape.rows, shape.tokens)
-    places: dict[int, Place] = {}
     total: collections.Counter[bytes] = collections.Counter()
     for item in items:
         total[item.prompt] += item.length if item.shared else 0
-    for i in sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i)):
-        if (place := rows.place(items[i])) is None:
-            raise ValueError(
-                f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
-                f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
-            )
-        places[i] = place
+    falling = sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i))
+    places = _placed(items, falling, shape, shape.rows)
+    if not places:
+        raise ValueError(
+            f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
+            f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
+        )
+    if shape.splits > 1:
+        # Rows up to the end of the last micro-batch with a sample longer than a short row stay whole, and all of them
+        # where short ones, which waste more, have too little room. Long samples come first, and stand as they stood
+        long = [place.row for i, place in places.items() if items[i].length > shape.tokens // shape.splits]
+        per_micro = shape.rows // shape.micro_batches
+        places = _placed(items, falling, shape, -(-(1 + max(long, default=-1)) // per_micro) * per_micro) or places
     sent = shape.holding(1 + max(place.row for place in places.values()))
     order = sent.row_order().tolist()
-    return [Place(order[(place := places[i]).row], *place[1:]) for i in range(len(items))], sent
+    return [place._replace(row=order[place.row]) for _, place in sorted(places.items())], sent
+
+
+def _placed(items: Sequence[Item], falling: Sequence[int], shape: BatchShape, whole: int) -> dict[int, Place] | None:
+    """Places of these items, where the first rows are whole and the others are split; None: they do not fit."""
+    size = shape.tokens // shape.splits
+    bins = _Bins([shape.tokens] * whole + [size] * ((shape.rows - whole) * shape.splits))
+    places = dict[int, Place]()
+    for i in falling:
+        if (at := bins.place(items[i])) is None:
+            return None
+        places[i] = at
+    for i, place in places.items():
+        row, split = divmod(max(place.row - whole, 0), shape.splits)
+        places[i] = place._replace(
+            row=min(place.row, whole) + row,
+            start=split * size + place.start,
+            segment=sum(bins.segments[place.row - split : place.row]) + place.segment,
+        )
+    return places

@@ -84,7 +84,7 @@ class RolloutSection:
     max_new_tokens: int = field(128, "longest response; of an episode, all its turns", ge=1, change=AFRESH)
     prefill_tokens: int = field(0, "prompt tokens a tick may prefill; 0: by platform", ge=0, tuning=True)
     prefill_call_tokens: int = field(0, "prompt tokens of one prefill dispatch; 0: by platform", ge=0, tuning=True)
-    decode_steps: int = field(8, "decode steps a dispatch", ge=1)
+    decode_steps: int = field(0, "decode steps a dispatch; 0: by platform", ge=0)
     decode_rows: int = field(0, "rows of a decode dispatch, a divisor of slots; 0: slots", ge=0, tuning=True)
     prefill_chunk: int = field(0, "tokens of a prompt in one dispatch; 0: by platform", ge=0, tuning=True)
     context_block: int = field(128, "tokens a block, in which the past is attended to", ge=1, tuning=True)
@@ -145,7 +145,12 @@ class OrchestratorSection:
     )
     groups_per_step: int = field(16, "P", ge=1)
     group_size: int = field(8, "G", ge=1)
-    inflight: float = field(1.25, "groups outstanding beyond the batch in training, in units of P", ge=0, change=LEARNS)
+    inflight: float = field(
+        1.25,
+        "groups in flight beyond the batch in training, in units of P; 0: few where all share one device, else 1.25",
+        ge=0,
+        change=LEARNS,
+    )
     rebalance_period_s: float = field(0.5, "seconds between two looks at the instances' load", gt=0, change=FREE)
     max_filtered_rounds: int = field(
         10, "consecutive batches' worth of filtered groups that stop the run", ge=1, tuning=True, change=FREE
@@ -186,6 +191,9 @@ class TrainerSection:
     context: int = field(1, "mesh axis: positions of a row", ge=1, change=FREE)
     expert: int = field(1, "mesh axis: batch rows and, of a mixture of experts, the experts", ge=1, change=FREE)
     pack_tokens: int = field(512, "L: packed row length; 0: by platform, a longest sample fits", ge=0, change=FREE)
+    row_splits: int = field(
+        0, "short rows that a row of short samples is split into; 0: by platform", ge=0, tuning=True, change=FREE
+    )
     rows: int = field(0, "B: packed rows a step; 0: derived from groups, G and the length limits", ge=0, change=FREE)
     micro_batches: int = field(1, "forward and backward passes an update", ge=1, change=FREE)
     share_prompts: Literal["auto", "on", "off"] = field(

@@ -87,9 +87,11 @@ def chunk_attention(
 
 # ------------------------------------------------------------------- pages
 
-# The kernels' blocks. Fixed, though both packages have tables of tuned ones: those depend on the number of pages in the
-# table, and a sample's bits would then depend on the longest context of its call.
-BLOCK_TOKENS = 512  # KV positions that one step of a kernel streams: enough to keep the memory busy
+# The kernels' blocks. Of an engine all calls of one kind have tables of one width, and so blocks of one size, on which
+# bits depend: they do not depend on what is beside a sample.
+BLOCK_TOKENS = 512, 2048  # KV positions that one step of a kernel streams: the fewest and the most,
+BLOCK_BYTES = 2 << 20  # but for the fewest no more than this, of which two are in a chip's fast memory
+BLOCKS = 8  # of a longest context: a row reads half a block more than it has, and a block costs its start
 BLOCK_QUERIES = 32  # of a prompt's chunk; a sequence with a single query has a block of its own, else it would be
 # computed once for each of its neighbours
 PLATFORMS = {"tpu": "tpu", "tokamax": "tpu", "gpu": "gpu"}  # where a kernel runs
@@ -149,11 +151,21 @@ def paged_step(
     return paged_kernel(impl, rank)(q_SxLxHxD, pages, where.lens_S, tables_SxM, *how), pages
 
 
+def block_tokens(tables_SxM, kv_pages_NxPxCxD) -> int:
+    """KV positions that one step of a TPU kernel streams, a power of two. jax's table of tuned sizes, which has
+    contexts up to 4,096 on v5e and v6e, says 1,024 to 4,096 for pages of 128 and more and rows that are full."""
+    _, page, heads, d = kv_pages_NxPxCxD.shape
+    least, most = BLOCK_TOKENS
+    fitting = BLOCK_BYTES // (heads * d * kv_pages_NxPxCxD.dtype.itemsize)
+    wanted = min(most, fitting, tables_SxM.shape[1] * page // BLOCKS)
+    return max(least, 1 << wanted.bit_length() >> 1)
+
+
 def paged_attention(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM, scores: Scores) -> jax.Array:
     """`paged_step` with the KV written already, by jax's ragged paged attention for TPUs."""
     check_pages(q_SxLxHxD, kv_pages_NxPxCxD, kv_lens_S, tables_SxM)
     s, length, heads, d = q_SxLxHxD.shape
-    block_pages = max(1, BLOCK_TOKENS // kv_pages_NxPxCxD.shape[1])
+    block_pages = max(1, block_tokens(tables_SxM, kv_pages_NxPxCxD) // kv_pages_NxPxCxD.shape[1])
     tables_SxM = jnp.pad(tables_SxM, ((0, 0), (0, max(0, block_pages - tables_SxM.shape[1]))))
     narrower = kv_pages_NxPxCxD.dtype != q_SxLxHxD.dtype
     scales = {"k_scale": 1.0, "v_scale": 1.0} if narrower else {}  # with them the kernel widens what it reads
@@ -193,7 +205,8 @@ def tokamax_step(
     options |= {"k_scale": 1.0, "v_scale": 1.0} if narrower else {}
     attend = reference.batched_ragged_paged_attention_reference
     if implementation == "kernel":
-        blocks, attend = dict(bkv_sz=BLOCK_TOKENS, n_buffer=3), wrapper.ragged_paged_attention
+        attend = wrapper.ragged_paged_attention
+        blocks = dict(bkv_sz=block_tokens(tables_SxM, kv_pages_NxPxCxD), n_buffer=3)
         options |= dict(
             decode_block_sizes=configs.BlockSizes(bq_sz=1, bq_c_sz=1, batch_size=8, **blocks),
             prefill_block_sizes=configs.BlockSizes(bq_sz=128, bq_c_sz=64, batch_size=2, **blocks),

@@ -21,7 +21,16 @@ from typing import Any, NamedTuple, TypeVar
 from dora_jax import config as configs
 from dora_jax.base import chips
 from dora_jax.base.chips import Machine
-from dora_jax.config import Config, ConfigError, ModelSection, RolloutSection, SftSection, TrainerKernel, TrainerSection
+from dora_jax.config import (
+    Config,
+    ConfigError,
+    ModelSection,
+    OrchestratorSection,
+    RolloutSection,
+    SftSection,
+    TrainerKernel,
+    TrainerSection,
+)
 from dora_jax.models import families
 from dora_jax.models.families.config import Experts, Latent, ModelConfig
 from dora_jax.models.hf_config import read_config
@@ -62,8 +71,10 @@ UNKNOWN = Machines(Machine(), Machine())
 LADDER_ROWS = 16  # of a decode dispatch, from which on narrower ones are worth a compilation
 SLOTS = 32  # of an instance on a CPU, and the fewest that are chosen elsewhere
 SLOTS_MULTIPLE = 8  # rows of a TPU's tile
+ALONE = 0.25  # orchestrator.inflight on one device
 ROW, ROW_MULTIPLE = 1024, 512  # tokens of a packed row: the fewest, and what divides them
 CPU_ROW, CPU_ROW_MULTIPLE = 256, 128
+ROW_SPLITS, SHORT_ROW = (2, 4, 8), 4096  # of a row of short samples: into so many, of at least so many tokens
 NARROW_PARAMETERS = 32 << 20  # of a model whose projections a CPU multiplies in bfloat16: smaller ones lie in caches
 OF_MODEL = (  # what a model decides, where it is open
     "rollout.weights",
@@ -72,10 +83,11 @@ OF_MODEL = (  # what a model decides, where it is open
     "rollout.pages",
     "rollout.window_pages",
     "trainer.share_prompts",
+    "trainer.row_splits",
 )
 
 Presets = dict[str, tuple[Any, str]]  # field of a section -> value, reason
-Section = TypeVar("Section", ModelSection, RolloutSection, TrainerSection)
+Section = TypeVar("Section", ModelSection, OrchestratorSection, RolloutSection, TrainerSection)
 Role = TypeVar("Role", RolloutSection, TrainerSection)
 
 
@@ -166,7 +178,15 @@ def plan(config: Config, found: Machines, model: ModelConfig | None = None) -> P
     model_section = _filled("model", config.model, {"dtype": dtype}, choices)
     trainer = _filled("trainer", config.trainer, {"pack_tokens": _row(config, found.trainer)}, choices)
     trainer = _filled("trainer", trainer, _trainer(trainer, found.trainer, model_section.dtype), choices)
-    config = dataclasses.replace(config, rollout=rollout, model=model_section, trainer=trainer)
+    load = OrchestratorSection().inflight, "trainer and rollouts seldom wait for each other"
+    whole_steps = config.task.mix or config.orchestrator.mode == "dora_paper"
+    if found.trainer.devices <= 1 and not (config.cluster.launcher or whole_steps):
+        least = 1 / config.orchestrator.groups_per_step
+        load = max(ALONE, least), "the only device is busy without more, and few samples are of earlier versions"
+    orchestrator = _filled("orchestrator", config.orchestrator, {"inflight": load}, choices)
+    config = dataclasses.replace(
+        config, orchestrator=orchestrator, rollout=rollout, model=model_section, trainer=trainer
+    )
     done = Plan(asked=asked, machines=found, config=config, choices=tuple(choices), model=model)
     return with_model(done, model)
 
@@ -184,11 +204,13 @@ def with_model(planned: Plan, model: ModelConfig | None) -> Plan:
     those that were asked for, those that fit beside the model, or where that is not known those that the slots need."""
     asked = {name: getattr(planned.asked.rollout, name) for name in ("slots", "pages", "window_pages", "weights")}
     choices = [choice for choice in planned.choices if choice.field not in OF_MODEL]
-    open_again = {name: getattr(planned.asked.trainer, name) for name in ("share_prompts", "matmul")}
+    open_again = {name: getattr(planned.asked.trainer, name) for name in ("share_prompts", "matmul", "row_splits")}
     trainer = dataclasses.replace(planned.config.trainer, **open_again)
     shared = _share_prompts(trainer, is_recurrent(planned.config, model))
     narrow = {role: _narrow(planned.config, machine, model) for role, machine in planned.machines._asdict().items()}
     trainer = _filled("trainer", trainer, {"share_prompts": shared, "matmul": narrow["trainer"]}, choices)
+    splits = _row_splits(trainer, planned.machines.trainer)
+    trainer = _filled("trainer", trainer, {"row_splits": splits}, choices if splits[0] > 1 else [])
     rollout, on_cpu = planned.config.rollout, planned.machines.instances.platform == "cpu"
     config = dataclasses.replace(planned.config, trainer=trainer, rollout=dataclasses.replace(rollout, **asked))
     slots = SLOTS, "a CPU takes as long for more"
@@ -410,6 +432,7 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
                 128 if kernel == "reference" else section.prefill_tokens or 256,
                 "products of so many run at speed; more is padding when few prompts wait",
             ),
+            "decode_steps": (8, "a dispatch costs the host its time, whose cores decode"),
             "late_results": ("off", "host and device are the same cores"),
         }
     size, why = PAGE_SIZES[0], "a page is one read of the kernel"
@@ -424,6 +447,7 @@ def _rollout(section: RolloutSection, machine: Machine) -> Presets:
         "prefill_chunk": (512, "one pass over the weights serves so many tokens of a prompt"),
         "prefill_call_tokens": (section.prefill_tokens or 1024, "one pass over the weights serves all of a tick's"),
         "prefill_tokens": (1024, "matrix products of so many tokens are bound by compute, not by the weights"),
+        "decode_steps": (2, "a row whose sample has stopped decodes to the end of the dispatch behind it"),
         "late_results": ("on", "the device decodes while the host plans the next call"),
         "compiler_options": ROLLOUT_OPTIONS.get(machine.chip, NONE),
     }
@@ -457,9 +481,19 @@ def _share_prompts(section: TrainerSection, recurrent: bool) -> tuple[str, str]:
         return "off", "the recurrent state of a prompt is not handed on to its answers"
     if section.attention == "splash":
         return "off", "splash compares segment ids alone"
+    if section.row_splits > 1:
+        return "off", "a prompt would have to stand in each short row of trainer.row_splits"
     if section.advantage in objective.ALONE:
         return "off", f"the advantage {section.advantage} takes the gradient of each trajectory alone"
     return "on", "a group's prompt is computed once a row"
+
+
+def _row_splits(section: TrainerSection, machine: Machine) -> tuple[int, str]:
+    """How many short rows a packed row of short samples is split into."""
+    tokens, whole = section.pack_tokens, section.context > 1 or section.share_prompts == "on"
+    fit = [n for n in ROW_SPLITS if tokens >= n * SHORT_ROW and tokens % (n * ROW_MULTIPLE) == 0]
+    splits = 1 if machine.platform == "cpu" or whole else max(fit, default=1)
+    return splits, "scores grow with the square of a row, and short samples need no long one"
 
 
 def _refusals(planned: Plan) -> Iterator[str]:

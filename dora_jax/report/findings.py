@@ -16,7 +16,7 @@ MARGIN = 0.10  # between the idle shares of the two roles, before one of them is
 BUSY = 0.05  # an idle share below this is no loss worth a sentence
 KOLMOGOROV = 1.36  # 5 % point of sqrt(n m / (n + m)) * D, for independent samples
 ADVICE = {  # what the busier role waits for -> which role is the bottleneck, and what to change
-    "rollouts": "Rollout is the bottleneck: give it more instances or devices, or raise orchestrator.inflight.",
+    "rollouts": "Rollout is the bottleneck: give it more devices; on some of its own, raise orchestrator.inflight.",
     "a rollout instance": "Rollout is the bottleneck: no instance was up.",
     "stragglers": (
         "The longest answers are the bottleneck: a higher orchestrator.max_versions lets the trainer go on without "

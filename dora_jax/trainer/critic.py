@@ -65,8 +65,9 @@ class Critic:
 
     def update(self, state: CriticState, arrays: Any, accumulate: Any) -> tuple[CriticState, dict[str, jax.Array]]:
         """One optimizer step; not finite: the state stays, and `skipped` is 1. `accumulate` is step.accumulate."""
+        where, section = self.shardings(self.model.mesh).params, self.section
         grads, sums = accumulate(
-            self.loss, state.params, self.shardings(self.model.mesh).params, arrays, self.section.micro_batches
+            self.loss, state.params, where, arrays, section.micro_batches, max(section.row_splits, 1)
         )
         norm = optax.tree.norm(grads)
         ok = jnp.isfinite(norm) & jnp.isfinite(sums["value_loss"])

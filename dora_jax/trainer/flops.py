@@ -15,12 +15,14 @@ from dora_jax.base.chips import CHIPS, DEVICE_KINDS
 from dora_jax.costs.update import model_flops
 from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.grouped_experts import EVEN_LOAD
+from dora_jax.types import SHORT_ROWS
 
 XLA_GROUPED = "ragged-dot-none"  # what XLA:TPU calls its own kernel of a grouped product
 
 
 def traced_flops(jaxpr: Any, loops: int = 1) -> float:
-    """FLOPs of all devices together. `loops`: how often a loop runs whose count is only known at run time."""
+    """FLOPs of all devices together. `loops`: how often a loop runs whose count is only known at run time; that over
+    rows of short samples never does."""
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -36,7 +38,8 @@ def traced_flops(jaxpr: Any, loops: int = 1) -> float:
             if eqn.primitive.name == "scan":
                 times = eqn.params["length"]
             elif eqn.primitive.name == "while":
-                times = 1 if EVEN_LOAD in str(eqn.source_info.name_stack) else loops
+                scope = str(eqn.source_info.name_stack)
+                times = 1 if EVEN_LOAD in scope else 0 if SHORT_ROWS in scope else loops
             elif eqn.primitive.name == "shard_map":  # its inner shapes are one device's
                 times = eqn.params["mesh"].size
             total += times * sum(traced_flops(each, loops) for each in jax.extend.core.jaxprs_in_params(eqn.params))

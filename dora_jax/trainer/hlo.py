@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from dora_jax.types import OWN_SAMPLING
+from dora_jax.types import OWN_SAMPLING, SHORT_ROWS
 
 Dims = tuple[int, ...]
 SHARED_CHANNEL = "1"  # JAX gives it to every collective of a shard_map: it tells none from another
@@ -71,7 +71,7 @@ class CustomCall:
 
 class CompiledText:
     """A compiled program's text. `loops`: how often a loop runs whose count is only known at run time; one in the named
-    scope `once` counts once."""
+    scope `once` counts once, that over rows of short samples never: pages are of full rows."""
 
     def __init__(self, text: str, loops: int = 1, once: str | None = None):
         # Instructions of each computation, and the name of the entry. A kernel's metadata may run over several lines.
@@ -194,7 +194,8 @@ class CompiledText:
                     [condition] = re.findall(r"condition=%?([\w.\-]+)", line)[:1]
                     trips = {n for text in self._bodies[condition] for n in re.findall(r" constant\((\d+)\)", text)}
                 known = int(trips.pop()) if len(trips) == 1 else 0
-                self._visit(body[1], times * (known or (1 if self._once and self._once in line else self._loops)))
+                unknown = 1 if self._once and self._once in line else 0 if SHORT_ROWS in line else self._loops
+                self._visit(body[1], times * (known or unknown))
             if " conditional(" in line and OWN_SAMPLING in line:  # no sample of a run takes it
                 continue
             for one, several in _CALLED.findall(line):

@@ -1,11 +1,15 @@
 """Stage 5, train: the loss of one micro-batch, and what adds up over the micro-batches of an update. Inside the jit.
 
+Where rows are split (`trainer.row_splits`), micro-batches behind the last one with a segment in two short rows are
+computed with each short row as one: scores grow with the square of a row.
+
 Law: everything here is a plain sum, because what it is divided by travels in the batch; empty micro-batches are not
 computed. The load-balance loss alone is of a micro-batch's own tokens: it is no sum over tokens.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,20 +19,21 @@ import optax
 from dora_jax.config import TrainerSection
 from dora_jax.trainer import correction, health, loss
 from dora_jax.trainer.model import Arrays, Model
+from dora_jax.types import SHORT_ROWS
 
 
 def accumulate(
-    loss_fn: Any, params: Any, specs: Any, arrays: Arrays, micro_batches: int
+    loss_fn: Any, params: Any, specs: Any, arrays: Arrays, micro_batches: int, splits: int = 1
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Gradients and metric sums over the micro-batches that hold tokens. loss_fn(params, arrays) -> (loss, sums)."""
     grad_fn = jax.grad(loss_fn, has_aux=True)
-    if micro_batches == 1:
+    if micro_batches == splits == 1:
         grads, sums = grad_fn(params, arrays)
         return optax.tree.cast(grads, jnp.float32), sums
     split = split_rows(arrays, micro_batches)
 
-    def body(i, carry):
-        grads, sums = grad_fn(params, _part(split, i))
+    def body(of_row, i, carry):
+        grads, sums = grad_fn(params, short_rows(micro_batch_of(split, i), of_row))
         grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, carry[0], grads), specs)
         joined = {
             name: jnp.maximum(x, sums[name]) if name.endswith("_max") else x + sums[name]
@@ -39,9 +44,7 @@ def accumulate(
     shapes = jax.eval_shape(lambda p, a: grad_fn(p, a)[1], params, {k: v[:, 0] for k, v in split.items()})
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     zeros = jax.lax.with_sharding_constraint(zeros, specs)
-    return jax.lax.fori_loop(
-        0, _used(split), body, (zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-    )
+    return _over_micro_batches(split, splits, body, (zeros, optax.tree.zeros_like(shapes)))
 
 
 def split_rows(arrays: Arrays, micro_batches: int) -> dict[str, jax.Array]:
@@ -60,19 +63,19 @@ def widened(micro_batches: int, arrays: Arrays, rows: int) -> dict[str, jax.Arra
     return {name: wide(x) for name, x in arrays.items()}
 
 
-def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays) -> jax.Array:
+def by_micro_batch(fn: Any, micro_batches: int, params: Any, arrays: Arrays, splits: int = 1) -> jax.Array:
     """fn(params, arrays) -> [B, L], one micro-batch at a time; 0 in those that hold no token."""
-    if micro_batches == 1:
+    if micro_batches == splits == 1:
         return fn(params, arrays)
     split = split_rows(arrays, micro_batches)
     like = jax.eval_shape(fn, params, {name: x[:, 0] for name, x in split.items()})
-    out_BxMxL = jax.lax.fori_loop(
-        0,
-        _used(split),
-        lambda i, out: jax.lax.dynamic_update_index_in_dim(out, fn(params, _part(split, i)), i, axis=1),
-        jnp.zeros((like.shape[0], micro_batches, like.shape[1]), like.dtype),
-    )
-    return out_BxMxL.reshape(-1, like.shape[1])
+
+    def body(of_row, i, out):
+        rows = fn(params, short_rows(micro_batch_of(split, i), of_row)).reshape(like.shape)
+        return jax.lax.dynamic_update_index_in_dim(out, rows, i, axis=1)
+
+    zeros = jnp.zeros((like.shape[0], micro_batches, like.shape[1]), like.dtype)
+    return _over_micro_batches(split, splits, body, zeros).reshape(-1, like.shape[1])
 
 
 def micro_loss(
@@ -156,12 +159,27 @@ def _valued_jvp(primals, tangents):
     return primals[0], tangents[1]
 
 
-def _used(split: dict[str, jax.Array]) -> jax.Array:
-    """How many micro-batches hold tokens, at least one: they come first."""
-    micro_batches = split["segment_ids"].shape[1]
-    return jnp.max(jnp.where((split["segment_ids"] > 0).any((0, 2)), jnp.arange(1, micro_batches + 1), 1))
+def _over_micro_batches(split: dict[str, jax.Array], splits: int, body: Any, carry: Any) -> Any:
+    """body(splits of a row, i, carry) -> carry, over the micro-batches that hold tokens; they come first, at least
+    one."""
+    segments_BxMxL = split["segment_ids"]
+    count_M = jnp.arange(1, 1 + segments_BxMxL.shape[1])
+    used = jnp.max(jnp.where((segments_BxMxL > 0).any((0, 2)), count_M, 1))
+    if splits == 1:
+        return jax.lax.fori_loop(0, used, functools.partial(body, 1), carry)
+    edges = segments_BxMxL.reshape(*segments_BxMxL.shape[:2], splits, -1)
+    last, first = edges[:, :, :-1, -1], edges[:, :, 1:, 0]
+    whole = jnp.max(jnp.where(((last == first) & (first > 0)).any((0, 2)), count_M, 0))
+    carry = jax.lax.fori_loop(0, whole, functools.partial(body, 1), carry)
+    with jax.named_scope(SHORT_ROWS):
+        return jax.lax.fori_loop(whole, used, functools.partial(body, splits), carry)
 
 
-def _part(split: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
-    """One micro-batch, [B/M, L]."""
+def micro_batch_of(split: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
+    """[B/M, L]"""
     return {name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for name, x in split.items()}
+
+
+def short_rows(arrays: Arrays, splits: int) -> dict[str, jax.Array]:
+    """[B, L] -> [B * splits, L / splits]"""
+    return {name: x.reshape(-1, x.shape[1] // splits, *x.shape[2:]) for name, x in arrays.items()}

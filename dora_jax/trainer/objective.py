@@ -205,7 +205,7 @@ def batch_dtypes(section: TrainerSection, exact: bool = False, tempered: bool = 
 def attention_problems(section: TrainerSection, platform: str, dtype: str) -> Iterator[str]:
     """Why trainer.attention does not run on these devices (platform cpu, tpu or gpu) in this type; one sentence
     each."""
-    kind, local = section.attention, section.pack_tokens // section.context
+    kind, local = section.attention, section.pack_tokens // section.context // max(section.row_splits, 1)
     if kind == "auto":
         yield "trainer.attention=auto is open: presets.resolve names the kernel of a platform"
     if kind == "splash" and platform != "tpu":
@@ -214,6 +214,8 @@ def attention_problems(section: TrainerSection, platform: str, dtype: str) -> It
         yield (
             f"trainer.attention=splash takes multiples of {SPLASH_UNIT} positions a shard, not trainer.pack_tokens="
             f"{section.pack_tokens} over trainer.context={section.context}"
+            + f" and trainer.row_splits={section.row_splits}"
+            * (section.row_splits > 1)
         )
     if kind == "splash" and section.share_prompts == "on":
         yield (
@@ -299,6 +301,13 @@ def _pairings(section: TrainerSection) -> Iterator[str]:
             "trainer.kl, values or old log-probs of several updates, correction='vcpo_lr', or a policy loss of "
             "your own; set it to False"
         )
+    splits = f"trainer.row_splits={section.row_splits}"
+    if section.row_splits > 1 and section.pack_tokens % section.row_splits:
+        yield f"{splits} does not divide trainer.pack_tokens={section.pack_tokens}"
+    if section.row_splits > 1 and section.context > 1:
+        yield f"{splits} splits rows that lie on trainer.context={section.context} devices: set one of them to 1"
+    if section.row_splits > 1 and section.share_prompts == "on":
+        yield f"{splits} is not for trainer.share_prompts=on, which keeps a prompt once a row: set one of them off"
     if section.share_prompts == "on" and adv in ALONE:
         yield f"trainer.share_prompts=on: advantage={adv!r} takes the gradient of each trajectory alone, so set it off"
     if loss == "gspo" and aggregation != "seq_mean_token_mean":

@@ -38,6 +38,7 @@ class Recipe:
     ):
         """exact: log-probs come along with the batch. tempered: temperatures do."""
         self.model, self.section, self.lora, self.exact, self.tempered = model, section, model.lora, exact, tempered
+        self.row_splits = max(section.row_splits, 1)
         self.rate = optim.schedule(
             section.schedule, section.learning_rate, section.warmup_steps, total_steps * section.updates
         )

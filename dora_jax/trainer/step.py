@@ -71,11 +71,9 @@ class Trainer:
         replay: scores.Replay | None = None,
         tempered: bool = False,
     ):
-        """Copies `params` (stacked, any sharding); they stay the caller's.
-
-        lora: if it is on, an adapter is trained and `params` stay as they are, in `dtype`. adapter: the first one,
-        stacked; None: a fresh one of this seed. replay: see score.py. tempered: batches have temperatures.
-        """
+        """Copies `params` (stacked, any sharding). lora: if it is on, an adapter is trained and `params` stay as they
+        are, in `dtype`. adapter: the first one, stacked; None: a fresh one of this seed. replay: see score.py.
+        tempered: batches have temperatures."""
         self.section, self.mesh, self._replay = section, mesh, replay
         self.recipe = new_recipe(
             model_cfg,
@@ -115,10 +113,11 @@ class Trainer:
         self._compiled: dict[tuple[int, int], Any] = {}  # by shape of the batch, where `warmup` made it
         scored = functools.partial(jit, out_shardings=self._replicated)  # every process reads all of it
         logprobs = lambda params, arrays: self._model.logprobs(params, arrays)[0]
-        self._logprobs = scored(functools.partial(by_micro_batch, logprobs, section.micro_batches))
+        batched = lambda fn: functools.partial(by_micro_batch, fn, section.micro_batches, splits=self.recipe.row_splits)
+        self._logprobs = scored(batched(logprobs))
         by_row = lambda params, arrays: by_micro_batch(logprobs, len(arrays["tokens"]) // self.shards, params, arrays)
         self._probed = scored(by_row)  # most rows of a probe are empty
-        self._values = scored(functools.partial(by_micro_batch, self.recipe.critic.values, section.micro_batches))
+        self._values = scored(batched(self.recipe.critic.values))
         widened = functools.partial(micro_batch.widened, section.micro_batches)
         self._widened = jit(widened, static_argnames="rows", out_shardings=self._rows)
         self._grad_sq = scored(functools.partial(scores.grad_norms_sq, self._model))
@@ -234,11 +233,9 @@ class Trainer:
             return np.asarray(self._probed(self._whole(weights), self._put(probe.batch.arrays())))
 
     def step(self, batch: Any, probe: Probe | None = None) -> dict[str, float]:
-        """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks.
-
-        An iterator of batches is read one update at a time: the first runs before the second has to exist. `probe` is
-        looked at where the first batch has no token of lag 0.
-        """
+        """One step = one published version: an update per TrainBatch (or one, for a single batch). Blocks. An iterator
+        of batches is read one update at a time: the first runs before the second has to exist. `probe` is looked at
+        where the first batch has no token of lag 0."""
         self._begun = {}, []
         self.learn((batch,) if hasattr(batch, "arrays") else batch, probe)
         return self.finish()
@@ -325,6 +322,7 @@ def update(
         specs,
         {**arrays, "lag": state.step - arrays["version"]},  # i32[B, L]: from the weights that sampled the token
         section.micro_batches,
+        recipe.row_splits,
     )
     grads = decoder.stacked_layout(recipe.model.cfg, grads)
     sums["grad_norm"] = optax.tree.norm(grads)

@@ -374,6 +374,7 @@ def batch_layout(config: Config, shards: int) -> BatchShape:
         samples=samples,
         shards=shards,
         max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        splits=max(section.row_splits, 1),
         share_prompts=section.share_prompts == "on",
         skip_zero_advantage=section.skip_zero_advantage,
     )
