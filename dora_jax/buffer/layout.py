@@ -120,6 +120,9 @@ def items_of(samples: Sequence[Sample], share_prompts: bool) -> list[Item]:
     ]
 
 
+Found = tuple[int, int, int, int, int]  # bin, start and segment, and start and segment of the prompt that is shared
+
+
 class Place(NamedTuple):
     row: Row
     start: int  # of the sample's own tokens
@@ -142,9 +145,9 @@ class _Bins:
         self.segments = [0] * len(sizes)  # of each bin
         self._prompts: dict[bytes, dict[int, tuple[int, int]]] = collections.defaultdict(dict)  # bin -> start, segment
 
-    def place(self, item: Item) -> Place | None:
-        """First into a bin that holds the item's prompt, else into the first one; None: no bin has room. The `row` of
-        the place is the bin; they are in the order in which they are filled."""
+    def place(self, item: Item) -> Found | None:
+        """First into a bin that holds the item's prompt, else into the first one, in the order in which they are
+        filled; None: no bin has room."""
         holding = self._prompts[item.prompt] if item.shared else {}
         k = next((k for k in holding if self._free[self._leaves + k] >= item.length), None)
         if k is None:
@@ -156,7 +159,7 @@ class _Bins:
             k = node - self._leaves
             if item.shared:
                 holding[k] = self._take(k, item.shared)
-        return Place(k, *self._take(k, item.length), item.shared, *holding.get(k, (0, 0)))
+        return k, *self._take(k, item.length), *holding.get(k, (0, 0))
 
     def _take(self, k: int, tokens: int) -> tuple[int, int]:
         """Start and segment of the tokens that are now taken."""
@@ -178,8 +181,8 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], Ba
     for item in items:
         total[item.prompt] += item.length if item.shared else 0
     falling = sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i))
-    places = _placed(items, falling, shape, shape.rows)
-    if not places:
+    found = _placed(items, falling, shape, shape.rows)
+    if not found:
         raise ValueError(
             f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
             f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
@@ -187,28 +190,31 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], Ba
     if shape.splits > 1:
         # Rows up to the end of the last micro-batch with a sample longer than a short row stay whole, and all of them
         # where short ones, which waste more, have too little room. Long samples come first, and stand as they stood
-        long = [place.row for i, place in places.items() if items[i].length > shape.tokens // shape.splits]
+        long = [row for i, (row, *_) in zip(falling, found) if items[i].length > shape.tokens // shape.splits]
         per_micro = shape.rows // shape.micro_batches
-        places = _placed(items, falling, shape, -(-(1 + max(long, default=-1)) // per_micro) * per_micro) or places
-    sent = shape.holding(1 + max(place.row for place in places.values()))
+        found = _placed(items, falling, shape, -(-(1 + max(long, default=-1)) // per_micro) * per_micro) or found
+    sent = shape.holding(1 + max(row for row, *_ in found))
     order = sent.row_order().tolist()
-    return [place._replace(row=order[place.row]) for _, place in sorted(places.items())], sent
+    places = {
+        i: Place(order[row], start, segment, items[i].shared, *prompt)
+        for i, (row, start, segment, *prompt) in zip(falling, found)
+    }
+    return [places[i] for i in range(len(items))], sent
 
 
-def _placed(items: Sequence[Item], falling: Sequence[int], shape: BatchShape, whole: int) -> dict[int, Place] | None:
-    """Places of these items, where the first rows are whole and the others are split; None: they do not fit."""
+def _placed(items: Sequence[Item], falling: Sequence[int], shape: BatchShape, whole: int) -> list[Found] | None:
+    """Where these items stand, in this order, with the row for the bin; the first rows are whole and the others are
+    split. None: they do not fit."""
     size = shape.tokens // shape.splits
     bins = _Bins([shape.tokens] * whole + [size] * ((shape.rows - whole) * shape.splits))
-    places = dict[int, Place]()
+    found = []
     for i in falling:
         if (at := bins.place(items[i])) is None:
             return None
-        places[i] = at
-    for i, place in places.items():
-        row, split = divmod(max(place.row - whole, 0), shape.splits)
-        places[i] = place._replace(
-            row=min(place.row, whole) + row,
-            start=split * size + place.start,
-            segment=sum(bins.segments[place.row - split : place.row]) + place.segment,
-        )
-    return places
+        found.append(at)
+    for n, (k, start, segment, *prompt) in enumerate(found):
+        if k >= whole:
+            row, split = divmod(k - whole, shape.splits)
+            segment += sum(bins.segments[k - split : k])
+            found[n] = whole + row, split * size + start, segment, *prompt
+    return found

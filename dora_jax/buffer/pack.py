@@ -161,15 +161,13 @@ class _PackedUpdate:
         self, samples: list[Sample], shape: BatchShape, score: Score | None, rewards: np.ndarray, group_ids: np.ndarray
     ):
         self.samples, self._shape, self._rewards, self._group_ids = samples, shape, rewards, group_ids
-        # (each sample behind the branches of its episode, the index of the sample that each belongs to)
-        found = [(branch, i) for i, sample in enumerate(samples) for branch in (*_branches(sample), sample)]
-        segments, owners = [segment for segment, _ in found], [i for _, i in found]
+        # each sample behind the branches of its episode, and the index of the sample that each belongs to
+        segments = [segment for sample in samples for segment in (*_branches(sample), sample)]
+        owners = [i for i, sample in enumerate(samples) for _ in range(len(sample.branches) + 1)]
         places, self._sent = places_of(items_of(segments, shape.share_prompts), shape)
         self.spread = _Spread(segments, owners, places, self._sent)
-        rows = self._sent.local_rows().tolist()
-        local = [(s, p._replace(row=rows[p.row])) for s, p in zip(segments, places) if rows[p.row] >= 0]
         self._batch: dict[str, Any] = dict(rows=shape.rows, sent=self._sent, lengths=_lengths(segments, places))
-        self._batch |= _tokens(local, self._sent)
+        self._batch |= _tokens(segments, places, self._sent)
         self._batch |= dict.fromkeys(("advantages", "rewards", "loss_weights"), _zeros(self._sent))
         with doing("score"):
             self._scored = score(TrainBatch(**self._batch)) if score else {}
@@ -218,7 +216,7 @@ class _Spread:
     owners: the trajectory of each segment; the segments of one stand in its row one behind the other."""
 
     def __init__(self, samples: Sequence[Sample], owners: Sequence[int], places: Sequence[Place], sent: BatchShape):
-        self._samples, self._sent = samples, sent
+        self._samples, self._sent, self._rows = samples, sent, sent.local_rows().tolist()
         self._n = 1 + max(owners)
         self._responses = []  # of each segment: row, first column and length of its response; owner, first column there
         filled = [0] * self._n
@@ -228,14 +226,13 @@ class _Spread:
             self._responses.append((place.row, first, n, owner, filled[owner]))
             filled[owner] += n
         self.longest = max(filled)
-        rows = sent.local_rows().tolist()
-        self._local = [(rows[row], *rest) for row, *rest in self._responses if rows[row] >= 0]
 
     def responses(self, values: np.ndarray, dtype: type) -> np.ndarray:
         """Each trajectory's values at the positions that predict its response, where its row is filled here."""
         out = _zeros(self._sent, dtype)
-        for row, first, n, i, at in self._local:
-            out[row, first : first + n] = values[i] if values.ndim == 1 else values[i, at : at + n]
+        for row, first, n, i, at in self._responses:
+            if (row := self._rows[row]) >= 0:
+                out[row, first : first + n] = values[i] if values.ndim == 1 else values[i, at : at + n]
         return out
 
     def sampled(self, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -278,8 +275,8 @@ def _lengths(samples: Sequence[Sample], places: Sequence[Place]) -> np.ndarray:
     return np.array([own + list(prompts.values()), [place.shared for place in places] + [0] * len(prompts)])
 
 
-def _tokens(segments: Sequence[tuple[Sample, Place]], shape: BatchShape) -> dict[str, np.ndarray]:
-    """What stands of these segments in the rows, whose number is among those of this process."""
+def _tokens(samples: Sequence[Sample], places: Sequence[Place], shape: BatchShape) -> dict[str, np.ndarray]:
+    """What stands of these segments in the rows that this process fills."""
     names = ("tokens", "targets", "segment_ids", "positions") + ("prefix_ids",) * shape.share_prompts
     batch = {name: _zeros(shape, np.int32) for name in names}
     batch["version"] = np.full_like(batch["tokens"], -1)
@@ -288,7 +285,7 @@ def _tokens(segments: Sequence[tuple[Sample, Place]], shape: BatchShape) -> dict
         batch["routes"] = shape.routes.missing(*batch["tokens"].shape)
     if shape.temperature:
         batch["temperatures"] = _zeros(shape) + np.float32(shape.temperature)
-    if any(sample.table.rungs is not None for sample, _ in segments):
+    if any(sample.table.rungs is not None for sample in samples):
         batch["rungs"] = _zeros(shape, np.int32)
 
     def write(
@@ -308,7 +305,10 @@ def _tokens(segments: Sequence[tuple[Sample, Place]], shape: BatchShape) -> dict
         if table.rungs is not None:
             batch["rungs"][here] = np.repeat(*table.rungs)[position : position + n]
 
-    for sample, place in segments:
+    rows = shape.local_rows().tolist()
+    for sample, place in zip(samples, places):
+        if (row := rows[place.row]) < 0:
+            continue
         text, shared = np.concatenate([sample.prompt_ids, sample.out_ids]), place.shared
         name = f"{sample.id.index} of group {sample.id.group_id}"
         table = sample.table
@@ -316,13 +316,13 @@ def _tokens(segments: Sequence[tuple[Sample, Place]], shape: BatchShape) -> dict
             table = dataclasses.replace(table, routes=shape.routes.check(table.routes, len(text) - 1, name))
         if shared:  # written again by every sample of the group, the same each time
             prompt = place.prompt_segment
-            write(place.row, place.prompt_start, prompt, prompt, sample.prompt_ids, 0, table)
-        write(place.row, place.start, place.segment, prompt if shared else place.segment, text[shared:], shared, table)
+            write(row, place.prompt_start, prompt, prompt, sample.prompt_ids, 0, table)
+        write(row, place.start, place.segment, prompt if shared else place.segment, text[shared:], shared, table)
         first = place.start + len(sample.prompt_ids) - 1 - shared
-        response = (place.row, slice(first, first + len(sample.out_ids)))
+        response = (row, slice(first, first + len(sample.out_ids)))
         batch["mask"][response] = sample.mask
         batch["behavior_logprobs"][response] = np.where(sample.mask, sample.logprobs, 0.0)
         for span in sample.spans:
-            batch["version"][place.row, first + span.start : first + span.stop] = span.version
+            batch["version"][row, first + span.start : first + span.stop] = span.version
         batch["version"][response][~np.asarray(sample.mask, bool)] = -1
     return batch

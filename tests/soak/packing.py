@@ -1,7 +1,7 @@
 """Seconds, bytes sent and padding of a step's batch, by samples:  python -m tests.soak.packing [--share] [--most=8192]
 
 Answers are long-tailed up to 512 tokens behind prompts of 64 to 128, in rows of 640 and 8 micro-batches, which are enough
-for as many samples of the longest size. Prints a row for each number of samples: seconds of `pack` (best of three, with
+for as many samples of the longest size. Prints a row for each number of samples: seconds of `pack` (best of five, with
 freed memory kept, as in a run), of which the places; MB of the static shape, MB sent, MB that hold tokens; the share of
 what is sent that is padding; seconds over those of half the samples; seconds and MB of one of four processes, each of
 which holds a quarter of the rows.
@@ -66,7 +66,7 @@ def main() -> None:
             max_tokens=PROMPT + ANSWER,
             share_prompts=options.share,
         )
-        for _ in range(3):
+        for _ in range(5):
             began = time.perf_counter()
             batch = pack.pack(scored, shape, Prepare(section, ANSWER))
             took.append(time.perf_counter() - began)
