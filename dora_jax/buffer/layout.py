@@ -120,9 +120,6 @@ def items_of(samples: Sequence[Sample], share_prompts: bool) -> list[Item]:
     ]
 
 
-Found = tuple[int, int, int, int, int]  # bin, start and segment, and start and segment of the prompt that is shared
-
-
 class Place(NamedTuple):
     row: Row
     start: int  # of the sample's own tokens
@@ -145,9 +142,10 @@ class _Bins:
         self.segments = [0] * len(sizes)  # of each bin
         self._prompts: dict[bytes, dict[int, tuple[int, int]]] = collections.defaultdict(dict)  # bin -> start, segment
 
-    def place(self, item: Item) -> Found | None:
-        """First into a bin that holds the item's prompt, else into the first one, in the order in which they are
-        filled; None: no bin has room."""
+    def place(self, item: Item) -> tuple[int, ...] | None:
+        """Its bin, start and segment, and start and segment of the prompt that it shares; None: no bin has room.
+
+        First into a bin that holds the item's prompt, else into the first one: the order in which they are filled."""
         holding = self._prompts[item.prompt] if item.shared else {}
         k = next((k for k in holding if self._free[self._leaves + k] >= item.length), None)
         if k is None:
@@ -181,8 +179,8 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], Ba
     for item in items:
         total[item.prompt] += item.length if item.shared else 0
     falling = sorted(range(len(items)), key=lambda i: (-total[items[i].prompt], items[i].prompt, -items[i].length, i))
-    found = _placed(items, falling, shape, shape.rows)
-    if not found:
+    placed = _placed(items, falling, shape, shape.rows)
+    if not placed:
         raise ValueError(
             f"{len(items)} samples with {sum(item.shared + item.length for item in items)} tokens do "
             f"not fit into {shape.rows} rows of {shape.tokens}: raise trainer.rows or trainer.pack_tokens"
@@ -190,31 +188,29 @@ def places_of(items: Sequence[Item], shape: BatchShape) -> tuple[list[Place], Ba
     if shape.splits > 1:
         # Rows up to the end of the last micro-batch with a sample longer than a short row stay whole, and all of them
         # where short ones, which waste more, have too little room. Long samples come first, and stand as they stood
-        long = [row for i, (row, *_) in zip(falling, found) if items[i].length > shape.tokens // shape.splits]
+        long = [row for i, (row, *_) in zip(falling, placed) if items[i].length > shape.tokens // shape.splits]
         per_micro = shape.rows // shape.micro_batches
-        found = _placed(items, falling, shape, -(-(1 + max(long, default=-1)) // per_micro) * per_micro) or found
-    sent = shape.holding(1 + max(row for row, *_ in found))
+        placed = _placed(items, falling, shape, -(-(1 + max(long, default=-1)) // per_micro) * per_micro) or placed
+    sent = shape.holding(1 + max(row for row, *_ in placed))
     order = sent.row_order().tolist()
     places = {
         i: Place(order[row], start, segment, items[i].shared, *prompt)
-        for i, (row, start, segment, *prompt) in zip(falling, found)
+        for i, (row, start, segment, *prompt) in zip(falling, placed)
     }
     return [places[i] for i in range(len(items))], sent
 
 
-def _placed(items: Sequence[Item], falling: Sequence[int], shape: BatchShape, whole: int) -> list[Found] | None:
+def _placed(items: Sequence[Item], falling: Sequence[int], shape: BatchShape, whole: int) -> list[tuple[int, ...]]:
     """Where these items stand, in this order, with the row for the bin; the first rows are whole and the others are
-    split. None: they do not fit."""
+    split. Empty: they do not fit."""
     size = shape.tokens // shape.splits
     bins = _Bins([shape.tokens] * whole + [size] * ((shape.rows - whole) * shape.splits))
-    found = []
-    for i in falling:
-        if (at := bins.place(items[i])) is None:
-            return None
-        found.append(at)
-    for n, (k, start, segment, *prompt) in enumerate(found):
+    placed = [at for i in falling if (at := bins.place(items[i]))]
+    if len(placed) < len(falling):
+        return []
+    for n, (k, start, segment, *prompt) in enumerate(placed):
         if k >= whole:
             row, split = divmod(k - whole, shape.splits)
             segment += sum(bins.segments[k - split : k])
-            found[n] = whole + row, split * size + start, segment, *prompt
-    return found
+            placed[n] = whole + row, split * size + start, segment, *prompt
+    return placed
