@@ -92,9 +92,9 @@ GPU = TPU | {"rollout.attention": "gpu", "trainer.attention": "cudnn", "trainer.
     [
         ("", CPU),
         ("laptop", CPU),
-        ("v5e-8", TPU | {"trainer.logits_bytes": 2**28}),
+        ("v5e-8", TPU | {"trainer.logits_bytes": 953 * 2**20}),
         ("v5litepod-8", TPU),
-        ("v6e-8", TPU | {"trainer.logits_bytes": 2**29}),
+        ("v6e-8", TPU | {"trainer.logits_bytes": 2**30}),
         ("h100-8", GPU | {"trainer.logits_bytes": 2**30}),
         ("tpu7x-8", TPU | {"rollout.compiler_options": {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0}}),
     ],

@@ -26,7 +26,7 @@ CODE = {
     "buffer": 383,
     "cli": 463,
     "config": 877,
-    "costs": 451,
+    "costs": 452,
     "models": 4409,
     "ops": 822,
     "orchestrate": 2910,

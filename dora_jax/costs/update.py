@@ -2,9 +2,9 @@
 
 Consumes a model's sizes, the trainer's section, its mesh and a row of the hardware table; produces `Expected`: seconds
 of a device by part, and the MFU that they come to.
-Laws: the parts are closed formulas in FLOPs and bytes over the chip's published speeds; the three shares below are
-those of XLA's own estimates for 8B and 32B models on v5p and v5e, with splash attention (`python -m
-dora_jax.bench.device aot`); nothing here was measured on a chip.
+Laws: the parts are closed formulas in FLOPs and bytes over the chip's published speeds; the shares and passes below are
+those of XLA's own estimates for models of 0.6B on v5e, 8B and 32B on v5p, with splash attention (`--dry_run --aot` of
+configs/qwen3.py), which they come to within 3 %; nothing here was measured on a chip.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from dora_jax.models.families.config import ModelConfig
 from dora_jax.models.lora_config import OFF, Lora, adapter_params
 
 BACKWARD = 2  # gradients of weights and of inputs: two products for each of the forward pass
-PRODUCTS = 0.8  # of the peak that matrix products reach
-PASSES = 400  # over a layer's [tokens, D] in 2 bytes, forward and backward: norms, rotations, gates, casts, copies
+PRODUCTS = 0.78  # of the peak that matrix products reach
+# Forward and backward, over a layer's [tokens, D] and its [tokens, heads, head_dim] in 2 bytes, and [tokens, V] in 4:
+PASSES, HEAD_PASSES, LOGIT_PASSES = 180, 145, 10  # norms, rotations, gates, casts, copies; normalisers and entropy
 KERNEL = 2.0  # times its floor that a kernel takes: XLA does not know how long
 KERNEL_BACKWARD = 2.5  # five products for the forward's two: it computes the scores again
 SCORE_PASSES = 10  # over float32 scores, where they are not in a kernel
@@ -115,7 +116,8 @@ def expected(
     params = cfg.matrix_params / mesh.shards
     if lora.on:
         params = adapter_params(cfg, lora, fsdp=mesh.fsdp, tensor=mesh.tensor, expert=mesh.expert)
-    moved = PASSES * 2 * local * cfg.d_model * cfg.n_layers / mesh.tensor
+    moved = 2 * local * cfg.n_layers * (PASSES * cfg.d_model + HEAD_PASSES * cfg.q_width()) / mesh.tensor
+    moved += LOGIT_PASSES * 4 * local * cfg.vocab_size / mesh.tensor
     state = (UPDATE_BYTES + ADD_BYTES * (section.micro_batches if section.micro_batches > 1 else 0)) * params
     # Of a device, without attention's own; remat=full repeats all of a layer but its two output projections.
     backward = 1 if lora.on else BACKWARD

@@ -42,7 +42,7 @@ OPEN: tuple[Any, ...] = ("auto", "", 0, {})  # the values that leave a field to 
 MIB = 2**20
 MAX_LOGITS_BYTES = 1024 * MIB
 WARM_START_BYTES = 16  # of each parameter: weight, gradient and two moments in float32
-LOGITS_SHARE = 32  # an array of logits takes at most 1/32 of a device's memory
+LOGITS_SHARE = 16  # an array of logits takes at most 1/16 of a device's memory
 SCAN = "of a mixture: on a CPU, gradients of gathers cost more than products of no use"
 BLOCKS = "of a mixture: a CPU multiplies a few tokens by a matrix as it reads it"
 RAGGED_DOT = "of a mixture: one grouped product of the tokens in the order of their experts"
@@ -465,9 +465,8 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     tried = dataclasses.replace(section, attention=kernel)
     if wrong := next(objective.attention_problems(tried, machine.platform, dtype), None):
         kernel, why = "reference", wrong
-    # 1 GiB of logits, less where three such arrays would be more than a tenth of the memory
-    share = machine.memory_bytes / LOGITS_SHARE or MAX_LOGITS_BYTES
-    logits_bytes = min(MAX_LOGITS_BYTES, 1 << int(share).bit_length() - 1)
+    # A chunk of few tokens reads and writes the head's gradient as often as one of many
+    logits_bytes = min(MAX_LOGITS_BYTES, int(machine.memory_bytes / LOGITS_SHARE) // MIB * MIB or MAX_LOGITS_BYTES)
     return {
         "attention": (kernel, why),
         "expert_matmul": ("megablox", MEGABLOX) if machine.platform == "tpu" else ("ragged_dot", RAGGED_DOT),
