@@ -62,7 +62,7 @@ def test_a_gang_that_comes_later_takes_work(tmp_path):
             steps.append(event.version)
             world.remotes[2].supervisor.want(len(steps) >= 2)
             if len(steps) == 2:  # the other steps wait for it
-                eventually(lambda: world.remotes[2].incarnation)
+                eventually(lambda: world.remotes[2].incarnation, timeout_s=60.0)
 
     check(world, world.run([resize]))
     kinds = ev.StepPublished, ev.InstanceUp, ev.SampleDone

@@ -145,7 +145,7 @@ class _Bins:
     def place(self, item: Item) -> tuple[int, ...] | None:
         """Its bin, start and segment, and start and segment of the prompt that it shares; None: no bin has room.
 
-        First into a bin that holds the item's prompt, else into the first one: the order in which they are filled."""
+        First into a bin that holds the prompt, else into the first with room: bins stand in the order of filling."""
         holding = self._prompts[item.prompt] if item.shared else {}
         k = next((k for k in holding if self._free[self._leaves + k] >= item.length), None)
         if k is None:

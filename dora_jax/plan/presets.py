@@ -465,7 +465,7 @@ def _trainer(section: TrainerSection, machine: Machine, dtype: str) -> Presets:
     tried = dataclasses.replace(section, attention=kernel)
     if wrong := next(objective.attention_problems(tried, machine.platform, dtype), None):
         kernel, why = "reference", wrong
-    # A chunk of few tokens reads and writes the head's gradient as often as one of many
+    # Each chunk reads the head, and reads and writes its whole gradient, however few tokens it has
     logits_bytes = min(MAX_LOGITS_BYTES, int(machine.memory_bytes / LOGITS_SHARE) // MIB * MIB or MAX_LOGITS_BYTES)
     return {
         "attention": (kernel, why),

@@ -31,6 +31,7 @@ CHIPS = 8
 GCLOUD = r"""#!/bin/bash
 # The machine is a folder that commands run in, the bucket another, which the machine has at /bucket.
 set -eu
+home=/root
 at() {
   case $1 in
     file:///bucket/*) mkdir -p "$BUCKET/$(dirname "${1#file:///bucket/}")"; echo "$BUCKET/${1#file:///bucket/}" ;;
@@ -44,10 +45,10 @@ esac
 case $4 in
   create) echo "created" ;;
   describe) echo READY ;;
-  scp) cp "$5" "$MACHINE/root/${6#*:}" ;;
+  scp) cp "$5" "$MACHINE$home/${6#*:}" ;;
   ssh)
     for word; do [[ $word != --command=* ]] || command=${word#--command=}; done
-    exec chroot "$MACHINE" env -i HOME=/root PATH=/usr/local/bin:/usr/bin:/bin PIP_CERT="${PIP_CERT-}" \
+    exec chroot "$MACHINE" env -i HOME=$home PATH=/usr/local/bin:/usr/bin:/bin PIP_CERT="${PIP_CERT-}" \
       bash -c "cd; $command" ;;
   delete) echo "deleted" ;;
 esac
